@@ -115,6 +115,9 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
     partition_timeout : timedelta or float, optional
         With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
         (a number is in seconds). By default it raises at once.
+    authenticate : bool
+        With "continue": whether every message between ranks carries an authentication code, so that one that was
+        altered, repeated or injected on the way ends the connection. See "Ports and trust" in docs/several_nodes.md.
     mesh : DeviceMesh, optional
         A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`). The ranks along "shard",
         a group, train one replica together, and each group is one rank of the topology. By default the module is one
@@ -214,6 +217,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         fallback_topology: str = "base",
         soft_deadline: timedelta | float | None = None,
         partition_timeout: timedelta | float | None = None,
+        authenticate: bool = True,
         mesh: DeviceMesh | None = None,
         shard: Literal["optimizer", "none"] | None = None,
         max_difference: Literal["warn"] | None = "warn",
@@ -238,6 +242,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
             fallback_topology=fallback_topology,
             soft_deadline=soft_deadline,
             partition_timeout=partition_timeout,
+            authenticate=authenticate,
             mesh=mesh,
             shard=shard,
             max_difference=max_difference,

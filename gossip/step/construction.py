@@ -211,7 +211,11 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         from gossip.communication.survivors.living_world import LivingWorld
 
         return LivingWorld(
-            timeout, process_group, min_ranks=arguments.min_ranks, is_in_step=not arguments.is_asynchronous
+            timeout,
+            process_group,
+            min_ranks=arguments.min_ranks,
+            is_in_step=not arguments.is_asynchronous,
+            authenticate=arguments.authenticate,
         )
     if training_store.joined() is not None:
         raise ValueError(

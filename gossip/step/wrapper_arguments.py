@@ -47,6 +47,7 @@ class Arguments:
     fallback_topology: str = "base"
     soft_deadline: timedelta | float | None = None
     partition_timeout: timedelta | float | None = None
+    authenticate: bool = True
     mesh: DeviceMesh | None = None
     shard: str | None = None
     max_difference: str | None = "warn"
@@ -195,6 +196,11 @@ def _check_peer_loss(arguments: Arguments) -> None:
                     f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, and '
                     "the first loss of a rank ends the training; leave it out"
                 )
+        if not arguments.authenticate:
+            raise ValueError(
+                f'authenticate={arguments.authenticate} is for on_peer_loss="continue"; with "raise" messages go '
+                "through torch.distributed, which authenticates none; leave it out"
+            )
         return
     for name, seconds in (
         ("soft_deadline", arguments.soft_deadline_s),

@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from loguru import logger
 
@@ -67,6 +67,11 @@ class Listener:
     def is_open(self, now: float) -> bool:
         """Return whether connections that wait can be accepted."""
         return now >= self._paused_until and len(self._unknown) < _MOST_UNKNOWN
+
+    @property
+    def unknown(self) -> Collection[PeerConnection]:
+        """The connections that have not proved yet to be a rank's."""
+        return self._unknown.keys()
 
     def accept(self, now: float) -> list[PeerConnection]:
         """Accept the connections that wait, as far as there is room for them. Does not block."""

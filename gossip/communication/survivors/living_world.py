@@ -20,7 +20,7 @@ from gossip.communication import forks, training_store
 from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.lifelines import own_address
 from gossip.communication.membership import innermost, own_connection
-from gossip.communication.process_states import GONE, namespaces
+from gossip.communication.process_states import GONE, own_network
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.epochs import Epoch
@@ -63,6 +63,8 @@ class LivingWorld(PatientWorld):
         Training ends with an error when fewer ranks remain; by default a majority of those at the beginning.
     is_in_step : bool
         Whether the ranks make their steps together.
+    authenticate : bool
+        Whether every frame is authenticated, and not only the beginning of a connection.
 
     Attributes
     ----------
@@ -96,8 +98,9 @@ class LivingWorld(PatientWorld):
         *,
         min_ranks: int | None = None,
         is_in_step: bool = True,
+        authenticate: bool = True,
     ) -> None:
-        self.is_in_step = is_in_step
+        self.is_in_step, self._authenticate = is_in_step, authenticate
         self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks
@@ -155,12 +158,12 @@ class LivingWorld(PatientWorld):
 
     def _listen(self) -> None:
         host = own_address(self._keys)[1] or _OWN_HOST
-        self.mesh = Mesh(self.member, self._token, host, self.timeout)
+        self.mesh = Mesh(self.member, self._token, host, self.timeout, authenticate=self._authenticate)
         self.giver = StateGiver(self.mesh)
         for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
             self.mesh.handlers[kind] = functools.partial(_put, self.questions)
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
-        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, _network()]))
+        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, own_network()]))
 
     def agree(self) -> None:
         """Start to agree with the others on who trains. Local."""
@@ -271,7 +274,7 @@ class LivingWorld(PatientWorld):
             It only listens on its own machine, and this is another one.
         """
         host, port, network = json.loads(self._keys.get(f"address{member}"))
-        if host == _OWN_HOST and network != _network():
+        if host == _OWN_HOST and network != own_network():
             raise ValueError(
                 f'on_peer_loss="continue": rank {member} is on a different machine than rank {self.member}, but '
                 f"listens on {_OWN_HOST}, because its key-value store, {type(innermost(self._keys)).__name__}, has no "
@@ -470,14 +473,6 @@ class LivingWorld(PatientWorld):
 
 def _put(questions: Questions, member: int, frame: Frame) -> None:
     questions.put((member, frame))
-
-
-def _network() -> list[str | int]:
-    """Return a value that is equal in processes with the same loopback interface; empty if unknown."""
-    try:
-        return namespaces("net")
-    except OSError:
-        return []
 
 
 def _keys_of(token: bytes) -> str:

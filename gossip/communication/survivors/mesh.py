@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from gossip.communication.survivors.listener import Listener
 from gossip.communication.survivors.peer_connection import (
     ConnectionLost,
     Frame,
+    Identity,
     Key,
     Kind,
     Outgoing,
@@ -34,7 +34,6 @@ _KEPT_BUFFERS = 4  # per size
 _TICK_S = 0.05
 _BEAT_S = 0.5
 _PROMPT_S = 0.1
-_BEFORE_ALL = -1
 
 Lost = Callable[[int, str], None]
 """Called with a member whose connection is lost, and the reason, in the thread that serves the connections."""
@@ -59,12 +58,14 @@ class Mesh:
     ----------
     member : int
         The number of this process among those that it is connected to.
-    token : bytes
-        What a connection must begin with; the same for all members, and otherwise secret.
+    secret : bytes
+        What both ends of a connection must know; the same for all members, and otherwise secret.
     host : str
         The address on which to listen.
     timeout : timedelta
         How long to wait for connections.
+    authenticate : bool
+        Whether every frame is authenticated, and not only the connection; the same for all members.
 
     Attributes
     ----------
@@ -95,7 +96,7 @@ class Mesh:
         Called with it, in that thread.
     """
 
-    def __init__(self, member: int, token: bytes, host: str, timeout: timedelta) -> None:
+    def __init__(self, member: int, secret: bytes, host: str, timeout: timedelta, *, authenticate: bool = True) -> None:
         self.member = member
         self.timeout = timeout
         self.changed = threading.Condition()
@@ -110,13 +111,13 @@ class Mesh:
         self.on_failed: Callable[[GossipError], None] = lambda _error: None
         self.failure: GossipError | None = None
         self.handlers: dict[Kind, Handler] = {}
-        self._token = token
+        self._own = Identity(secret, member, authenticate)
+        self._calling: dict[int, PeerConnection] = {}  # those called that have not replied yet
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], tuple[torch.Tensor, int]] = {}
         self._expected: dict[tuple[int, Key], tuple[int, int]] = {}  # numbers and sizes
         self._backlog: collections.Counter[int] = collections.Counter()
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
-        self._to_add: collections.deque[PeerConnection] = collections.deque()
         self._to_cut: collections.deque[tuple[int, str]] = collections.deque()
         self._watcher = Watcher()
         self._listener = Listener(member, host, self._connection, timeout.total_seconds())
@@ -171,7 +172,7 @@ class Mesh:
         """Connect to those of these members that are not connected; a member that cannot be reached is lost."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         for member, address in addresses.items():
-            if not self.has_met(member):
+            if not (self.has_met(member) or member in self._calling):
                 self._call(member, address, deadline)
 
     def has_met(self, member: int) -> bool:
@@ -190,7 +191,7 @@ class Mesh:
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
             connected = socket.create_connection(address, max(_TICK_S, deadline - time.monotonic()))
-            connection = self._connection(connected)
+            connection = self._connection(connected, member)
         except OSError as error:
             with self.changed:
                 if isinstance(error, ConnectionRefusedError):
@@ -198,10 +199,8 @@ class Mesh:
                 self.lost[member] = f"no connection to {address[0]}:{address[1]}: {error.strerror or error}"
             self.on_lost(member, self.lost[member])
             return
-        connection.member = member
-        hello = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
-        connection.enqueue(Outgoing(Key(Kind.HELLO, self.member), hello, _BEFORE_ALL))
-        self._to_add.append(connection)
+        with self.changed:
+            self._calling[member] = connection
         self._watcher.ring()
 
     # ------------------------------------------------------------------ sending and taking
@@ -316,8 +315,7 @@ class Mesh:
         self._take_up_changes()
         for connection, events in self._watcher.wait(_TICK_S):
             if not isinstance(connection, PeerConnection):
-                for accepted in self._listener.accept(time.monotonic()):
-                    self._watcher.watch(accepted, READ)
+                self._listener.accept(time.monotonic())
             elif connection.socket.fileno() != -1:
                 self._serve_one(connection, events)
         return not self._stop.is_set()
@@ -325,19 +323,19 @@ class Mesh:
     def _fail_here(self, error: Exception) -> None:
         """End the connections when the thread that serves them has failed, so that the others notice at once."""
         self._listener.close()
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._calling.values()]:
             connection.close()
         self.fail(error)
 
     def _take_up_changes(self) -> None:
         now = time.monotonic()
-        while self._to_add:
-            connection = self._to_add.popleft()
-            with self._losing(connection):
-                self._know(connection)
         for connection in self._listener.overdue(now):
             self._lose(connection, "it did not say in time which rank it is")
         self._watcher.watch(self._listener, READ * self._listener.is_open(now))
+        with self.changed:
+            unknown = [*self._listener.unknown, *self._calling.values()]
+        for connection in unknown:
+            self._watcher.watch(connection, READ | WRITE * bool(connection.outgoing))
         while self._to_cut:
             member, reason = self._to_cut.popleft()
             if member in self._connections:
@@ -395,13 +393,9 @@ class Mesh:
 
     def _sort_in(self, connection: PeerConnection, frame: Frame) -> None:
         kind, member = frame.key.kind, connection.member
-        if member is None:
-            if kind != Kind.HELLO or not hmac.compare_digest(frame.payload.numpy().tobytes(), self._token):
-                raise ConnectionLost("an unknown process connected")
-            connection.member = frame.key.first
-            self._know(connection)
-        elif kind == Kind.HELLO:
-            raise ConnectionLost("it said twice which rank it is")
+        assert member is not None  # it has proved to be a member
+        if kind == Kind.HELLO:
+            self._know(member, connection)
         elif kind in self.handlers:
             self.handlers[kind](member, frame)
         elif kind == Kind.GOODBYE:
@@ -417,18 +411,19 @@ class Mesh:
         elif kind != Kind.BEAT:  # its arrival is all that counts
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 
-    def _know(self, connection: PeerConnection) -> None:
-        assert connection.member is not None
+    def _know(self, member: int, connection: PeerConnection) -> None:
         with self.changed:
-            if connection.member in self.lost or connection.member in self._connections:
+            if self.has_met(member):
                 raise ConnectionLost("it is lost or already connected")
-            self._connections[connection.member] = connection
+            self._connections[member] = connection
+            if self._calling.get(member) is connection:
+                del self._calling[member]
             self.changed.notify_all()
         self._listener.forget(connection)
-        self.on_met(connection.member)
+        self.on_met(member)
 
-    def _connection(self, connected: socket.socket) -> PeerConnection:
-        return PeerConnection(connected, self.timeout, self._buffer)
+    def _connection(self, connected: socket.socket, called: int | None = None) -> PeerConnection:
+        return PeerConnection(connected, self.timeout, self._buffer, self._own, called)
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
         self._watcher.watch(connection, 0)
@@ -436,9 +431,13 @@ class Mesh:
         member = connection.member
         with self.changed:
             connection.close()
-            if member is None or self._connections.get(member) is not connection:
+            if member is None:
                 return
-            del self._connections[member]
+            held = [kept for kept in (self._connections, self._calling) if kept.get(member) is connection]
+            for kept in held:
+                del kept[member]
+            if not held or member in self._connections:
+                return
             self.lost.setdefault(member, reason)
             self.changed.notify_all()
         self.on_lost(member, self.lost[member])
@@ -465,7 +464,7 @@ class Mesh:
         if threading.current_thread() is not self._thread:
             self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())
         if not self._thread.is_alive():
-            for connection in list(self._connections.values()):
+            for connection in [*self._connections.values(), *self._calling.values()]:
                 connection.close()
             self._connections.clear()
             self._listener.close()

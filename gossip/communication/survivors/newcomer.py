@@ -83,7 +83,7 @@ class Newcomer:
                 self._agreement.ask_in(latest.number, returns=self._returns)
                 has_asked = True
             if time.monotonic() > deadline:
-                missing = [f"rank {other}: {self._mesh.lost[other]}" for other in latest.members if other not in found]
+                missing = [f"rank {other}: {self._reason(other)}" for other in latest.members if other not in found]
                 raise ExchangeError(
                     f"rank {member}: joining: {in_words(latest.members)} did not admit this rank within "
                     f"{timeout_s:g} s; not connected: {'; '.join(missing) or 'none'}"
@@ -103,11 +103,14 @@ class Newcomer:
                 timeout=self._world.timeout.total_seconds(),
             )
             mesh.check()
-            found = [other for other in members if other not in mesh.lost]
+            found = [other for other in members if mesh.has_met(other) and other not in mesh.lost]
             have_ended = mesh.ended.issuperset(members)
         if not found:
             whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
             if have_ended:
-                raise CannotJoinError(f"{whom}: the training has ended ({mesh.lost[members[0]]})")
-            raise ExchangeError(f"{whom}: this machine has no route to them ({mesh.lost[members[0]]})")
+                raise CannotJoinError(f"{whom}: the training has ended ({self._reason(members[0])})")
+            raise ExchangeError(f"{whom}: this machine has no route to them ({self._reason(members[0])})")
         return found
+
+    def _reason(self, other: int) -> str:
+        return self._mesh.lost.get(other, "it does not reply")

@@ -171,17 +171,32 @@ def _sending(start: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     return start_or_happen
 
 
+class _Interrupted:
+    """A socket that takes this many bytes, whereupon something happens."""
+
+    def __init__(self, connection: socket.socket, num_bytes: int, happen: Callable[[], None]) -> None:
+        self._connection, self._num_left, self._happen = connection, num_bytes, happen
+        self._has_happened = False
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        if self._has_happened:  # sending continues unless it ended the process
+            return self._connection.sendmsg(parts)
+        content = b"".join(parts)[: self._num_left]
+        self._connection.settimeout(_SENDING_PATIENCE.total_seconds())
+        self._connection.sendall(content)
+        self._connection.setblocking(False)
+        self._num_left -= len(content)
+        if self._num_left == 0:
+            self._has_happened = True
+            self._happen()
+        return len(content)
+
+
 def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    def send_and_happen(self: Any, connection: socket.socket) -> bool:
-        if self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket):
-            connection.settimeout(_SENDING_PATIENCE.total_seconds())
-            content = b"".join(self._left)
-            num_bytes = min(fault.num_bytes or 0, len(content) - 1)
-            connection.sendall(content[:num_bytes])
-            happen()
-            self._left = [memoryview(content[num_bytes:])]  # sending continues unless the fault ended the process
-            connection.setblocking(False)
-        sent: bool = send(self, connection)
+    def send_and_happen(self: Any, connection: Any, seal: Any) -> bool:
+        if self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket) and not self.has_begun:
+            connection = _Interrupted(connection, min(fault.num_bytes or 0, self.num_bytes - 1), happen)
+        sent: bool = send(self, connection, seal)
         return sent
 
     return send_and_happen

@@ -116,7 +116,7 @@ def error_on_two_machines(rank: int, path: str) -> None:
     from gossip.communication.survivors import living_world  # another test shows that it is not loaded by default
 
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    with mock.patch.object(living_world, "_network", return_value=["a machine", rank]):
+    with mock.patch.object(living_world, "own_network", return_value=["a machine", rank]):
         try:
             make_model(4, {"topology": "ring"})
         except ValueError as error:

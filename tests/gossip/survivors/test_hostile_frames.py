@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ from gossip.communication.survivors import peer_connection
 from gossip.communication.survivors.agreement import FlagBoard
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import ConnectionLost, Frame, Key, Kind, Outgoing, PeerConnection
+from gossip.communication.survivors.peer_connection import (
+    ConnectionLost,
+    Frame,
+    Identity,
+    Key,
+    Kind,
+    Outgoing,
+    PeerConnection,
+)
 from gossip.communication.survivors.shared_payloads import SharedPayloads
 
 NUM_FRAMES = 10_000
@@ -29,7 +38,13 @@ _LENGTH = struct.Struct("<Q")
 def frame(key: Key, payload: bytes = b"") -> bytes:
     """The bytes of a frame."""
     content = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
-    return b"".join(bytes(part) for part in Outgoing(key, content)._left)
+    return bytes(Outgoing(key, content)._left[0]) + payload
+
+
+def connected(end: socket.socket, member: int, *, called: int | None = None) -> PeerConnection:
+    """One whose frames carry no authentication codes after the greeting."""
+    own = Identity(TOKEN, member, seals_all=False)
+    return PeerConnection(end, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), own, called)
 
 
 def hostile(seed: int) -> Iterator[bytes]:
@@ -64,23 +79,26 @@ class Arriving:
 
     def setsockopt(self, *_: int) -> None: ...
 
-    def recv_into(self, target: memoryview) -> int:
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        return sum(map(len, parts))
+
+    def recvmsg_into(self, targets: list[memoryview]) -> tuple[int]:
         if not self._content:
             raise BlockingIOError
-        size = min(len(target), self._numbers.randrange(1, 64))
+        size = min(len(targets[0]), self._numbers.randrange(1, 64))
         piece, self._content = self._content[:size], self._content[size:]
-        target[: len(piece)] = piece
-        return len(piece)
+        targets[0][: len(piece)] = piece
+        return (len(piece),)
 
 
-@pytest.mark.parametrize("member", [None, 1], ids=["a stranger", "a member"])
-def test_what_is_no_frame_ends_the_connection_and_nothing_else(member: int | None) -> None:
+@pytest.mark.parametrize("is_member", [False, True], ids=["a stranger", "a member"])
+def test_what_is_no_frame_ends_the_connection_and_nothing_else(is_member: bool) -> None:
     numbers = random.Random(0)
     outcomes = {"lost": 0, "frames": 0, "waits": 0}
     for content in hostile(seed=1):
         arriving = cast(socket.socket, Arriving(content, numbers))
-        connection = PeerConnection(arriving, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-        connection.member = member
+        connection = connected(arriving, 0)
+        connection.is_proved = is_member
         taken: list[Frame] = []
         try:
             for _ in range(len(content) // 16 + 1):
@@ -89,7 +107,8 @@ def test_what_is_no_frame_ends_the_connection_and_nothing_else(member: int | Non
             outcomes["lost"] += 1
         else:
             outcomes["frames" if taken else "waits"] += 1
-    assert min(outcomes.values()) > NUM_FRAMES / 20, outcomes
+    assert min(outcomes["lost"], outcomes["waits"]) > NUM_FRAMES / 20, outcomes
+    assert outcomes["frames"] > NUM_FRAMES / 20 if is_member else outcomes["frames"] == 0, outcomes
 
 
 @pytest.mark.parametrize("nbytes", [2**45, 2**63, 2**64 - 1])
@@ -97,8 +116,8 @@ def test_a_length_beyond_all_memory_is_named(nbytes: int) -> None:
     header = bytearray(frame(Key(Kind.MESSAGE)))
     header[-_LENGTH.size :] = _LENGTH.pack(nbytes)
     arriving = cast(socket.socket, Arriving(bytes(header), random.Random(0)))
-    connection = PeerConnection(arriving, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    connection.member = 1
+    connection = connected(arriving, 0)
+    connection.is_proved = True
     with pytest.raises(ConnectionLost, match=f"a frame of {nbytes} bytes was announced"):
         connection.receive(lambda _: None)
 
@@ -106,7 +125,7 @@ def test_a_length_beyond_all_memory_is_named(nbytes: int) -> None:
 @pytest.mark.slow
 def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
     """Everything that handles frames in the mesh's thread gets them, from members who know the secret."""
-    mesh, other = (Mesh(member, TOKEN, "127.0.0.1", TIMEOUT) for member in range(2))
+    mesh, other = (Mesh(member, TOKEN, "127.0.0.1", TIMEOUT, authenticate=False) for member in range(2))
     questions: list[Any] = []
     try:
         parts = [StateGiver(mesh), SharedPayloads(mesh, cast(Any, None)), FlagBoard(mesh)]
@@ -115,7 +134,12 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
         other.connect({0: mesh.address})
         for member, content in enumerate(hostile(seed=2), start=2):
             with socket.create_connection(mesh.address) as hostile_end:
-                hostile_end.sendall(frame(Key(Kind.HELLO, member), TOKEN) + content)
+                connection = connected(hostile_end, member, called=0)
+                while not connection.is_proved:
+                    select.select([hostile_end], [], [], 20)
+                    connection.receive(lambda _: None)
+                hostile_end.setblocking(True)
+                hostile_end.sendall(content)
         with mesh.changed:
             assert mesh.changed.wait_for(lambda: len(mesh.lost) == NUM_FRAMES or mesh.failure, 60)
             mesh.check()

@@ -10,24 +10,43 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind, Outgoing, PeerConnection, next_number
+from gossip.communication.survivors.peer_connection import (
+    Frame,
+    Identity,
+    Key,
+    Kind,
+    Outgoing,
+    PeerConnection,
+    next_number,
+)
 
+SECRET = b"s" * 32
+TIMEOUT = timedelta(seconds=10)
 SMALL = torch.arange(4, dtype=torch.float32)
 LARGE = torch.arange(2**21, dtype=torch.float32)  # 8 MiB: more than the kernel takes at once
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[PeerConnection, PeerConnection]]:
+@pytest.fixture(params=[True, False], ids=["every frame authenticated", "only the greeting"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[PeerConnection, PeerConnection]]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         caller = stack.enter_context(socket.create_connection(listener.getsockname()))
         answering = stack.enter_context(listener.accept()[0])
-        first, second = (
-            PeerConnection(end, timedelta(seconds=10), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-            for end in (caller, answering)
-        )
-        first.member, second.member = 1, 0
-        yield first, second
+        both = [
+            PeerConnection(end, TIMEOUT, empty, Identity(SECRET, member, request.param), called)
+            for end, member, called in ((caller, 0, 1), (answering, 1, None))
+        ]
+        greetings: list[Frame] = []
+        while len(greetings) < 2:
+            for end in both:
+                end.receive(greetings.append)
+        assert kinds(greetings) == [Kind.HELLO] * 2
+        assert [end.member for end in both] == [1, 0]
+        yield both[0], both[1]
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def carried(sender: PeerConnection, receiver: PeerConnection, num_frames: int) -> list[Frame]:

@@ -1,0 +1,90 @@
+"""Proof that both ends of a connection know the secret, and that every frame is what the other end sent, in order.
+
+Each end begins with a nonce. From the secret, both nonces and both members, each derives a key for each direction. The
+frames of a direction are numbered, and carry codes under its key: one after the header, over number and header, so that
+not even a length is acted upon before it is known to be genuine; and one after the payload, over all of it. A frame
+that was altered, repeated, left out, moved or sent to somebody else does not match its code.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+
+# The SHA extensions of today's CPUs make it twice as fast as keyed BLAKE2b; it is half as fast without them.
+_DIGEST = "sha256"
+_NUMBER = struct.Struct("<Q")
+_TRANSCRIPT = struct.Struct("<qq?")
+NONCE_BYTES = 16
+TAG_BYTES = 16
+
+
+class FrameMac:
+    """The authentication code of one frame, of which more and more is known."""
+
+    def __init__(self, keyed: hmac.HMAC, number: int, header: bytes | bytearray | memoryview) -> None:
+        self._mac = keyed.copy()
+        self._mac.update(_NUMBER.pack(number))
+        self._mac.update(header)
+
+    def update(self, part: memoryview) -> None:
+        """Go on with the next part of the payload."""
+        self._mac.update(part)
+
+    def tag(self) -> bytes:
+        """Return the code of what there has been so far."""
+        return self._mac.digest()[:TAG_BYTES]
+
+    def matches(self, tag: bytes | bytearray | memoryview) -> bool:
+        """Return whether this is the code of what there has been so far."""
+        return hmac.compare_digest(self.tag(), tag)
+
+
+class Seal:
+    """The key of one direction of a connection, and how many frames went that way.
+
+    Parameters
+    ----------
+    key : bytes
+        The key, for this direction of this connection alone.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hmac.new(key, digestmod=_DIGEST)
+        self._num_frames = 0
+
+    def next(self, header: bytes | bytearray | memoryview) -> FrameMac:
+        """Return the code of the next frame, as far as its header."""
+        mac = FrameMac(self._keyed, self._num_frames, header)
+        self._num_frames += 1
+        return mac
+
+
+def new_nonce() -> bytes:
+    """Return what distinguishes a connection from all others."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def make_seals(
+    secret: bytes, own: tuple[int, bytes], other: tuple[int, bytes], *, is_caller: bool, seals_all: bool
+) -> tuple[Seal, Seal]:
+    """Return the seals of what this end sends, and of what it receives.
+
+    Parameters
+    ----------
+    secret : bytes
+        What all members know.
+    own, other : (int, bytes)
+        The member at either end, and its nonce.
+    is_caller : bool
+        Whether this end has called the other one.
+    seals_all : bool
+        Whether they seal all frames, and not only the greeting.
+    """
+    caller, answerer = (own, other) if is_caller else (other, own)
+    transcript = _TRANSCRIPT.pack(caller[0], answerer[0], seals_all) + caller[1] + answerer[1]
+    from_caller, from_answerer = (
+        Seal(hmac.digest(secret, transcript + label, _DIGEST)) for label in (b"from the caller", b"from the answerer")
+    )
+    return (from_caller, from_answerer) if is_caller else (from_answerer, from_caller)
