@@ -58,8 +58,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         which all ranks must do before the same step.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
         A factory that is called once with the list of ``(name, parameter)`` (``functools.partial(torch.optim.AdamW,
-        lr=3e-4)``), or one or several optimizers built over the module's parameters. With None the parameters are only
-        mixed.
+        lr=3e-4)``), or one or several optimizers built over the module's parameters. With None they are only mixed.
     topology : str or Topology
         A name from :func:`topologies.available`, or a topology whose size is the number of ranks. It must be doubly
         stochastic, unless the algorithm accepts another.
@@ -87,8 +86,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         ``global_avg()``. "average": they are mixed with the peers' in every step, like parameters. Integer buffers are
         never mixed.
     bucket_cap_mb : float
-        The size of a bucket in MiB; a larger parameter gets a bucket to itself. With ``mesh``, it is the size of what
-        all ranks of a group have of the bucket together.
+        The size of a bucket in MiB (with ``mesh``, of what a group has of it); a larger parameter has one to itself.
     timeout : timedelta
         How long any wait for other ranks can last before it raises; some waits last up to a fifth longer, see
         ``communication.sockets``.
@@ -116,8 +114,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
         (a number is in seconds). By default it raises at once.
     authenticate : bool
-        With "continue": whether every message between ranks carries an authentication code, so that one that was
-        altered, repeated or injected on the way ends the connection. See "Ports and trust" in docs/several_nodes.md.
+        With "continue": whether every message carries an authentication code, see docs/several_nodes.md.
     mesh : DeviceMesh, optional
         A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`). The ranks along "shard",
         a group, train one replica together, and each group is one rank of the topology. By default the module is one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gossip.communication import daemon_threads, lifelines
+from gossip.communication import daemon_threads, lifelines, sealed_store
 from gossip.communication.culprits import Arrival
 from gossip.communication.process_states import GONE, Process, own_process, state_of
 from gossip.errors import ExchangeError
 
+_NONCE_BYTES = 16
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _Answer = TypeVar("_Answer")
 STORE_PATIENCE_S = 2.0
@@ -45,6 +47,8 @@ class RollCall:
     ----------
     processes : list of Process
         The processes by rank, once all ranks have been waited for.
+    nonces : list of str
+        A random number of each rank, once all have been waited for: together, they never occur again.
     is_silent : bool
         Whether the store was found to block its callers; nothing is written to it any more.
     """
@@ -61,7 +65,8 @@ class RollCall:
         self.processes = [Process("", 0, 0)] * world_size
         host, port = lifelines.listen(store)
         self.processes[rank] = own_process()._replace(host=host, port=port)
-        self._set(f"process{rank}", self.processes[rank])
+        self.nonces = [secrets.token_hex(_NONCE_BYTES)] * world_size
+        self._set(f"process{rank}", [*self.processes[rank], self.nonces[rank]])
 
     @property
     def has_store(self) -> bool:
@@ -172,7 +177,9 @@ class RollCall:
         absent = self._absent(self._keys, deadline, stop)
         if not absent:
             notes = self._get([f"process{rank}" for rank in range(self.world_size)])
-            self.processes = [Process(*json.loads(note)) for note in notes]
+            found = [sealed_store.read(note) for note in notes]
+            self.processes = [Process(*process) for *process, _ in found]
+            self.nonces = [nonce for *_, nonce in found]
             if any(process.host for process in self.processes):
                 lifelines.connect(self.processes)
                 self._set(f"connected{self.rank}", True)

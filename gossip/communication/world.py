@@ -127,7 +127,7 @@ class World:
         assert self.membership is not None
         self._store = self.membership.store()
         with resending_soon(self.timeout):
-            notes = None if self._store is None else own_connection(self._store)
+            notes = None if self._store is None else self._guarded(own_connection(self._store), "roll call")
         self.roll_call = RollCall(notes, self.rank, self.world_size)
         self.roll_call.note("constructing the model")
         absent: str | None = "interrupted"
@@ -144,6 +144,10 @@ class World:
                 f"{self.timeout.total_seconds():g} s: {absent}; every rank{self._in_group()} must construct it"
             )
         self._connect()
+
+    def _guarded(self, store: dist.Store, name: str) -> dist.Store:  # noqa: ARG002
+        """Return a store in which this rank and the others keep what ``name`` says. Local."""
+        return store
 
     def _connect(self) -> None:
         """Create what carries messages, once all ranks are known to be present."""

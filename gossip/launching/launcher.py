@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from gossip.communication.local_size import LOCAL_SIZE
 from gossip.communication.open_files import limit_named
+from gossip.communication.sealed_store import VARIABLE as KEY
 from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
@@ -54,6 +55,7 @@ class _Rendezvous:
     timeout: timedelta
     num_threads: int
     local_size: int | None
+    key: str | None = field(repr=False)
 
 
 @limit_named()
@@ -167,6 +169,7 @@ def launch(
         timeout=timeout,
         num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
         local_size=local_size,
+        key=os.environ.get(KEY),
     )
     context = multiprocessing.get_context("forkserver")
     fork_server.start(preload)
@@ -374,6 +377,9 @@ def _work(
     )
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.pop(KEY, None)  # the fork server may have been started with another one
+    if rendezvous.key is not None:
+        os.environ[KEY] = rendezvous.key
     torch.set_num_threads(rendezvous.num_threads)
     try:
         with limit_named():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +19,7 @@ from gossip.communication import forks, training_store
 from gossip.communication.distributed_transport import DistributedTransport
 from gossip.communication.flags import AgreedFlag, Flag
 from gossip.communication.open_files import limit_named
+from gossip.communication.sealed_store import VARIABLE
 from gossip.communication.transport import TransportFactory, make_transport
 from gossip.communication.transport_names import resolve_transport
 from gossip.communication.world import World
@@ -221,7 +224,14 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         raise ValueError(
             'this process joins a training; pass on_peer_loss="continue", as on the ranks that train, got "raise"'
         )
-    return World(timeout, process_group)
+    world = World(timeout, process_group)
+    if world.rank == 0 and VARIABLE in os.environ:
+        logger.warning(
+            '{} has no effect with on_peer_loss="raise": messages go through torch.distributed, which authenticates '
+            'none; pass on_peer_loss="continue"',
+            VARIABLE,
+        )
+    return world
 
 
 def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:

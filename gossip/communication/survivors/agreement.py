@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gossip.communication import daemon_threads
+from gossip.communication.sealed_store import NotGenuine
 from gossip.communication.survivors.ballots import Ballots, Decision, Note, Proposal, StoreLost
 from gossip.communication.survivors.epochs import Epoch, too_few
 from gossip.communication.survivors.flag_board import FlagBoard, Position
@@ -337,7 +338,7 @@ class Agreement:
         if is_due:
             try:
                 self._attempt(self._num_attempts + 1)
-            except StoreLost as error:
+            except (StoreLost, NotGenuine) as error:
                 self._fail(f"{error}: without it the remaining ranks cannot agree on who trains")
         return not self._stop.is_set()
 

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import queue
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.lifelines import own_address
 from gossip.communication.membership import innermost, own_connection
 from gossip.communication.process_states import GONE, own_network
+from gossip.communication.sealed_store import NotGenuine, SealedStore, derived, read, training_key, under
 from gossip.communication.sockets import resending_soon
 from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.epochs import Epoch
@@ -32,7 +32,6 @@ from gossip.communication.survivors.shared_payloads import SharedPayloads, can_s
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.errors import EpochEndedError, ExchangeError
 
-_TOKEN_BYTES = 32
 _PRIMITIVES = 2**24  # per operation
 _STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
@@ -107,7 +106,7 @@ class LivingWorld(PatientWorld):
         self._epoch = Epoch(0, (0,))
         self._members = self._epoch.members
         self._keys: Any = None
-        self._token = b""
+        self._key, self._token = training_key(), ""
         self._num_initial = 1
         self.is_joint = False
         self._num_primitives = 0
@@ -134,13 +133,13 @@ class LivingWorld(PatientWorld):
             )
         assert self._store is not None
         self._member = self.rank
-        store: Any = own_connection(self._store)
+        store: Any = self._guarded(own_connection(self._store), "beginning")
         _least(self._min_ranks, self.world_size)
         if is_kept_here(self._store):
             store.set("kept_by_a_rank", str(self.member))
-        self._token = bytes(store.compare_set("token", "", secrets.token_hex(_TOKEN_BYTES // 2)))
+        self._token = hashlib.sha256("".join(self.roll_call.nonces).encode()).hexdigest()
         self._num_initial = self.world_size
-        self._keys = dist.PrefixStore(_keys_of(self._token), innermost(store))
+        self._keys = self._keys_at(innermost(store))
         with resending_soon(self.timeout):
             self._listen()
             self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
@@ -152,13 +151,15 @@ class LivingWorld(PatientWorld):
                 "store=torch.distributed.FileStore(...)"
             )
         if not self.membership.is_given:
-            announced = json.dumps({"token": self._token.decode(), "num_ranks": self.world_size})
-            innermost(store).set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
+            announced = json.dumps({"token": self._token, "num_ranks": self.world_size})
+            self._guarded(innermost(store), "").set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
         self.agree()
 
     def _listen(self) -> None:
         host = own_address(self._keys)[1] or _OWN_HOST
-        self.mesh = Mesh(self.member, self._token, host, self.timeout, authenticate=self._authenticate)
+        # Without a key, whoever can read the store can join.
+        secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
+        self.mesh = Mesh(self.member, secret, host, self.timeout, authenticate=self._authenticate)
         self.giver = StateGiver(self.mesh)
         for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
             self.mesh.handlers[kind] = functools.partial(_put, self.questions)
@@ -185,7 +186,7 @@ class LivingWorld(PatientWorld):
         """Find the training, and listen where its ranks can reach this one."""
         where = f"{_ANNOUNCED}/{next(_num_trainings)}"
         with resending_soon(self.timeout):
-            store: Any = own_connection(training)
+            store: Any = self._guarded(own_connection(training), "")
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not store.check([where]):
             if time.monotonic() > deadline:
@@ -194,10 +195,9 @@ class LivingWorld(PatientWorld):
                     f'{self.timeout.total_seconds():g} s; its ranks must wrap their model with on_peer_loss="continue"'
                 )
             time.sleep(_PAUSE_S)
-        announced = json.loads(store.get(where))
-        self._token = announced["token"].encode()
-        self._num_initial = self.world_size = announced["num_ranks"]
-        self._keys = dist.PrefixStore(_keys_of(self._token), store)
+        announced = read(store.get(where))
+        self._token, self._num_initial = announced["token"], announced["num_ranks"]
+        self.world_size, self._keys = self._num_initial, self._keys_at(innermost(store))
         self._take_number()
 
     def come_back(self) -> None:
@@ -217,14 +217,25 @@ class LivingWorld(PatientWorld):
         self._take_number()
 
     def _take_number(self) -> None:
-        self._member = self._num_initial + self._keys.add("num_newcomers", 1) - 1
+        number = self._keys.add("num_newcomers", 1)
+        if number < 1:
+            raise NotGenuine(f"joining: somebody else changed num_newcomers in the key-value store to {number - 1}")
+        self._member = self._num_initial + number - 1
         self._listen()
 
     def keys(self, name: str) -> dist.Store | None:
         if self.is_alone:
             return None
         with resending_soon(self.timeout):
-            return own_connection(dist.PrefixStore(name, self._keys))
+            return own_connection(under(self._keys, name))
+
+    def _guarded(self, store: dist.Store, name: str) -> dist.Store:
+        return store if self._key is None else SealedStore(store, derived(self._key, "store"), name)
+
+    def _keys_at(self, store: dist.Store) -> dist.Store:
+        """Return the keys of this training."""
+        name = f"gossip/training/{hashlib.sha256(self._token.encode()).hexdigest()[:16]}"
+        return self._guarded(dist.PrefixStore(name, store), name)
 
     def publish(self, manifest: Mapping[str, str]) -> None:
         """Publish what joining ranks must build. Local."""
@@ -278,8 +289,7 @@ class LivingWorld(PatientWorld):
             raise ValueError(
                 f'on_peer_loss="continue": rank {member} is on a different machine than rank {self.member}, but '
                 f"listens on {_OWN_HOST}, because its key-value store, {type(innermost(self._keys)).__name__}, has no "
-                "host by "
-                "which it could be reached; pass init_process_group a torch.distributed.TCPStore"
+                "host by which it could be reached; pass init_process_group a torch.distributed.TCPStore"
             )
         return host, port
 
@@ -473,11 +483,6 @@ class LivingWorld(PatientWorld):
 
 def _put(questions: Questions, member: int, frame: Frame) -> None:
     questions.put((member, frame))
-
-
-def _keys_of(token: bytes) -> str:
-    """Return the prefix of a training's keys."""
-    return f"gossip/training/{hashlib.sha256(token).hexdigest()[:16]}"
 
 
 def _least(min_ranks: int | None, num_ranks: int) -> int:
