@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 import socket
@@ -9,11 +10,17 @@ import struct
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import unsupervised
+from mortal_ranks import make_model, targets
 
-from gossip.communication.survivors import peer_connection
+from gossip import ExchangeError
+from gossip.algorithms.asynchronous import Asynchronous
+from gossip.communication.survivors import living_world, peer_connection
 from gossip.communication.survivors.agreement import FlagBoard
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh
@@ -159,3 +166,37 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
     finally:
         other.close()
         mesh.close()
+
+
+def train_beside_one_that_sends_too_little(options: dict[str, Any]) -> str:
+    """Whom the rank that goes on has lost, and why."""
+    rank = dist.get_rank()
+    send = Mesh.send
+
+    def send_less(self: Mesh, member: int, key: Key, payload: Any = None, *more: Any) -> Outgoing:
+        is_message = key.kind in (Kind.MESSAGE, Kind.PAIR) and payload is not None
+        return send(self, member, key, payload.view(-1)[:-1].clone() if is_message else payload, *more)
+
+    with (
+        mock.patch.object(living_world, "can_share", return_value=False),
+        make_model(4, {"topology": "complete", "min_ranks": 1, **options}) as model,
+    ):
+        if rank == 1:
+            mock.patch.object(Mesh, "send", send_less).start()
+        with contextlib.suppress(ExchangeError):  # the rank that sends too little is told that it was dropped
+            while not model.world.mesh.lost:  # type: ignore[attr-defined]
+                model(targets(rank, 4)).backward()
+            if rank == 0:
+                for _ in range(3):
+                    model(targets(rank, 4)).backward()
+        mock.patch.stopall()
+        return str(model.world.mesh.lost)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"soft_deadline": 1e-3}, {"algorithm": Asynchronous(max_staleness=1)}], ids=["", "late", "pairs"]
+)
+def test_a_message_of_the_wrong_size_ends_the_connection_and_not_the_rank(options: dict[str, Any]) -> None:
+    with unsupervised.started(train_beside_one_that_sends_too_little, options, world_size=2) as ranks:
+        lost, _ = ranks.results()
+    assert "has 24 bytes, and must have 32" in lost
