@@ -39,8 +39,6 @@ class Listener:
         The address on which to listen.
     connect : callable
         Makes a connection from an accepted socket.
-    timeout_s : float
-        The time-out of the model; a connection has at most this long to say who it is.
 
     Attributes
     ----------
@@ -50,16 +48,13 @@ class Listener:
         See :class:`gossip.communication.survivors.watcher.Watched`.
     """
 
-    def __init__(
-        self, member: int, host: str, connect: Callable[[socket.socket], PeerConnection], timeout_s: float
-    ) -> None:
+    def __init__(self, member: int, host: str, connect: Callable[[socket.socket], PeerConnection]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.socket.setblocking(False)
         self.watched, self.sent_at = 0, 0.0
         self._member = member
         self._connect = connect
-        self._patience_s = min(_PATIENCE_S, timeout_s)
         self._unknown: dict[PeerConnection, float] = {}  # and when they were accepted
         self._paused_until = 0.0
         self._has_warned = False
@@ -101,7 +96,7 @@ class Listener:
 
     def overdue(self, now: float) -> list[PeerConnection]:
         """Return the connections that should have said who they are by now."""
-        patience_s = self._patience_s if self.is_open(now) else min(self._patience_s, _SHORT_PATIENCE_S)
+        patience_s = _PATIENCE_S if self.is_open(now) else _SHORT_PATIENCE_S
         return [connection for connection, accepted_at in self._unknown.items() if now - accepted_at > patience_s]
 
     def forget(self, connection: PeerConnection) -> None:

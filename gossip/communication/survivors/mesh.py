@@ -120,7 +120,7 @@ class Mesh:
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_cut: collections.deque[tuple[int, str]] = collections.deque()
         self._watcher = Watcher()
-        self._listener = Listener(member, host, self._connection, timeout.total_seconds())
+        self._listener = Listener(member, host, self._connection)
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0

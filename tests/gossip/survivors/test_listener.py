@@ -32,7 +32,7 @@ def listener() -> Iterator[Listener]:
             stack.callback(connected.close)
             return PeerConnection(connected, TIMEOUT, torch.empty, Identity(TOKEN, 3))
 
-        made = Listener(3, "127.0.0.1", connection, TIMEOUT.total_seconds())
+        made = Listener(3, "127.0.0.1", connection)
         stack.callback(made.close)
         for _ in range(2 * MOST):
             stack.enter_context(socket.create_connection(made.socket.getsockname()))
