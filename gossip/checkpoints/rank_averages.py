@@ -12,6 +12,7 @@ from gossip.checkpoints.all_or_none import compare, together
 from gossip.checkpoints.checkpoint_layout import describe_tensor, exported_tensors
 from gossip.checkpoints.replicas import Replicas
 from gossip.communication.world import World
+from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
 from gossip.step.engine import StepEngine
@@ -61,7 +62,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     engine.frozen.compare()
     equal = engine.frozen.names_of_equal()
     digests = together(replicas, "gossip.export", lambda: _digest(module, equal))
-    tensors = dict(exported_tensors(module))
+    tensors, averaged = dict(exported_tensors(module)), _averaged(module)
     entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in tensors.items()}
     compare(replicas, entries, "comparing what is exported")
     size = len(digests) // world.world_size  # how many ranks share a replica: theirs need not be equal to each other
@@ -69,7 +70,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     weights = engine.weights()
 
     def average_(name: str) -> Callable[[torch.Tensor], None] | None:
-        if are_equal or name in equal or not is_averaged(tensors[name]):
+        if are_equal or name in equal or name not in averaged:
             return None
         return lambda wide: _average_(wide, engine, world, f"averaging {name!r}", weights.get(name, 1.0))
 
@@ -78,8 +79,14 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
 
 def _digest(module: nn.Module, equal: Container[str]) -> str:
     """Return a hash of everything that is not known to be equal on all ranks."""
-    exported = exported_tensors(module)
-    return digest_of(tensor for name, tensor in exported if name not in equal and is_averaged(tensor)).hex()
+    averaged, exported = _averaged(module), exported_tensors(module)
+    return digest_of(tensor for name, tensor in exported if name not in equal and name in averaged).hex()
+
+
+def _averaged(module: nn.Module) -> set[str]:
+    """Return the names of what has a mean."""
+    names = {name for name, parameter in module.named_parameters() if is_mixable(parameter)}
+    return names | {name for name, buffer in module.named_buffers() if is_averaged(buffer)}
 
 
 def _chunks(tensor: torch.Tensor, average_: Callable[[torch.Tensor], None] | None) -> Iterator[torch.Tensor]:

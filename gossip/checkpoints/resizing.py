@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from gossip.errors import CheckpointError, reason
+from gossip.parameters.buckets import is_mixable
+from gossip.parameters.buffers import is_averaged
 from gossip.step.algorithm_state import for_new_world, weight_of
 
 _Path = tuple[Any, ...]
@@ -46,8 +48,9 @@ class _Mean:
         algorithm = state["engine"].get("algorithm")
         weight = None if algorithm is None else weight_of(algorithm)
         if weight is not None:
-            weighted = {name: values * weight.to(values.dtype) for name, values in state["parameters"].items()}
-            state = state | {"parameters": weighted}
+            parameters = state["parameters"]
+            weighted = {name: x * weight.to(x.dtype) for name, x in parameters.items() if is_mixable(x)}
+            state = state | {"parameters": parameters | weighted}
         _map_floats(self._averaged(state), (), self._accumulate)
         if not self._first:
             engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
@@ -88,8 +91,8 @@ def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor]
     """Return ``tree`` with ``function`` applied to the tensors that are averaged."""
     if isinstance(tree, torch.Tensor):
         is_counter = path[0] == "optimizers" and path[-1] == "step"
-        is_averaged = (tree.is_floating_point() or tree.is_complex()) and not is_counter
-        return function(path, tree) if is_averaged else tree
+        has_mean = is_mixable(tree) if path[0] == "parameters" else is_averaged(tree)
+        return function(path, tree) if has_mean and not is_counter else tree
     if isinstance(tree, dict):
         kept = {"param_groups"} if path[:1] == ("optimizers",) and len(path) == 2 else set()
         return {

@@ -17,12 +17,12 @@ from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.virtual_optimizers import StackedOptimizer
 from gossip.errors import CheckpointError, GossipError
-from gossip.parameters.buffers import is_averaged, persistent_buffers
+from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.plain_state import compact
 from gossip.private_torch import is_in_backward
 from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
-from gossip.virtual.shards import Shard, deal_, mean_of, written
+from gossip.virtual.shards import Shard, average_of, deal_, written
 from gossip.virtual.workers import VirtualWorkers
 
 
@@ -191,19 +191,13 @@ class VirtualReplicas(Replicas):
             if not bool(reached.all()):
                 self._updater.reached[name] = reached
 
-    def _stacks(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield of each tensor that is exported the stacks of all devices."""
-        for name, _ in exported_tensors(self._workers.module):
-            of_shard = "parameters" if name in self._shards[0].parameters else "buffers"
-            yield name, [getattr(shard, of_shard)[name].detach() for shard in self._shards]
-
     def exported(self) -> dict[str, torch.Tensor]:
-        return {name: stacks[0][0].to("meta") for name, stacks in self._stacks()}
+        return {name: tensor.to("meta") for name, tensor in exported_tensors(self._workers.module)}
 
     def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         weights = self._exchanges.weights()
-        for name, stacks in self._stacks():
-            yield name, mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
+        for name, _ in exported_tensors(self._workers.module):
+            yield name, average_of(self._shards, name, weights)
 
 
 def _rows(stacks: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,8 @@ from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Parameters of other dtypes, such as quantized weights, can only be frozen: averages keep rank 0's."""
+_UNMIXABLE = "has the dtype {}; only float64, float32, bfloat16 and float16 can be mixed"
 _ALIGNMENT_BYTES = 16
 
 Slot = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -187,8 +189,8 @@ def check_parameters(module: nn.Module) -> None:
     Raises
     ------
     ValueError
-        A lazy, meta, sparse, integer or complex parameter, a lazy or meta buffer, a tensor whose elements overlap or
-        that was made in inference mode, or two parameters that share memory.
+        A lazy, meta or sparse parameter, one that requires a gradient and is complex or float8, a lazy or meta buffer,
+        a tensor whose elements overlap or that was made in inference mode, or two parameters that share memory.
     """
     for name, buffer in module.named_buffers():
         if refusal := _refusal(buffer):
@@ -196,9 +198,8 @@ def check_parameters(module: nn.Module) -> None:
     spans: list[tuple[int, int, str]] = []
     for name, parameter in module.named_parameters():
         refusal = _refusal(parameter)
-        if refusal is None and parameter.dtype not in MIXABLE_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in MIXABLE_DTYPES)
-            refusal = f"has the dtype {parameter.dtype}; only {names} can be mixed: convert it, or make it a buffer"
+        if refusal is None and parameter.requires_grad and not is_mixable(parameter):
+            refusal = f"{_UNMIXABLE.format(parameter.dtype)}: convert it, or freeze it"
         if refusal is not None:
             raise ValueError(f"parameter {name!r} {refusal}")
         if parameter.numel():
@@ -210,6 +211,27 @@ def check_parameters(module: nn.Module) -> None:
             raise ValueError(
                 f"parameters {name!r} and {other!r} are two Parameters over the same memory; to tie them, use a single "
                 "Parameter under both names, otherwise clone one of them"
+            )
+
+
+def is_mixable(parameter: torch.Tensor) -> bool:
+    """Return whether ranks can mix the values; a parameter of another dtype can only be frozen."""
+    return parameter.dtype in MIXABLE_DTYPES
+
+
+def check_unfrozen(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that are to be exchanged from now on, but that cannot be mixed.
+
+    Raises
+    ------
+    GossipError
+        A parameter is refused; the text names it.
+    """
+    for name, parameter in parameters.items():
+        if not is_mixable(parameter):
+            raise GossipError(
+                f"parameter {name!r} was unfrozen, but {_UNMIXABLE.format(parameter.dtype)}; leave it frozen, or "
+                "close() the model, convert it and wrap the module again"
             )
 
 

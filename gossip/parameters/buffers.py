@@ -11,6 +11,7 @@ from torch import nn
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
+from gossip.parameters.buckets import is_mixable
 from gossip.private_torch import names_of_transient_buffers
 
 
@@ -112,7 +113,7 @@ def float_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def is_averaged(buffer: torch.Tensor) -> bool:
     """Return whether the mean over ranks is meaningful; otherwise rank 0's values are used."""
-    return buffer.is_floating_point() or buffer.is_complex()
+    return is_mixable(buffer) or buffer.is_complex()
 
 
 def _as_real(buffer: torch.Tensor) -> torch.Tensor:

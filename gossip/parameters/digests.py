@@ -19,6 +19,11 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
     return digest.digest()
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as bytes, [nbytes], which can be compared whatever their dtype; no copy if contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def chunks_in_memory_order(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return flat chunks in the order of the elements in memory; only a tensor with gaps is copied for this."""
     flat = tensor.permute(memory_order(tensor)).reshape(-1)

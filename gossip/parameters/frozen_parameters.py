@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gossip.communication.world import World
 from gossip.errors import ManifestError
-from gossip.parameters.buckets import describe_tensor
-from gossip.parameters.digests import digest_of
+from gossip.parameters.buckets import check_unfrozen, describe_tensor, is_mixable
+from gossip.parameters.digests import bytes_of, digest_of
 from gossip.parameters.manifest import compare_manifests
 
 _NUM_SAMPLES = 16
@@ -28,7 +28,7 @@ class FrozenParameters:
     They start equal on all ranks, and stay equal as long as nobody writes to them: no bucket holds them and no message
     carries them. A rank that has written to one reports this at the next collective operation (a checkpoint, a global
     average), and only then are its values compared. If they differ, the parameter is averaged with the others from then
-    on.
+    on, or, if its dtype cannot be mixed, rank 0's values are taken.
 
     Parameters
     ----------
@@ -92,8 +92,15 @@ class FrozenParameters:
         self.compare()
 
     def release(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-        """Remove those of these parameters that are frozen and return them; they are exchanged from now on. Local."""
+        """Remove those of these parameters that are frozen and return them; they are exchanged from now on. Local.
+
+        Raises
+        ------
+        GossipError
+            One cannot be mixed; nothing is removed.
+        """
         names = [name for name in self._parameters if name in names]
+        check_unfrozen({name: self._parameters[name] for name in names})
         for name in names:
             if name in self._hooks:
                 self._hooks.pop(name).remove()
@@ -161,8 +168,9 @@ class FrozenParameters:
         return self._parameters.keys() - set(self.differing)
 
     def equal_values(self) -> Iterator[torch.Tensor]:
-        """Return the values of the parameters that do not differ between ranks."""
-        return (parameter.detach() for name, parameter in self._parameters.items() if name not in self.differing)
+        """Return the values of the parameters that do not differ between ranks and that could be mixed."""
+        equal = (parameter for name, parameter in self._parameters.items() if name not in self.differing)
+        return (parameter.detach() for parameter in equal if is_mixable(parameter))
 
     def differing_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and values of those that differ, to be averaged in place, see :meth:`note_differing`."""
@@ -228,12 +236,12 @@ class _Seen:
 
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
-    """Return some of the values, evenly spread."""
+    """Return some of the values, evenly spread, as bytes."""
     values = parameter.detach()
     if values.numel() <= _NUM_SAMPLES:
-        return values.flatten().clone()
+        return bytes_of(values).clone()
     places = torch.linspace(0, values.numel() - 1, _NUM_SAMPLES, dtype=torch.float64, device=values.device).long()
-    return values[torch.unravel_index(places, values.shape)]
+    return bytes_of(values[torch.unravel_index(places, values.shape)])
 
 
 def _check_kinds(found: Sequence[Mapping[str, tuple[str, str]]]) -> None:

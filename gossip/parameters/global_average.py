@@ -12,7 +12,7 @@ from torch import nn
 from gossip.communication.scratch import Scratch
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
-from gossip.parameters.buckets import Bucket
+from gossip.parameters.buckets import Bucket, is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states, describe_extra_states, snapshot_extra_states
 from gossip.parameters.frozen_parameters import FrozenParameters
@@ -50,7 +50,10 @@ def average_module_(
             for bucket in buckets:
                 scratch.average(bucket.block, f"averaging bucket {bucket.index}", weights.get(bucket.names[0], 1.0))
             for name, values in frozen.differing_values():
-                scratch.average(values, f"averaging frozen parameter {name!r}")
+                if is_mixable(values):
+                    scratch.average(values, f"averaging frozen parameter {name!r}")
+                else:
+                    scratch.broadcast(values, f"broadcasting frozen parameter {name!r} from rank 0")
             for name, buffer in module.named_buffers():
                 if is_averaged(buffer):
                     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
@@ -115,7 +118,8 @@ def consensus_distance(
     squares = torch.zeros(2, dtype=torch.float64)
     mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
     exchanged = [(f"bucket {bucket.index}", bucket.block, weights.get(bucket.names[0], 1.0)) for bucket in buckets]
-    for name, values, weight in (*exchanged, *((name, values, 1.0) for name, values in frozen.differing_values())):
+    exchanged += [(name, values, 1.0) for name, values in frozen.differing_values() if is_mixable(values)]
+    for name, values, weight in exchanged:
         mean = values.clone() if weight == 1.0 else values * weight
         world.average_(mean, f"consensus distance of {name}")
         squares[0] += _norm(values - mean) ** 2

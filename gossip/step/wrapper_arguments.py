@@ -146,7 +146,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
     if arguments.open_scaler is not None and arguments.step_in_backward:
         for name, parameter in module.named_parameters():
-            if parameter.dtype == torch.float16:
+            if parameter.dtype == torch.float16 and parameter.requires_grad:
                 raise ValueError(
                     f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
                     "parameters in float32 and compute under torch.autocast"

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import Bucket, make_buckets
+from gossip.parameters.buckets import Bucket, check_unfrozen, make_buckets
+from gossip.parameters.digests import bytes_of
 from gossip.virtual.shards import Shard, stacked_views
 
 
@@ -53,7 +54,7 @@ class FrozenStacks:
             name
             for name in self._parameters
             if any(
-                not torch.equal(row, first[name][0].to(row.device))
+                not torch.equal(bytes_of(row), bytes_of(first[name][0].to(row.device)))
                 for shard in self._shards
                 for row in shard.parameters[name]
             )
@@ -63,6 +64,7 @@ class FrozenStacks:
     def release(self, names: Collection[str]) -> tuple[Bucket, ...]:
         """Move the stacks of these parameters, if they are still frozen, into new blocks of the shards."""
         names = [name for name in self._parameters if name in names]
+        check_unfrozen({name: self._parameters[name] for name in names})
         if not names:
             return ()
         self.released.append(names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import Bucket
+from gossip.parameters.buckets import Bucket, is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import memory_order
 
@@ -149,10 +149,18 @@ def mean_of(stacks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | No
     return (total / sum(map(len, stacks))).to(stacks[0].dtype)
 
 
+def average_of(shards: Sequence[Shard], name: str, weights: Weights) -> torch.Tensor:
+    """Return the mean over all replicas of a parameter or buffer; rank 0's values of one that has no mean."""
+    is_parameter = name in shards[0].parameters
+    stacks = [(shard.parameters if is_parameter else shard.buffers)[name].detach() for shard in shards]
+    has_mean = is_mixable(stacks[0]) if is_parameter else is_averaged(stacks[0])
+    return mean_of(stacks, weights.get(name)) if has_mean else stacks[0][0]
+
+
 def distance_from_mean(shards: Sequence[Shard], weights: Weights) -> tuple[float, float]:
     """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
     square, mean_square = 0.0, 0.0
-    for name in shards[0].parameters:
+    for name in filter(lambda name: is_mixable(shards[0].parameters[name]), shards[0].parameters):
         stacks = [shard.parameters[name].detach() for shard in shards]
         mean = mean_of(stacks, weights.get(name)).to(stacks[0].dtype)
         mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2

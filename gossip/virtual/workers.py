@@ -20,7 +20,7 @@ from gossip.errors import GossipError
 from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
 from gossip.parameters.buckets import make_buckets
-from gossip.parameters.buffers import is_averaged, make_buffer_buckets
+from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
@@ -33,7 +33,7 @@ from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
 from gossip.virtual.replays import Replay
 from gossip.virtual.replica_calls import ReplicaCalls
-from gossip.virtual.shards import Shard, distance_from_mean, load_into, make_shards, mean_of, rows_of, written
+from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import StackedUpdater, along_rows
@@ -476,8 +476,5 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
     def _load_mean(self) -> None:
         weights = self._exchanges.weights()
 
-        def choose(name: str, stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-            return mean_of(stacks, weights.get(name)) if is_averaged(stacks[0]) else stacks[0][0]
-
-        load_into(self.module, self._shards, choose)
+        load_into(self.module, self._shards, lambda name, _: average_of(self._shards, name, weights))
         self._calls.copy_extra_states(0, self.module)

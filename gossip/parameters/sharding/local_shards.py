@@ -111,6 +111,8 @@ class _Receiver:
 def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
     """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         each = sources.get(id(parameter))
         for option, dtype in zip(
             ("param_dtype", "reduce_dtype"), each.dtypes if each is not None else (), strict=False

@@ -49,7 +49,7 @@ class RowShards(nn.Module):
         self._wholes: dict[str, nn.Parameter] = {}
         replacements: dict[int, nn.Parameter] = {}
         for name, whole in module.named_parameters():
-            if whole.dim() == 0:
+            if whole.dim() == 0 and whole.requires_grad:
                 raise ValueError(
                     f'shard="optimizer": parameter {name!r} is a scalar, which cannot be divided among ranks; make it '
                     "a tensor of one element"
