@@ -121,7 +121,7 @@ def train_in_groups(way: str) -> None:
     module, mesh = Quantized(torch.distributed.get_rank()), make_mesh(2, 2)
     options = {} if way == "fsdp" else {"shard": way}
     if way == "fsdp":
-        fully_shard(module, mesh=mesh["shard"], ignored_params=set())
+        fully_shard(module, mesh=mesh["shard"])
     with GossipDataParallel(module, SGD, "ring", mesh=mesh, timeout=timedelta(seconds=20), **options) as model:
         one_step(model)
         one_step(model)
@@ -130,7 +130,7 @@ def train_in_groups(way: str) -> None:
                 assert torch.equal(codes_of(module), codes_of(Quantized()))
 
 
-@pytest.mark.parametrize("way", ["optimizer", "none"])
+@pytest.mark.parametrize("way", ["fsdp", "optimizer", "none"])
 def test_groups_train_beside_codes(way: str) -> None:
     run_ranks(train_in_groups, way, world_size=4)
 
