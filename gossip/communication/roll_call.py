@@ -216,7 +216,8 @@ class RollCall:
             stop.set()
         if answers:
             return answers[0]
-        if errors and not isinstance(errors[0], RuntimeError):  # stores have no specific type of errors
+        # Stores have no specific type of errors.
+        if errors and (isinstance(errors[0], sealed_store.NotGenuine) or not isinstance(errors[0], RuntimeError)):
             raise errors[0]
         reason = f" ({str(errors[0]).splitlines()[0]})" if errors and str(errors[0]) else ""
         raise ExchangeError(f"{STORE_IS_SILENT}{reason}") from (errors[0] if errors else None)

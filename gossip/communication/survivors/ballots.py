@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gossip.communication.sealed_store import NotGenuine
 from gossip.communication.survivors.flag_board import Position, Yes
 from gossip.errors import ExchangeError
 
@@ -76,9 +77,13 @@ def asking() -> Iterator[None]:
     ------
     StoreLost
         It does not reply.
+    NotGenuine
+        It has a value that no rank has written.
     """
     try:
         yield
+    except NotGenuine:
+        raise
     except RuntimeError as error:  # stores have no specific type of errors
         raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
 

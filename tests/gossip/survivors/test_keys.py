@@ -17,6 +17,7 @@ from mortal_ranks import flat, make_model, targets
 import gossip
 from gossip import ExchangeError
 from gossip.communication.sealed_store import VARIABLE, NotGenuine, SealedStore, training_key, under
+from gossip.communication.survivors.ballots import Ballots, Proposal
 
 KEY, OTHER_KEY = "k" * 32, "o" * 32
 NUMEL = 64
@@ -114,6 +115,15 @@ def test_what_no_rank_has_written_is_not_read(
         read(sealed(kept))
 
 
+def test_a_decision_that_no_rank_has_made_is_not_taken_for_a_store_that_does_not_reply() -> None:
+    kept = dist.HashStore()
+    ballots = Ballots(sealed(kept))
+    assert ballots.propose(1, Proposal([0, 1])) == ([0, 1], [], [])
+    kept.set("training/decision/1", "null")
+    with pytest.raises(NotGenuine):
+        ballots.decide(1, None)
+
+
 # ---------------------------------------------------------------------- trainings
 
 
@@ -172,7 +182,9 @@ def test_ranks_that_do_not_have_the_same_key_do_not_begin(keys: list[str | None]
         told = ranks.results()
     for rank, key in enumerate(keys):
         text = "this one has none" if key is None else "that no rank with this GOSSIP_KEY has written"
-        assert re.match(f"rank {rank}: constructing the model: .*{text}", told[rank])
+        assert re.match(
+            f"rank {rank}: constructing the model: the (key-value store has|other ranks).*{text}", told[rank]
+        )
 
 
 def key_here() -> str | None:

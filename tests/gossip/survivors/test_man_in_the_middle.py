@@ -8,14 +8,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import unsupervised
+from mortal_ranks import flat, make_model, targets
 
+from gossip import ExchangeError
 from gossip.communication.survivors.frame_seals import Seal
 from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import Key, Kind, PeerConnection
+from gossip.communication.survivors.peer_connection import Key, Kind, Outgoing, PeerConnection
 
+NUMEL = 64
 SECRET = b"s" * 32
 TIMEOUT = timedelta(seconds=10)
 HEADER_BYTES, TAG_BYTES = 37, 16
@@ -238,3 +245,54 @@ def test_a_member_in_place_of_another_one_is_not_connected() -> None:
         with members[0].changed:
             assert members[0].changed.wait_for(lambda: 7 in members[0].lost, 10)
         assert members[0].lost[7] == "rank 1 replied in its place"
+
+
+# ---------------------------------------------------------------------- in a training
+
+
+class Altering:
+    """A socket on whose way a bit is changed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        content = bytearray(b"".join(parts))
+        content[-1] ^= 1
+        return self._connection.send(content)
+
+
+def train() -> tuple[torch.Tensor | str, dict[int, str]]:
+    """In step 5 a frame of rank 1 is changed on its way; until one is given up, and some steps more."""
+    rank, send = dist.get_rank(), Outgoing.send
+    model = make_model(NUMEL, {"topology": "ring", "timeout": TIMEOUT})
+    changed: list[Outgoing] = []
+
+    def send_changed(frame: Outgoing, connection: Any, seal: Seal | None) -> bool:
+        if rank == 1 and model.step >= 5 and not changed:
+            changed.append(frame)
+            connection = Altering(connection)
+        return send(frame, connection, seal)
+
+    last = None
+    try:
+        with mock.patch.object(Outgoing, "send", send_changed):
+            while last is None or model.step < last:
+                model(targets(rank, NUMEL)).backward()
+                if last is None and len(model.members) == 3:
+                    last = model.step + 5
+        model.global_avg()
+        return flat(model.module), model.world.mesh.lost
+    except ExchangeError as error:
+        return str(error), model.world.mesh.lost
+    finally:
+        model.close()
+
+
+def test_a_training_goes_on_as_when_two_ranks_lose_each_other() -> None:
+    with unsupervised.started(train, world_size=4) as ranks:
+        told = ranks.results()
+    means = [mean for mean, _ in told if isinstance(mean, torch.Tensor)]
+    assert len(means) == 3
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert any(lost.get(1, "").startswith(ALTERED) for _, lost in told)
