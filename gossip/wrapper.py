@@ -125,9 +125,10 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of the
         optimizer's state. "none": each has all of them; gradients are averaged over the group, and each rank exchanges
         its part of every bucket.
-    max_difference : str, optional
+    max_difference : str or float, optional
         "warn": a rank whose values are finite but far beyond what is usual, or stuck, is named in a warning and counted
-        in :meth:`stats`; None watches for nothing. See docs/wrong_ranks.md.
+        in :meth:`stats`. "clip", or a multiple of what is usual: what arrives beyond it is clipped as well. None
+        watches for nothing. See docs/wrong_ranks.md.
 
     Raises
     ------
@@ -217,7 +218,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         authenticate: bool = True,
         mesh: DeviceMesh | None = None,
         shard: Literal["optimizer", "none"] | None = None,
-        max_difference: Literal["warn"] | None = "warn",
+        max_difference: Literal["warn", "clip"] | float | None = "warn",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):

@@ -105,6 +105,7 @@ class Asynchronous(Algorithm):
     """
 
     steps_alone = True
+    unclipped_because = "has no rounds whose two ends could clip alike"
     is_asynchronous = True
 
     def __init__(

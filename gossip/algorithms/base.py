@@ -129,6 +129,8 @@ class Algorithm:
         other ranks have one.
     reads_sent : bool
         Whether :meth:`arrive` receives this rank's own messages as the peers have decoded them.
+    unclipped_because : str
+        Why differences must not be clipped (``max_difference``); empty if they may be.
     weighs_by : str or None
         The number that weights a rank's values in a mean over ranks; with None all ranks count equally.
     """
@@ -146,6 +148,7 @@ class Algorithm:
     remembers_before: ClassVar[bool] = False
     follows_learning_rate: ClassVar[bool] = False
     weighs_by: ClassVar[str | None] = None
+    unclipped_because: ClassVar[str] = ""
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
         """Return the algorithm bound to a topology that meets ``requires``; by default the algorithm itself.

@@ -54,6 +54,7 @@ class DiLoCo(OuterSteps):
     Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1.
     """
 
+    unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
     keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
 

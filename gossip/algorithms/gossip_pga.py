@@ -34,6 +34,8 @@ class GossipPGA(Algorithm):
     1.
     """
 
+    unclipped_because = "needs averages that are exact"
+
     def __init__(self, period: int = 16, form: Form = "awc") -> None:
         self.period = check_period("period", period)
         self.form = check_form(form)

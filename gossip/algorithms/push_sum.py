@@ -39,6 +39,7 @@ class PushSum(Algorithm):
     requires = Requires("column")
     numbers = (WEIGHT,)
     remembers_before = True
+    unclipped_because = "divides sums by weights that travel unclipped"
     weighs_by = WEIGHT
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:

@@ -49,6 +49,7 @@ class RelaySum(Algorithm):
     data", NeurIPS 2021, algorithm 1.
     """
 
+    unclipped_because = "relays sums, of which every part must arrive"
     requires = Requires(static=True, symmetric=True, tree=True, prompt=True)
 
     def __init__(self, form: Form = "atc") -> None:

@@ -58,6 +58,7 @@ class SparseLoCo(OuterSteps):
     Sarfi, Thérien, Lidin and Belilovsky, "Communication efficient LLM pre-training with SparseLoCo", 2025, algorithm 1.
     """
 
+    unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True)
     keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", ERROR: "mean"}
     reads_sent = True

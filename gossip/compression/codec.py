@@ -16,6 +16,10 @@ NO_MEMORY = "int8, which keeps no state"
 """What to choose instead of a compression that depends on earlier exchanges; part of error texts."""
 
 
+Clip = Callable[[Mapping[int, float]], Mapping[int, float]]
+"""Returns by which factor to scale the difference to each source's message, given the lengths of the differences."""
+
+
 class Compression(ABC):
     """The encoding of buckets, equal on every rank. An instance holds constants, :meth:`codec` makes the state.
 
@@ -28,11 +32,14 @@ class Compression(ABC):
         means all of it, except for rounding.
     adds_on_wire : bool
         Whether messages are the unchanged values, so that those of several ranks may also be added on the wire.
+    can_clip : bool
+        Whether both ends of an edge know both messages, and codecs clip the difference, see :attr:`BucketShape.clip`.
     """
 
     follows_up: ClassVar[bool] = False
     delivers: float = 1.0
     adds_on_wire: ClassVar[bool] = False
+    can_clip: ClassVar[bool] = False
 
     def check(self, topology: Topology) -> None:  # noqa: B027 -- most compressions accept all
         """Refuse a topology that the compression cannot serve.
@@ -107,6 +114,9 @@ class BucketShape:
         bounds the distance between two ranks. None if they may be any distance apart.
     measures : bool
         Whether an exchange is to tell the distance to each source's message, see :class:`gossip.Arrival`.
+    clip : callable or None
+        ``(distances) -> factors``, both by source: called when the messages have arrived; what each source adds is
+        scaled by its factor. Only for a compression that :attr:`Compression.can_clip`.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class BucketShape:
         memory: Callable[[torch.Tensor, int], torch.Tensor] = lambda message, _: message,
         start: torch.Tensor | None = None,
         measures: bool = False,
+        clip: Clip | None = None,
     ) -> None:
         self.index = index
         self.numel = block.numel()
@@ -127,6 +138,7 @@ class BucketShape:
         self.memory = memory
         self.start = start
         self.measures = measures
+        self.clip = clip
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

@@ -63,6 +63,7 @@ class ModuloQuantization(Compression):
     """
 
     follows_up = True
+    can_clip = True
 
     def __init__(self, bits: int = 8, *, headroom: float = 1.5, seed: int = 0) -> None:
         if bits not in (4, 8):
@@ -211,6 +212,19 @@ class ModuloArithmetic:
         wanted[read.resent] = torch.maximum(wanted[read.resent], needed)
         return is_finite
 
+    def distance(self, read: Read, points: torch.Tensor) -> float:
+        """Return the distance of what was read, [num_blocks, block_numel], to this rank's own points."""
+        device, dtype = read.differences.device, torch.float64
+        total = torch.zeros((), dtype=dtype, device=device)
+        sizes = (read.sizes / self._passes[points.device].unit).masked_fill_(read.resent, 0.0)
+        for some in block_ranges(len(read.sizes), self.layout.block_numel, device):
+            lengths = torch.linalg.vector_norm(read.differences[some].float(), dim=1)
+            total += (lengths.to(dtype) * sizes[some].to(device, dtype)).square().sum()
+        if read.rows.shape[0]:
+            own = points[read.resent.to(points.device)].to(read.rows.device)
+            total += torch.linalg.vector_norm(read.rows - own, dtype=dtype).square().to(device)
+        return math.sqrt(float(total))
+
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
         """Yield the weighted sum of the differences to what was read, part by part.
 
@@ -274,6 +288,7 @@ class ModuloCodec(Codec):
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
         self._receive_buffers: dict[int, torch.Tensor] = {}
         self._unpacked: list[torch.Tensor] = []
+        self._clip = bucket.clip
         self._is_at_start = bucket.start is not None
         if bucket.start is not None:
             self.sent.copy_(bucket.start)
@@ -299,8 +314,10 @@ class ModuloCodec(Codec):
         sent, received = delivery.on_host
         own = next(iter(sent.values())) if sent else self._payload.cpu()
         wanted = torch.full_like(self.levels, RAW)
+        # What is clipped must not make the lattice coarser.
+        apart = {source: wanted if self._clip is None else wanted.clone() for source in received}
         reads = {
-            source: self._read(own, message, number, wanted)
+            source: self._read(own, message, number, apart[source])
             for number, (source, message) in enumerate(received.items())
         }
         asking = yield Turn({source: read.resent.view(torch.uint8) for source, read in reads.items()}, lambda: asked)
@@ -311,13 +328,13 @@ class ModuloCodec(Codec):
         )
         reads = {source: read for source, read in reads.items() if source in answers.received or source not in awaited}
         are_finite = [
-            self._arithmetic.learn_from_rows(read, self._blocks, wanted)
-            for read in reads.values()
+            self._arithmetic.learn_from_rows(read, self._blocks, apart[source])
+            for source, read in reads.items()
             if read.rows.shape[0]
         ]
-        if reads:
+        if reads and self._clip is None:
             self.levels = wanted
-        return Arrival(self._parts(weights, reads), self._device.type != "cpu" or all(are_finite))
+        return Arrival(self._parts(weights, reads, apart), self._device.type != "cpu" or all(are_finite))
 
     def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
         for place in range(len(self._receive_buffers), len(weights)):
@@ -342,8 +359,16 @@ class ModuloCodec(Codec):
         return self._blocks.cpu() if bool(blocks.all()) else self._blocks[blocks.to(self._device)].cpu()
 
     @torch.no_grad()
-    def _parts(self, weights: Mapping[int, float], reads: Mapping[int, Read]) -> Parts:
+    def _parts(
+        self, weights: Mapping[int, float], reads: Mapping[int, Read], wanted: Mapping[int, torch.Tensor]
+    ) -> Parts:
         if reads:
+            if self._clip is not None:
+                distances = {source: self._arithmetic.distance(read, self._blocks) for source, read in reads.items()}
+                factors = self._clip(distances)
+                weights = {source: weight * factors.get(source, 1.0) for source, weight in weights.items()}
+                if whole := [wanted[source] for source in reads if factors[source] == 1]:
+                    self.levels = torch.stack(whole).amax(0)
             found = [(reads[source], weight) for source, weight in weights.items() if source in reads]
             yield from self._arithmetic.parts(self._blocks, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
@@ -28,6 +29,7 @@ class Uncompressed(Compression):
     """The unchanged values."""
 
     adds_on_wire: ClassVar[bool] = True
+    can_clip: ClassVar[bool] = True
 
     def codec(self, bucket: BucketShape, rank: int) -> ValuesCodec:
         return ValuesCodec(bucket, rank, bucket.dtype)
@@ -51,6 +53,8 @@ class Cast(Compression):
     dtype : torch.dtype or str
         ``torch.bfloat16`` or ``torch.float16``, or the name of one of them.
     """
+
+    can_clip: ClassVar[bool] = True
 
     def __init__(self, dtype: torch.dtype | str = torch.bfloat16) -> None:
         by_name = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +82,7 @@ class ValuesCodec(Codec):
     def __init__(self, bucket: BucketShape, rank: int, dtype: torch.dtype) -> None:
         self._message = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
         self._memory = bucket.memory
-        self._measures = bucket.measures
+        self._measures, self._clip = bucket.measures, bucket.clip
         self._rank = rank
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
@@ -102,7 +106,7 @@ class ValuesCodec(Codec):
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), message),
             partial(self._receive_buffers, weights),
-            self._accumulator if self._is_exact else None,
+            self._accumulator if self._is_exact and self._clip is None else None,
         )
         if delivery.total is not None:
             return Arrival(self._parts_of_sum(delivery.total), finite_on_host([delivery.total]))
@@ -133,6 +137,10 @@ class ValuesCodec(Codec):
     ) -> Parts:
         if not weights:
             return
+        if self._clip is not None:
+            distances = {source: self._distance(received[source]) for source in weights}
+            factors = self._clip(distances)
+            weights = {source: weight * factors[source] for source, weight in weights.items()}
         for part in chunks(self._message.numel(), self._message.device):
             own = self._message[part].to(self._wide)
             total, more = scratch((2, *own.shape), self._wide, own.device).unbind()
@@ -147,6 +155,12 @@ class ValuesCodec(Codec):
                 else:
                     difference.mul_(weight)
             yield part, total
+
+    def _distance(self, received: torch.Tensor) -> float:
+        """Return the distance of a message to this rank's own: the same at both ends, whose signs differ."""
+        parts = chunks(self._message.numel(), self._message.device)
+        squares = [squared_norm(received[part].to(self._wide) - self._message[part].to(self._wide)) for part in parts]
+        return math.sqrt(sum(map(float, squares)))
 
     @torch.no_grad()
     def _parts_of_sum(self, mean: torch.Tensor) -> Parts:

@@ -50,6 +50,11 @@ class StepStats:
     unusual_by_peer : mapping of int to int
         By rank, the number of messages that were far beyond what is usual, see ``max_difference``. A rank counts its
         own under its own number.
+    num_clipped : int
+        The differences to a peer's message that were clipped, see ``max_difference``.
+    mean_moved : float
+        By how much clipping along directed edges has moved the mean over ranks: the sum of Euclidean norms, of which
+        each rank counts those of its own edges.
     epoch : int
         The number of times that the set of training ranks has changed, with ``on_peer_loss="continue"``.
     is_store_lost : bool
@@ -72,6 +77,8 @@ class StepStats:
     num_skipped: int = 0
     num_late: int = 0
     unusual_by_peer: Mapping[int, int] = field(default_factory=dict)
+    num_clipped: int = 0
+    mean_moved: float = 0.0
     epoch: int = 0
     is_store_lost: bool = False
 
@@ -113,6 +120,7 @@ class Meter:
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
         self.unusual_by_peer: defaultdict[int, int] = defaultdict(int)
+        self.num_clipped, self.mean_moved = 0, 0.0
         self.gradient_norms: list[torch.Tensor | float] = []
         self.squared_distances: list[torch.Tensor | float] = []
 
@@ -123,12 +131,21 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured between two steps and counts for the next one; without times."""
         squares = [float(square) for square in self.squared_distances]
-        return {"squared_distances": squares, "num_refused": self.num_refused}
+        return {
+            "squared_distances": squares,
+            "num_refused": self.num_refused,
+            "unusual_by_peer": dict(self.unusual_by_peer),
+            "num_clipped": self.num_clipped,
+            "mean_moved": self.mean_moved,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.squared_distances = list(state.get("squared_distances", ()))
         self.num_refused = state.get("num_refused", 0)
+        self.unusual_by_peer = defaultdict(int, state.get("unusual_by_peer", {}))
+        self.num_clipped = state.get("num_clipped", 0)
+        self.mean_moved = state.get("mean_moved", 0.0)
 
     def stats(self, step: int) -> StepStats:
         """Return all statistics; waits for the device."""
@@ -149,6 +166,8 @@ class Meter:
             num_skipped=self.num_skipped,
             num_late=self.num_late,
             unusual_by_peer=dict(self.unusual_by_peer),
+            num_clipped=self.num_clipped,
+            mean_moved=self.mean_moved,
             epoch=self.epoch,
             is_store_lost=self.is_store_lost,
         )

@@ -36,6 +36,7 @@ from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, c
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.step.announcement import announce
 from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
+from gossip.step.clipping import check_clipping, clips_above
 from gossip.step.compilation import keep_out_of_graphs
 from gossip.step.engine import StepEngine
 from gossip.step.optimizer_steps import OptimizerSteps
@@ -170,6 +171,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         encoding,
         place,
         watches=arguments.max_difference is not None,
+        clips_above=clips_above(arguments.max_difference),
     )
     keep_out_of_graphs()
     if not arguments.step_in_backward:
@@ -303,6 +305,9 @@ def _check(
         check_asynchronous(arguments, algorithm, compression, optimizers)
     elif arguments.soft_deadline_s is not None:
         check_soft_deadline(algorithm, compression, optimizers)
+    if arguments.max_difference is not None and clips_above(arguments.max_difference) is not None:
+        has_soft_deadline = arguments.soft_deadline_s is not None
+        check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),
@@ -324,5 +329,7 @@ def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: 
         )
     factory = resolve_transport(arguments.transport)
     if factory is DistributedTransport:
-        return functools.partial(DistributedTransport, sums_on_wire=(algorithm.compression or compression).adds_on_wire)
+        adds_on_wire = (algorithm.compression or compression).adds_on_wire
+        clips = clips_above(arguments.max_difference) is not None
+        return functools.partial(DistributedTransport, sums_on_wire=adds_on_wire and not clips)
     return factory

@@ -18,13 +18,13 @@ Place = tuple[int, str]
 
 WARNS_ABOVE = 10.0
 """A message is unusual if its distance is more than this multiple of what is usual along its edge."""
-_SHARE_OF_NORM = 0.25  # below this share of the values' own norm no distance is worth a warning
+SHARE_OF_NORM = 0.25  # below this share of the values' own norm no distance is worth a warning
 _NUM_KNOWN = 4  # exchanges along an edge before anything is unusual there
 _DECAY = 0.98  # of what is usual, per exchange
 _GROWTH = 1.05  # of what is usual in an exchange that is unusual
 _NUM_STUCK = 20
 _SAMPLE_NUMEL = 512
-_OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
+OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
 
 
 class Usual:
@@ -106,6 +106,10 @@ class EdgeWatch:
         self._warned_at = -_NUM_STUCK
 
     # ------------------------------------------------------------------ this rank's own messages
+
+    def moved(self, bucket: int) -> float:
+        """Return an estimate of how far this rank's newest message for a bucket is from the one before."""
+        return float(self._messages[bucket].moved) if bucket in self._messages else 0.0
 
     def send(
         self, bucket: int, message: torch.Tensor, step: int, meter: Meter, was_updated: Callable[[], bool]
@@ -191,14 +195,14 @@ class EdgeWatch:
             usual, anywhere = edges.setdefault(edge, Usual()), edges.setdefault((), Usual())
             measure = usual if usual.is_known else anywhere
             is_far = measure.is_known and not distance <= WARNS_ABOVE * measure.distance
-            if is_far and distance > _SHARE_OF_NORM * (norm() - seen.moved):
+            if is_far and distance > SHARE_OF_NORM * (norm() - seen.moved):
                 unusual[edge] = distance / measure.distance
             for known in (usual, anywhere):
-                known.learn(distance, is_unusual=is_far)
+                known.learn(distance, is_unusual=edge in unusual)
         self._messages[seen.place[0]].differs_by = max(map(math.sqrt, seen.squares.values()), default=0.0)
         if unusual:
             largest = math.sqrt(max(seen.squares[edge] for edge in unusual))
-            is_own = seen.moved > _OWN_SHARE * largest
+            is_own = seen.moved > OWN_SHARE * largest
             self._warn(seen, unusual, meter, is_own=is_own)
 
     def _warn(self, seen: _Seen, unusual: Mapping[Edge, float], meter: Meter, *, is_own: bool) -> None:

@@ -102,6 +102,7 @@ class EpochChange:
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
         self._joined_at: int | None = None
+        self._astray: str | None = None
         self._is_checked = False
         self._own_options: set[tuple[str, int, str]] = set()  # of which it has been said that they are not given
 
@@ -113,6 +114,7 @@ class EpochChange:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
         self._parts.engine.on_step_end = self.begin_step
+        self._parts.engine.exchanges.on_astray = self._note_astray
         if not self._world.is_in_step:
             # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a
             # rank that returns does so within its loop, where its giver ends a step.
@@ -135,6 +137,8 @@ class EpochChange:
             self._world.agreement.note_loaded(step)
             return
         try:
+            if self._astray is not None:
+                raise ExchangeError(self._astray)
             epoch = self._world.agreement.enter_step(step)
         except ExchangeError as lost:
             self._come_back(lost)
@@ -146,6 +150,10 @@ class EpochChange:
         self._follow(epoch)
         self._check_state()
         self._give(at_step_end=True)
+
+    def _note_astray(self, why: str) -> None:
+        """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
+        self._astray = why
 
     def _tell_what_is_not_given(self) -> None:
         options = {
@@ -276,6 +284,9 @@ class EpochChange:
             ``lost``, if this rank is not to rejoin; or it could not in time.
         """
         limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
+        astray, self._astray = self._astray, None
+        if limit_s is None and astray is not None:
+            limit_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         if limit_s is None:
             raise lost
         logger.warning("{}; this rank tries to rejoin them, without training, for at most {:g} s", lost, limit_s)

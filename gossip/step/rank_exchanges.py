@@ -6,9 +6,7 @@ import collections
 import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,122 +14,22 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
-from gossip.communication.transport import Exchange, Transport
+from gossip.communication.transport import Transport
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, chunks, finite_on_host, squared_norm
+from gossip.compression.codec import BucketShape, Clip, Codec, Compression
+from gossip.compression.conversation import Arrival, finite_on_host, squared_norm
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import fast_range
+from gossip.step.clipping import NUM_ASTRAY, Clipping
 from gossip.step.edge_watch import Edge, EdgeWatch
-from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
+from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, row_sum
+from gossip.step.rank_in_flight import Known, RankInFlight
 from topologies import Round, Topology
 
 AnyBucket = Bucket | BufferBucket
-
-
-@dataclass
-class RankInFlight(InFlight):
-    """One bucket's messages in flight.
-
-    Attributes
-    ----------
-    exchanges : dict of str to Exchange
-        The exchanges, by channel.
-    launched_at : float
-        The time of launch, from ``time.perf_counter()``.
-    kinds : dict of str to (torch.Size, torch.dtype, torch.device)
-        Shape, dtype and device of a difference, by channel.
-    bytes_counted : Counter
-        The part of the exchanges' ``bytes_by_peer`` that the cost of some step already contains.
-    surplus : float
-        By how much the weights that this rank gives to all messages, its own included, exceed 1; codecs assume that
-        they sum to 1.
-    squares : dict of str to mapping of int to float or Tensor
-        The squared distances to the sources' messages, by channel, as far as the codecs tell them; complete when the
-        parts have been read.
-    """
-
-    exchanges: dict[str, Exchange] = field(default_factory=dict)
-    launched_at: float = 0.0
-    kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)
-    bytes_counted: Counter[int] = field(default_factory=Counter)
-    surplus: float = 0.0
-    squares: dict[str, Mapping[int, float | torch.Tensor]] = field(default_factory=dict)
-    _differences: dict[str, torch.Tensor] | None = None
-
-    def differences(self) -> dict[str, list[torch.Tensor]]:
-        if self._differences is None:
-            self._differences = {channel: self.joined(channel, arrival) for channel, arrival in self._awaited().items()}
-            for channel, difference in self._differences.items() if self.surplus else ():
-                difference.add_(self.sent[channel][0], alpha=self.surplus)
-        return {channel: [difference] for channel, difference in self._differences.items()}
-
-    def _awaited(self) -> dict[str, Arrival]:
-        arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
-        self.squares = {channel: arrival.squares for channel, arrival in arrivals.items()}
-        return arrivals
-
-    def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
-        """Return everything that arrived in a channel, as a copy; zeros if nothing did."""
-        parts = [part.clone() for _, part in arrival.parts]
-        if parts:
-            return torch.cat(parts)
-        shape, dtype, device = self.kinds[channel]
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Wait, and return copies of the round, and of the differences and the sent messages by channel."""
-        return {
-            "round": self.round_index,
-            "differences": {channel: rows[0].clone() for channel, rows in self.differences().items()},
-            "sent": {channel: rows[0].clone() for channel, rows in self.sent.items()},
-        }
-
-    @classmethod
-    def known(cls, round_: Round, saved: Mapping[str, Any]) -> RankInFlight:
-        """Return what :meth:`state_dict` returned as an exchange whose outcome is already known."""
-        sent = {channel: [message] for channel, message in saved["sent"].items()}
-        exchanges: dict[str, Exchange] = {
-            channel: Known(difference) for channel, difference in saved["differences"].items()
-        }
-        return cls(round_, saved["round"], sent, exchanges, time.perf_counter())
-
-    def arrivals(self) -> dict[str, Arrival]:
-        """Wait, and return what arrived, piece by piece, by channel."""
-        if self._differences is None and not self.surplus:
-            return self._awaited()
-        return {channel: whole(difference) for channel, (difference,) in self.differences().items()}
-
-    def count_bytes(self, meter: Meter) -> None:
-        """Add what has been sent since the last call to the cost of a step."""
-        sent: Counter[int] = Counter()
-        for exchange in self.exchanges.values():
-            sent.update(exchange.bytes_by_peer)
-        for peer, num_bytes in (sent - self.bytes_counted).items():
-            meter.bytes_by_peer[peer] += num_bytes
-            meter.bytes_sent += num_bytes
-        self.bytes_counted = sent
-
-
-@dataclass
-class Known:
-    """An exchange whose outcome is already known, from a checkpoint."""
-
-    difference: torch.Tensor
-    bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
-    arrived_at: Mapping[int, float] = field(default_factory=dict)
-
-    def wait(self) -> Arrival:
-        return whole(self.difference)
-
-
-def whole(difference: torch.Tensor) -> Arrival:
-    """Return an arrival of a known difference; ``difference`` itself is not changed."""
-    parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
-    return Arrival(parts, finite_on_host([difference]))
 
 
 class RankExchanges(Exchanges[RankInFlight, Meter]):
@@ -155,9 +53,14 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         This rank in the topology.
     watches : bool
         Whether a message far beyond what is usual is named, see :class:`EdgeWatch`.
+    clips_above : float, optional
+        The multiple of what is usual along an edge to which differences are clipped, see :class:`Clipping`.
 
     Attributes
     ----------
+    on_astray : callable
+        Called, with a text that says why, when this rank has gone so far astray that it does not come back by being
+        mixed; by default it raises.
     codecs : list of dict of str to Codec
         The codecs, by bucket and then by channel; empty in a world of one.
     """
@@ -173,10 +76,13 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         rank: int,
         *,
         watches: bool = True,
+        clips_above: float | None = None,
     ) -> None:
         super().__init__(optimizers, topology, algorithm, compression)
         self.transport = transport
         self._watch = EdgeWatch(rank) if watches else None
+        self._clipping = None if clips_above is None else Clipping(rank, clips_above)
+        self.on_astray = self._end_astray
         self._rank = rank
         self._optimizers = optimizers
         self._buckets: list[AnyBucket] = []
@@ -212,7 +118,15 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
             place = index + CHANNEL_STRIDE * number
             memory = functools.partial(_memory, transport, place)
-            shape = BucketShape(place, example, views, memory=memory, start=example, measures=self._watch is not None)
+            shape = BucketShape(
+                place,
+                example,
+                views,
+                memory=memory,
+                start=example,
+                measures=self._watch is not None and self._clipping is None,
+                clip=None if views is None or self._clipping is None else self._clip(index, channel),
+            )
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         return codecs
 
@@ -224,6 +138,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
         if self._watch is not None:
             self._watch = EdgeWatch(rank)
+        if self._clipping is not None:
+            self._clipping = Clipping(rank, self._clipping.multiple)
         for view in self._views:
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
@@ -295,6 +211,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                     continue
                 codec = self.codecs[index][channel]
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
+                if self._clipping is not None:
+                    self._clipping.expect((index, channel), edges)
                 conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self.transport.start(
@@ -334,13 +252,13 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 meter.squared_distances.append(squares[VALUES] * self._squared_distance_scale(in_flight.round))
             if self._watch is not None:
                 for channel, edges in watched.items():
-                    self._watch.judge(
-                        (index, channel),
-                        in_flight.round_index,
-                        self._squares_by_edge(edges, squares[channel], in_flight.squares.get(channel, {})),
-                        functools.partial(self._norm, index),
-                        meter,
-                    )
+                    by_edge = self._squares_by_edge(edges, squares[channel], in_flight.squares.get(channel, {}))
+                    if self._clipping is not None:
+                        by_edge = {**self._clipping.squares((index, channel))}
+                    place, norm = (index, channel), functools.partial(self._norm, index)
+                    self._watch.judge(place, in_flight.round_index, by_edge, norm, meter)
+            if self._clipping is not None:
+                self._settle_clipping(index, in_flight, meter)
 
     def _watched(self, index: int, in_flight: RankInFlight) -> dict[str, Round]:
         """Return the channels that are compared with what is usual, with their edges: of each edge the first one."""
@@ -359,10 +277,36 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     ) -> dict[Edge, float | torch.Tensor]:
         """Return the squared distances by edge, or that to all sources together if no more is known."""
         weights = edges.neighbours(self._rank)
-        if len(weights) == 1:
-            ((source, weight),) = weights.items()
-            return {(source,): square / weight**2}
-        return {(source,): each for source, each in squares.items()} or {tuple(weights): square}
+        if squares or len(weights) != 1:
+            return {(source,): each for source, each in squares.items()} or {tuple(weights): square}
+        ((source, weight),) = weights.items()
+        return {(source,): square / weight**2}
+
+    def _clip(self, index: int, channel: str) -> Clip:
+        """Return what clips a channel of a bucket; the rank's position may change."""
+
+        def clip(distances: Mapping[int, float]) -> Mapping[int, float]:
+            assert self._clipping is not None
+            return self._clipping.factors((index, channel), distances)
+
+        return clip
+
+    def _settle_clipping(self, index: int, in_flight: RankInFlight, meter: Meter) -> None:
+        assert self._clipping is not None
+        assert self._watch is not None
+        moved, norm = self._watch.moved(index), functools.partial(self._norm, index)
+        for channel in in_flight.exchanges:
+            world_size = self._topology.world_size
+            is_astray = self._clipping.settle((index, channel), world_size, moved, norm, meter)
+            if is_astray and channel == VALUES:
+                self.on_astray(
+                    f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}: whatever arrived in "
+                    f"{NUM_ASTRAY} exchanges was far beyond what is usual and has been clipped: the values of this "
+                    "rank are wrong, and do not come back by being mixed"
+                )
+
+    def _end_astray(self, why: str) -> None:
+        raise GossipError(f"{why}; check its device, and start again from a checkpoint")
 
     def _norm(self, index: int) -> float:
         return float(torch.linalg.vector_norm(self._buckets[index].block.detach()))
@@ -406,6 +350,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
             "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],
             "usual": [] if self._watch is None else self._watch.state_dict(),
+            "clipping": None if self._clipping is None else self._clipping.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -422,6 +367,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 codec.load_state_dict(states[channel])
         if self._watch is not None:
             self._watch.load_state_dict(state.get("usual", []))
+        if self._clipping is not None and state.get("clipping") is not None:
+            self._clipping.load_state_dict(state["clipping"])
 
     # ------------------------------------------------------------------ waiting, refusing
 

@@ -23,6 +23,7 @@ from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
+from gossip.step.clipping import check_max_difference
 from gossip.step.exchanges import UsesExchange
 from topologies import Topology
 
@@ -50,7 +51,7 @@ class Arguments:
     authenticate: bool = True
     mesh: DeviceMesh | None = None
     shard: str | None = None
-    max_difference: str | None = "warn"
+    max_difference: str | float | None = "warn"
 
     @property
     def continues(self) -> bool:
@@ -131,8 +132,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
         An argument is refused; the text names it, its value and what is allowed.
     """
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
-    if arguments.max_difference is not None:
-        check_choice("max_difference", arguments.max_difference, ("warn",))
+    check_max_difference(arguments.max_difference)
     resolve_transport(arguments.transport)
     _check_peer_loss(arguments)
     if arguments.clip_grad_norm is not None:

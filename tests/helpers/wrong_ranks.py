@@ -27,7 +27,7 @@ class Course(NamedTuple):
     warnings : list of str
         What was logged, from warnings on.
     unusual : list of Counter
-        By step, ``stats().unusual_by_peer``.
+        ``stats().unusual_by_peer``, for each step that it made.
     loss : float
         Its loss over all training data.
     accuracy : float
@@ -111,8 +111,8 @@ def train(
     try:
         with GossipDataParallel(make_module(), **chosen) as model:
             scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(model.optimizer, schedule)
-            for step in range(num_steps):
-                if step == fault_at and rank == WRONG and fault is not None:
+            while model.step < num_steps:
+                if model.step == fault_at and rank == WRONG and fault is not None:
                     fault(model)
                 batch = own[torch.randint(len(own), (32,), generator=generator)]
                 nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()

@@ -38,7 +38,7 @@ class DividedCompression(Compression):
         start = bucket.start
         assert start is not None
         part = part_of(bucket.numel, self._place, self._num_parts)
-        shape = BucketShape(bucket.index, start[part], memory=bucket.memory, start=start[part])
+        shape = BucketShape(bucket.index, start[part], memory=bucket.memory, start=start[part], clip=bucket.clip)
         return _PartCodec(self._compression.codec(shape, rank), part, bucket.numel)
 
     def describe(self) -> str:
