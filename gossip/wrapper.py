@@ -270,7 +270,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
             from gossip.step.epoch_change import follow_epochs
 
             try:
-                self._epochs = follow_epochs(self, parts, arguments, world)
+                self._epochs = follow_epochs(self, parts, arguments, world, self._kept)
             except BaseException:
                 self._finalizer()
                 raise

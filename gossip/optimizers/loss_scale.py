@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -33,6 +33,7 @@ class SharedScaler:
     def __init__(self, scaler: GradScaler, flag: Flag, *, steps_in_backward: bool) -> None:
         self.scaler = scaler
         self.flag = flag
+        self._verdict = False  # of the newest step: whether any rank had overflowed in the one before
         if steps_in_backward:
             for name in _MADE_IN_BACKWARD:
                 setattr(scaler, name, functools.partial(_refuse, name))
@@ -49,12 +50,32 @@ class SharedScaler:
 
     def settle(self, optimizers: Sequence[Optimizer], overflowed: bool) -> None:
         """Report this rank's overflow to the others, and any rank's overflow in the previous step to the scaler."""
-        before = self.flag.wait()
+        before = bool(self.flag.wait())
         self.flag.say(overflowed)
-        verdict = torch.tensor(float(bool(before)), device=self.scaler._device)
+        self._rule(optimizers, before)
+
+    def _rule(self, optimizers: Sequence[Optimizer], verdict: bool) -> None:
+        self._verdict = verdict
+        found = torch.tensor(float(verdict), device=self.scaler._device)
         for optimizer in optimizers:
             # GradScaler.update() decides by these; torch's own sharded scaler sets them, too.
-            self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {verdict.device: verdict}
+            self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler, and what the ranks know of overflows. Waits for their latest words.
+
+        Raises
+        ------
+        ExchangeError
+            Not all ranks took part in time.
+        """
+        return {"scaler": self.scaler.state_dict(), "overflow": self.flag.wait(), "verdict": self._verdict}
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Continue as the rank whose state it is. Local."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.flag.restore(state["overflow"])
+        self._rule(optimizers, state["verdict"])
 
     def update(self) -> None:
         """Let the scaler update its scale."""

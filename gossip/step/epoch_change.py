@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication.survivors.epochs import Epoch
+from gossip.communication.survivors.handing_over import take_second_part
 from gossip.communication.survivors.living_world import LivingWorld
 from gossip.communication.survivors.mesh import in_words
 from gossip.communication.survivors.newcomer import Newcomer
@@ -25,6 +26,7 @@ from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
 from gossip.step.construction import Parts
 from gossip.step.epoch_transport import make_epoch_transport
+from gossip.step.kept_objects import GivenObjects, KeptObjects, group_options
 from gossip.step.preemption import Preemption
 from gossip.step.replica_state import module_state, optimizer_state, own_options, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
@@ -85,6 +87,8 @@ class EpochChange:
         The parts of the model in its first epoch.
     arguments : Arguments
         The wrapper's arguments.
+    kept : KeptObjects
+        What the model keeps; not owned, because it may refer to the model.
 
     Attributes
     ----------
@@ -96,11 +100,12 @@ class EpochChange:
         Called with every new topology and algorithm.
     """
 
-    def __init__(self, world: World, parts: Parts, arguments: Arguments) -> None:
+    def __init__(self, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
         assert isinstance(world, LivingWorld)
         self.epoch, self.rank = Epoch(0, tuple(range(parts.topology.world_size))), world.rank
         self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
         self._world, self._parts, self._arguments = world, parts, arguments
+        self._kept = weakref.proxy(kept)
         self._joined_at: int | None = None
         self._astray: str | None = None
         self._is_checked = False
@@ -108,18 +113,27 @@ class EpochChange:
 
     def begin(self) -> None:
         """Enter the first epoch, or join the ranks that train."""
+        end_joining = None
         if self._world.is_alone:
-            self._join(returns=False)
+            end_joining = self._join(returns=False)
         else:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
         self._parts.engine.on_step_end = self.begin_step
         self._parts.engine.exchanges.on_astray = self._note_astray
-        if not self._world.is_in_step:
-            # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a
-            # rank that returns does so within its loop, where its giver ends a step.
-            self._parts.engine.on_step_begin = partial(self._give, at_step_end=False)
+        self._parts.engine.on_step_begin = self._end_pause
         self.begin_step()
+        if end_joining is not None:
+            end_joining()
+
+    # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a rank
+    # that returns does so within its loop, where its giver ends a step. If ranks make their steps together, they take
+    # most of the state earlier, at the end of any step, and the rest, whose history matters, at this point.
+
+    def _end_pause(self) -> None:
+        """Act at the beginning of a step, after everything that happens between two steps."""
+        self._give(at_step_end=False)
+        self._kept.end_joining()
 
     def begin_step(self) -> None:
         """Enter the epoch of the next step; waits while the ranks agree on one.
@@ -129,7 +143,7 @@ class EpochChange:
         ExchangeError
             This rank cannot continue.
         """
-        step = self._step
+        step, end_joining = self._step, None
         if self._parts.engine.last_meter is not None:
             self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.agreement.is_new &= self._parts.engine.step == self._joined_at
@@ -141,7 +155,7 @@ class EpochChange:
                 raise ExchangeError(self._astray)
             epoch = self._world.agreement.enter_step(step)
         except ExchangeError as lost:
-            self._come_back(lost)
+            end_joining = self._come_back(lost)
             epoch = self._world.agreement.enter_step(self._step)
         if self._world.member not in epoch.members:
             return  # this rank leaves: this was its last step
@@ -150,6 +164,8 @@ class EpochChange:
         self._follow(epoch)
         self._check_state()
         self._give(at_step_end=True)
+        if end_joining is not None:
+            end_joining()
 
     def _note_astray(self, why: str) -> None:
         """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
@@ -179,13 +195,17 @@ class EpochChange:
         self._tell_what_is_not_given()
         try:
             self._state()
+            self._kept.states()
         except Exception as error:
             logger.warning("no rank can join this training or come back, and gossip.save will fail: {}", reason(error))
 
     def _give(self, *, at_step_end: bool) -> None:
-        """Give this rank's state to the joining ranks that have asked for it."""
-        if newcomers := self._world.giver.asked_by(at_step_end=at_step_end):
-            self._world.giver.give(newcomers, lambda: flatten(self._state()))
+        """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
+        giver, in_step = self._world.giver, self._world.is_in_step
+        if newcomers := giver.asked_by(at_step_end=at_step_end):
+            giver.give(newcomers, lambda: flatten(self._state() | ({} if in_step else {"second": self._second_part()})))
+        if in_step and (newcomers := giver.begun(self.epoch.members, returning=at_step_end)):
+            giver.give(newcomers, lambda: flatten(self._second_part()), is_second=True)
 
     @property
     def _step(self) -> int:
@@ -214,10 +234,11 @@ class EpochChange:
         while engine.step < last:
             engine.end_step()
 
-    def _join(self, *, returns: bool) -> None:
+    def _join(self, *, returns: bool) -> Callable[[], None]:
         """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
 
-        A rank that ``returns`` is at the end of a step of its loop, and any other before its loop.
+        A rank that ``returns`` is at the end of a step of its loop, and any other before its loop. Once it has entered
+        its first step, it must call the function that this method returns, which takes the rest of the state.
 
         Raises
         ------
@@ -227,11 +248,6 @@ class EpochChange:
             This rank has built something different from the others.
         """
         world, engine = self._world, self._parts.engine
-        if engine.updater.scaler is not None:
-            raise ValueError(
-                f"scaler: rank {world.member} joins a training whose loss scale it would have to know while it "
-                "changes; train in bfloat16 or float32 where ranks may join, or without restart=..."
-            )
         check_manifest(world.published(), self._parts.manifest, world.member)
         newcomer, epoch = Newcomer(world, returns=returns), None
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
@@ -264,6 +280,37 @@ class EpochChange:
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
         )
+        return partial(self._end_joining, giver, state.get("second"), returns=returns)
+
+    def _end_joining(self, giver: int, second: dict[str, Any] | None, *, returns: bool) -> None:
+        """Take the second part of the state of ``giver``, if it is not ``second``.
+
+        Raises
+        ------
+        ExchangeError
+            It cannot be had, and this rank cannot train without it.
+        GossipError
+            This rank and the giver do not keep the same objects.
+        """
+        world, engine = self._world, self._parts.engine
+        who = f"rank {world.member}: rank {giver}, whose state it takes,"
+        if second is None:
+            try:
+                second = unflatten(*take_second_part(world.mesh, giver))
+                if second["step"] != engine.step:
+                    raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
+            except ExchangeError as error:
+                if returns or engine.updater.scaler is not None:
+                    raise
+                self._kept.given = GivenObjects(who, str(error), (), ())
+                return
+            world.agreement.position = tuple(second["position"])  # as if it had taken part in what the others did
+        if engine.updater.scaler is not None:
+            engine.updater.scaler.load_state_dict(second["scaler"], self._parts.optimizers)
+        self._kept.given = GivenObjects(who, second["states"], second["options"], self._parts.optimizers)
+        if returns:
+            self._kept.given.load(self._kept)
+            self._kept.end_joining()
 
     def _check_size(self, world_size: int) -> None:
         """Raise CannotJoinError if so many ranks could not train: once this one is admitted, all would have to end."""
@@ -275,8 +322,10 @@ class EpochChange:
                 f"together: {reason(error)}"
             ) from error
 
-    def _come_back(self, lost: ExchangeError) -> None:
+    def _come_back(self, lost: ExchangeError) -> Callable[[], None]:
         """Join the ranks that continued without this one, as soon as they can be reached.
+
+        Returns what :meth:`_join` does.
 
         Raises
         ------
@@ -297,7 +346,7 @@ class EpochChange:
         while True:
             try:
                 world.come_back()
-                self._join(returns=True)
+                end_joining = self._join(returns=True)
                 break
             except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
                 is_final = isinstance(error, CannotJoinError | ManifestError)
@@ -307,6 +356,7 @@ class EpochChange:
             time.sleep(_PAUSE_S)
         engine.on_step_end = self.begin_step
         engine.rank = world.member
+        return end_joining
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
@@ -319,6 +369,17 @@ class EpochChange:
             "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},
             "unfrozen": [list(names) for names in engine.unfrozen],
             "position": list(self._world.agreement.position),
+        }
+
+    def _second_part(self) -> dict[str, Any]:
+        """Return the state that must be of the very step from which on a rank trains."""
+        engine, scaler = self._parts.engine, self._parts.engine.updater.scaler
+        return {
+            "step": engine.step,
+            "position": list(self._world.agreement.position),
+            "states": self._kept.states(),
+            "options": group_options(self._parts.optimizers),
+            "scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def _follow(self, epoch: Epoch) -> None:
@@ -383,9 +444,9 @@ class EpochChange:
         )
 
 
-def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World) -> EpochChange:
+def follow_epochs(model: Any, parts: Parts, arguments: Arguments, world: World, kept: KeptObjects) -> EpochChange:
     """Let a model continue when ranks are lost, leave or join; if this rank is to join, join the others. Collective."""
-    change = EpochChange(world, parts, arguments)
+    change = EpochChange(world, parts, arguments, kept)
     reference = weakref.ref(model)
 
     def show(topology: Topology, algorithm: Algorithm) -> None:

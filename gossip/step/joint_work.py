@@ -118,8 +118,14 @@ class JointWork:
             return
         with engine.fatal():
             flag = make_flag(self._world, "waiting in join() for the ranks that still train")
-        outer, engine.on_step_begin = engine.on_step_begin, lambda: flag.say(True)
-        engine.is_in_join = True
+        outer = engine.on_step_begin
+
+        def begin_step() -> None:
+            flag.say(True)
+            if outer is not None:
+                outer()
+
+        engine.on_step_begin, engine.is_in_join = begin_step, True
         try:
             yield
             engine.on_step_begin, engine.is_in_join = outer, False

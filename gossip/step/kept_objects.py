@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
+import torch
+from loguru import logger
+from torch.optim import Optimizer
 
-class Stateful(Protocol):
+from gossip.errors import GossipError, reason
+from gossip.parameters.plain_state import HasState, is_plain, plain, state_of
+
+
+class Stateful(HasState, Protocol):
     """An object with a state: a scheduler, a GradScaler, a sampler."""
 
-    def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
@@ -20,7 +26,15 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
 
 
 class KeptObjects(dict[str, Stateful]):
-    """The objects that a model keeps, by name."""
+    """The objects that a model keeps, by name.
+
+    Attributes
+    ----------
+    given : GivenObjects or None
+        What the rank keeps whose state this one has taken, until this rank makes its first step.
+    """
+
+    given: GivenObjects | None = None
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Keep these objects, too.
@@ -37,7 +51,33 @@ class KeptObjects(dict[str, Stateful]):
                     f"{kept.__name__ if isinstance(kept, type) else type(kept).__name__}; pass plain data to "
                     "gossip.save by name"
                 )
+        if self.given is not None:
+            self.given.load(objects)
         self.update(objects)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return for a rank that joins the state of each object; an error, with a warning, in place of one. Local."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, kept in self.items():
+            where = f"{name}.state_dict()"
+            try:
+                found[name] = {"state": plain(state_of(kept, where), where)}
+            except Exception as error:
+                found[name] = {"error": reason(error)}
+                logger.warning("no rank that joins can have what is kept as {!r}: {}", name, reason(error))
+        return found
+
+    def end_joining(self) -> None:
+        """Begin to train, with everything that the rank keeps whose state this one has taken. Local.
+
+        Raises
+        ------
+        GossipError
+            It keeps something that this rank does not.
+        """
+        given, self.given = self.given, None
+        if given is not None:
+            given.check_complete(self)
 
     def with_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the kept objects and what a call has passed besides, by name.
@@ -54,6 +94,78 @@ class KeptObjects(dict[str, Stateful]):
                     f"(model.keep({name}=...)); leave it out"
                 )
         return {**self, **parts}
+
+
+class GivenObjects:
+    """What a rank that joins has been given: the states of kept objects, and the options of the optimizers' groups.
+
+    Parameters
+    ----------
+    who : str
+        The rank that joins and the one that has given this, for error texts.
+    states : mapping or str
+        What :meth:`KeptObjects.states` returned there, or why it could not be had.
+    options : sequence
+        What :func:`group_options` returned there.
+    optimizers : sequence of Optimizer
+        The optimizers here.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        states: Mapping[str, Mapping[str, Any]] | str,
+        options: Sequence[Sequence[Mapping[str, Any]]],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._who, self._options, self._optimizers = who, options, optimizers
+        self._states = {} if isinstance(states, str) else states
+        keeps = f"it keeps {', '.join(map(repr, self._states)) or 'nothing'}"
+        self._otherwise = states if isinstance(states, str) else keeps
+
+    def load(self, objects: Mapping[str, Stateful]) -> None:
+        """Load the states of these objects, and the options, which constructing a scheduler changes. Local.
+
+        Raises
+        ------
+        GossipError
+            There is no state for one of them, or it cannot be loaded.
+        """
+        for name, kept in objects.items():
+            entry = self._states.get(name, {"error": self._otherwise})
+            if "error" in entry:
+                raise GossipError(
+                    f"{self._who} has no state for keep({name}=...): {entry['error']}; keep the same objects on every "
+                    "rank, before its first step"
+                )
+            kept.load_state_dict(plain(entry["state"], name))  # copies: these are views of all that was given
+        for optimizer, groups in zip(self._optimizers, self._options, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in options.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = plain(value, key)
+
+    def check_complete(self, kept: Mapping[str, Stateful]) -> None:
+        """Raise GossipError if there is a state that no object has loaded."""
+        missing = [name for name in self._states if name not in kept]
+        if missing:
+            raise GossipError(
+                f"{self._who} keeps {', '.join(map(repr, missing))}, which this rank does not; call "
+                f"model.keep({missing[0]}=...) before the first step, as on the others"
+            )
+
+
+def group_options(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return the options of parameter groups that are plain data, by optimizer and group. Local."""
+    return [
+        [
+            {key: value for key, value in group.items() if key != "params" and is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
 
 
 class KeepsObjects:
@@ -80,5 +192,7 @@ class KeepsObjects:
         ------
         TypeError
             An object has no state.
+        GossipError
+            This rank joins, and the rank whose state it takes keeps nothing under this name, or could not give it.
         """
         self._kept.add(objects)

@@ -208,11 +208,6 @@ def _check_peer_loss(arguments: Arguments) -> None:
     ):
         if seconds is not None:
             check_positive(name, seconds, "number of seconds, or timedelta")
-    if arguments.partition_timeout is not None and arguments.open_scaler is not None:
-        raise ValueError(
-            "partition_timeout: a rank that rejoins the others would have to know their loss scale while it "
-            "changes; train in bfloat16 or float32, or leave it out"
-        )
     if arguments.transport != "distributed":
         raise ValueError(
             'on_peer_loss="continue" has a transport of its own, but transport is '

@@ -11,7 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "exponential": functools.partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    "linear": functools.partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=50),
+    "linear": functools.partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=100_000),
     "cosine": functools.partial(lr_scheduler.CosineAnnealingLR, T_max=60),
     "restarts": functools.partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=7),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
@@ -22,7 +22,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "step": functools.partial(lr_scheduler.StepLR, step_size=4, gamma=0.8),
     "lambda": functools.partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
     "one cycle": functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=400_000),
-    "plateau": functools.partial(lr_scheduler.ReduceLROnPlateau, factor=0.9, patience=2),
+    "plateau": functools.partial(lr_scheduler.ReduceLROnPlateau, factor=0.9, patience=2, eps=0.0),
 }
 
 

@@ -125,6 +125,12 @@ class Agreement:
             self._check()
             return self._epochs[-1]
 
+    @property
+    def entered(self) -> Epoch:
+        """The epoch of the step that this rank makes; collective operations before the step may be of another one."""
+        with self._changed:
+            return next(epoch for epoch in reversed(self._epochs) if epoch.number == self._entered)
+
     def enter_step(self, step: int) -> Epoch:
         """Begin step ``step`` as soon as no agreement prevents it, and return the epoch that the step belongs to.
 

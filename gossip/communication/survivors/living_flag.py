@@ -6,6 +6,7 @@ import zlib
 
 from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.living_world import LivingWorld
+from gossip.errors import ExchangeError
 
 
 class LivingFlag:
@@ -32,7 +33,7 @@ class LivingFlag:
     def say(self, yes: bool) -> None:
         """Take part in the next agreement, that of the ranks that make this step. Local."""
         agreement = self._world.agreement
-        members = self._world.members
+        members = agreement.entered.members
         self._pending = agreement.position, yes, members
         others = (member for member in members if member != self._world.member)
         agreement.board.tell(others, self._question, agreement.position, yes)
@@ -40,10 +41,7 @@ class LivingFlag:
     def wait(self) -> bool | None:
         """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
 
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
+        If this rank cannot continue, which it learns at the end of its step, the answer has no meaning.
         """
         if self._pending is None:
             return self._answer
@@ -53,7 +51,10 @@ class LivingFlag:
 
         def look() -> bool:
             nonlocal answer
-            left = agreement.latest.members
+            try:
+                left = agreement.latest.members
+            except ExchangeError:
+                return True  # this rank cannot continue: it raises, or comes back, at the end of its step
             for member in list(missing):
                 word = agreement.board.word_of(member, self._question, position)
                 # A rank that leaves says goodbye after its last word.

@@ -46,7 +46,7 @@ class Newcomer:
         members = self._reach(self._agreement.latest)
         first = self._world.member % len(members)
         at_step_end = self._returns or self._world.is_in_step
-        return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end)
+        return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end, returns=self._returns)
 
     def be_admitted(self, check_size: Callable[[int], None]) -> Epoch | None:
         """Join, and return the first epoch of which this rank is a member; it makes steps from its first one on.

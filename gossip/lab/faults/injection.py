@@ -227,10 +227,10 @@ def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 
 
 def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor) -> None:
-        if piece == 1:
+    def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor, part: int) -> None:
+        if (piece, part) == (1, 0):
             happen()
-        send(self, member, piece, content)
+        send(self, member, piece, content, part)
 
     return happen_or_send
 

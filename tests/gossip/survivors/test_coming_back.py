@@ -129,7 +129,6 @@ def test_it_says_so_when_it_cannot(fault: Fault, num_more: int, text: str) -> No
     [
         ({"on_peer_loss": "raise"}, 'partition_timeout=5 is for on_peer_loss="continue"'),
         ({"partition_timeout": timedelta(0)}, "partition_timeout must be a positive number of seconds, or timedelta"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "partition_timeout: a rank that rejoins the others would have"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:

@@ -28,7 +28,6 @@ def train(_: int) -> tuple[int, dict[int, float]]:
         2,
         torch=torch,
         model=model,
-        warmup=lambda step: 1 / (step + 1),
         num_steps=model.step + 1,
     )
     assert found["step"] == model.step
@@ -63,7 +62,7 @@ def test_a_process_joins_with_the_step_and_the_learning_rate_of_the_others() -> 
         first, rates = processes.submit(join, ranks.address).result()
         others = ranks.results()
     assert (first > 0, len(others)) == (True, WORLD_SIZE)
-    assert rates == pytest.approx({step: 0.1 / (step + 1) for step in range(first, first + NUM_MORE)})
+    assert rates == pytest.approx({step: 0.1 * 0.999**step for step in range(first, first + NUM_MORE)})
     for began, theirs in others:
         assert began == 0
         assert rates.items() <= theirs.items()

@@ -126,19 +126,3 @@ def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool) -> 
         assert result.mean.isfinite().all()
     if place != "sending":
         assert [later / earlier for earlier, later in itertools.pairwise(results[0].scales)].count(0.5) == 1
-
-
-def join_with_a_scaler() -> str:
-    if torch.distributed.get_world_size() == 1:
-        options = {"topology": "ring", "scaler": torch.amp.GradScaler("cpu")}
-        with pytest.raises(ValueError, match="scaler") as caught:
-            make_model(NUMEL, options)
-        return str(caught.value)
-    model = make_model(NUMEL, {"topology": "ring", "scaler": torch.amp.GradScaler("cpu")})
-    return type(model).__name__
-
-
-def test_a_rank_with_a_scaler_cannot_join() -> None:
-    with unsupervised.started(join_with_a_scaler, world_size=2) as ranks:
-        ranks.join(join_with_a_scaler)
-        assert "rank 2 joins a training whose loss scale" in ranks.results()[2]

@@ -71,10 +71,12 @@ def flatten_to_too_much(_: Any) -> tuple[str, torch.Tensor]:
     return "null", torch.zeros(1, dtype=torch.uint8).expand(2**60)
 
 
-def send_only_the_first(self: StateGiver, member: int, piece: int, content: torch.Tensor, *, send: Any) -> None:
+def send_only_the_first(
+    self: StateGiver, member: int, piece: int, content: torch.Tensor, part: int, *, send: Any
+) -> None:
     if piece:
         raise MemoryError("no memory to hash it")
-    send(self, member, piece, content)
+    send(self, member, piece, content, part)
 
 
 def broken(where: str) -> Any:
