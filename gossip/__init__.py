@@ -21,6 +21,7 @@ from gossip.algorithms import Extra as Extra
 from gossip.algorithms import GossipPGA as GossipPGA
 from gossip.algorithms import GradientTracking as GradientTracking
 from gossip.algorithms import IntegralCorrection as IntegralCorrection
+from gossip.algorithms import Kept as Kept
 from gossip.algorithms import MomentumExchange as MomentumExchange
 from gossip.algorithms import MomentumTracking as MomentumTracking
 from gossip.algorithms import NoLoCo as NoLoCo
@@ -120,6 +121,7 @@ __all__ = [
     "GossipPGA",
     "GradientTracking",
     "IntegralCorrection",
+    "Kept",
     "LaunchError",
     "ManifestError",
     "ModuloQuantization",

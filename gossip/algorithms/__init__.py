@@ -10,6 +10,7 @@ from gossip.algorithms.asynchronous import Average as Average
 from gossip.algorithms.asynchronous import Recording as Recording
 from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm as Algorithm
+from gossip.algorithms.base import Kept as Kept
 from gossip.algorithms.base import Requires as Requires
 from gossip.algorithms.bucket_view import Arrived as Arrived
 from gossip.algorithms.bucket_view import BucketView as BucketView
@@ -49,6 +50,7 @@ __all__ = [
     "GossipPGA",
     "GradientTracking",
     "IntegralCorrection",
+    "Kept",
     "MomentumExchange",
     "MomentumTracking",
     "NoLoCo",

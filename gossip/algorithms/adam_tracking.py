@@ -8,10 +8,10 @@ from typing import ClassVar, Self
 import torch
 from torch.optim import Adam, Optimizer
 
-from gossip.algorithms.base import Resized
+from gossip.algorithms.base import Kept
 from gossip.algorithms.bucket_view import BucketView, PerParameter
 from gossip.algorithms.forms import Form
-from gossip.algorithms.momentum_tracking import LAST_UPDATE, TRACKER, MomentumTracking
+from gossip.algorithms.momentum_tracking import TRACKER, MomentumTracking
 from topologies import Topology
 
 OWN_SQUARES, TRACKED_SQUARES = "own_squares", "tracked_squares"
@@ -48,11 +48,10 @@ class AdamTracking(MomentumTracking):
     This project's own; momentum tracking is that of Takezawa et al., TMLR 2023.
     """
 
-    keeps: ClassVar[Mapping[str, Resized]] = {
-        TRACKER: "zero",
-        LAST_UPDATE: "zero",
-        OWN_SQUARES: "mean",
-        TRACKED_SQUARES: "mean",
+    keeps: ClassVar[Mapping[str, Kept]] = {
+        **MomentumTracking.keeps,
+        OWN_SQUARES: Kept("mean", "own"),
+        TRACKED_SQUARES: Kept("mean", "own"),
     }
     directs = True
 
@@ -93,9 +92,11 @@ class AdamTracking(MomentumTracking):
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
         beta, made = bucket.group_number(lambda group: group["betas"][1]), bucket.updates_made
         own, tracked = bucket.kept[OWN_SQUARES], bucket.kept[TRACKED_SQUARES]
-        news = (1 - beta) * gradient.square()
+        news, before = (1 - beta) * gradient.square(), bucket.optimizer_state("exp_avg_sq")
+        begins = own == 0  # with an optimizer that has made updates, whose count corrects the bias of both
+        for squares in (tracked, own):
+            squares.copy_(torch.where(begins, before, squares))
         own.mul_(beta).add_(news)
-        before = bucket.optimizer_state("exp_avg_sq")
         moment = (bucket.kept[TRACKER] * bucket.inverse_learning_rate).square_().mul_(before)
         moment = unbiased(moment, beta, made, otherwise=gradient.square())  # in the first step nothing is tracked
         tracked.mul_(beta).add_((1 - beta) * torch.minimum(moment, unbiased(own, beta, made + 1)))

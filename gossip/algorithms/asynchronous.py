@@ -104,7 +104,6 @@ class Asynchronous(Algorithm):
     Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018.
     """
 
-    steps_alone = True
     unclipped_because = "has no rounds whose two ends could clip alike"
     is_asynchronous = True
 
@@ -117,6 +116,10 @@ class Asynchronous(Algorithm):
 
     def schedule(self, topology: Topology) -> Topology:
         return in_pairs(topology)
+
+    def steps_alone(self, step: int, round_: Round) -> bool:
+        del step
+        return not round_.is_identity
 
     def describe(self) -> str:
         return f"{type(self).__name__}(max_staleness={self.max_staleness})"

@@ -17,8 +17,26 @@ from topologies.analysis.static_rounds import check_static, is_exact_in_every_ro
 VALUES = "values"
 """The channel of the values themselves."""
 
-Resized = Literal["mean", "zero"]
-"""What happens to a state when the world size changes: every rank gets the mean over the old ranks, or zeros."""
+
+class Kept(NamedTuple):
+    """What becomes of a tensor that an algorithm keeps when other ranks train than before.
+
+    Attributes
+    ----------
+    resized : str
+        What every rank starts with from a checkpoint of another number of ranks: "mean", the mean over the old ranks,
+        or "zero". Both keep the sums over ranks that an algorithm relies on.
+    scope : str
+        What becomes of it when ranks are lost, leave or join during training. "joint": it only means something together
+        with that of the same other ranks, such as trackers and corrections, whose sum over ranks is known; all ranks
+        begin it anew. "own": it belongs to the values of its rank, such as error feedback; the rank keeps it, and one
+        that joins takes over its giver's along with the values. "common": it is equal on all ranks by definition, such
+        as the anchor and the velocity of outer steps; it is kept and taken over too, and if an exchange that was to be
+        exact has left it different on different ranks, all get the mean.
+    """
+
+    resized: Literal["mean", "zero"]
+    scope: Literal["joint", "own", "common"] = "joint"
 
 
 class Requires(NamedTuple):
@@ -106,9 +124,10 @@ class Algorithm:
         of its own. The first is "values".
     numbers : tuple of str
         Scalars that travel with a bucket's messages and are never compressed: entries of ``BucketView.numbers``.
-    keeps : mapping of str to str
-        The tensors in ``BucketView.kept``, and what a change of world size makes of each: "mean" or "zero". Both
-        preserve the sums over ranks that an algorithm relies on. Checkpoints save them under the parameters' names.
+    keeps : mapping of str to Kept
+        The tensors in ``BucketView.kept``, and what a change of ranks makes of each. Checkpoints save them under the
+        parameters' names. A state and the counter that normalises it must begin anew together, or neither: what is
+        divided by a power of the optimizer's count of updates is of scope "own", as the optimizer's state is.
     before_forward : bool
         Whether the messages of a step must be combined before the next forward pass reads the parameters; otherwise
         they are combined when the same parameters are next updated.
@@ -124,9 +143,6 @@ class Algorithm:
         again before that.
     is_asynchronous : bool
         Whether ranks make their steps independently of each other, see :class:`gossip.Asynchronous`.
-    steps_alone : bool
-        Whether :meth:`arrive` is called, with differences of zero, also on a rank that has no peer in a round in which
-        other ranks have one.
     reads_sent : bool
         Whether :meth:`arrive` receives this rank's own messages as the peers have decoded them.
     unclipped_because : str
@@ -138,11 +154,10 @@ class Algorithm:
     requires: ClassVar[Requires] = Requires()
     sends: ClassVar[tuple[str, ...]] = (VALUES,)
     numbers: ClassVar[tuple[str, ...]] = ()
-    keeps: ClassVar[Mapping[str, Resized]] = {}
+    keeps: ClassVar[Mapping[str, Kept]] = {}
     before_forward: bool = False
     overlap: int = 1
     is_asynchronous: ClassVar[bool] = False
-    steps_alone: ClassVar[bool] = False
     reads_sent: ClassVar[bool] = False
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
@@ -186,6 +201,14 @@ class Algorithm:
         """Return whether ``bucket`` is exchanged after ``step``, if the round exchanges anything; by default always."""
         del bucket, step
         return True
+
+    def steps_alone(self, step: int, round_: Round) -> bool:
+        """Return whether :meth:`arrive` is called, with differences of zero, on a rank without a peer in this round.
+
+        The round ends ``step``. In a world of one no rank has a peer in any round.
+        """
+        del step, round_
+        return False
 
     def channel_round(self, channel: str, round_: Round) -> Round:
         """Return the edges and weights by which a channel is sent in a round; by default the round itself.

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Requires, Resized
+from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.own_momentum import OwnMomentum
 
@@ -42,7 +42,7 @@ class DecentLaM(OwnMomentum):
     """
 
     requires = Requires(static=True, symmetric=True, prompt=True)
-    keeps: ClassVar[Mapping[str, Resized]] = {MOMENTUM: "mean", UPDATE: "zero"}
+    keeps: ClassVar[Mapping[str, Kept]] = {MOMENTUM: Kept("mean", "own"), UPDATE: Kept("zero", "own")}
     before_forward = True
 
     def updated(self, bucket: BucketView) -> None:

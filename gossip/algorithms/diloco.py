@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Requires, Resized
+from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
@@ -56,7 +56,7 @@ class DiLoCo(OuterSteps):
 
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
-    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
 
     def __init__(
         self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
+from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form, check_form
 
@@ -45,7 +45,7 @@ class GradientTracking(Algorithm):
     """
 
     sends = (VALUES, TRACKER)
-    keeps: ClassVar[Mapping[str, Resized]] = {TRACKER: "zero", LAST_GRADIENT: "zero"}
+    keeps: ClassVar[Mapping[str, Kept]] = {TRACKER: Kept("zero"), LAST_GRADIENT: Kept("zero")}
     directs = True
 
     def __init__(self, form: Form = "awc") -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
+from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.forms import Form, check_form
 from gossip.algorithms.integral_gains import Gains, gains_on
@@ -76,7 +76,7 @@ class IntegralCorrection(Algorithm):
     over decentralized data", ICML 2018. The gains for schedules that change are this project's own.
     """
 
-    keeps: ClassVar[Mapping[str, Resized]] = {CORRECTION: "zero"}
+    keeps: ClassVar[Mapping[str, Kept]] = {CORRECTION: Kept("zero")}
     follows_learning_rate = True
     _takes_textbook_gains: ClassVar[bool] = True
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Resized, add_
+from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.forms import Form, check_form
 
@@ -42,7 +42,7 @@ class MomentumTracking(Algorithm):
     """
 
     sends = (VALUES, TRACKER)
-    keeps: ClassVar[Mapping[str, Resized]] = {TRACKER: "zero", LAST_UPDATE: "zero"}
+    keeps: ClassVar[Mapping[str, Kept]] = {TRACKER: Kept("zero"), LAST_UPDATE: Kept("zero")}
     remembers_before = True
     follows_learning_rate = True
 

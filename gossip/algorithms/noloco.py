@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Resized
+from gossip.algorithms.base import VALUES, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
@@ -51,8 +51,7 @@ class NoLoCo(OuterSteps):
     """
 
     sends = (VALUES, ANCHOR)
-    steps_alone = True
-    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from gossip.algorithms.base import Algorithm
 from gossip.algorithms.bucket_view import BucketView
 from gossip.algorithms.forms import Form, check_form
 from gossip.algorithms.outer_arguments import check_period
-from topologies import Topology
+from topologies import Round, Topology
 
 ANCHOR = "anchor"
 
@@ -14,7 +14,8 @@ ANCHOR = "anchor"
 class OuterSteps(Algorithm):
     """Ranks make ``period`` local steps from an anchor, which is kept, and then a joint outer step.
 
-    Outer step s uses round s of the topology. A global average sets the anchor to the mean.
+    Outer step s uses round s of the topology; a rank without a peer makes it alone. A global average sets the anchor to
+    the mean.
     """
 
     def __init__(self, period: int, form: Form) -> None:
@@ -24,6 +25,10 @@ class OuterSteps(Algorithm):
 
     def schedule(self, topology: Topology) -> Topology:
         return topology.every(self.period)
+
+    def steps_alone(self, step: int, round_: Round) -> bool:
+        del round_
+        return (step + 1) % self.period == 0
 
     def begin(self, bucket: BucketView) -> None:
         super().begin(bucket)

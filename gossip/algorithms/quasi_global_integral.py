@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Resized
+from gossip.algorithms.base import VALUES, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.forms import Form
 from gossip.algorithms.integral_correction import IntegralCorrection
@@ -46,7 +46,7 @@ class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
     """
 
     _takes_textbook_gains = False
-    keeps: ClassVar[Mapping[str, Resized]] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
+    keeps: ClassVar[Mapping[str, Kept]] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
 
     def __init__(
         self, beta: float = 0.9, form: Form = "awc", gamma: float | None = None, kappa: float | None = None

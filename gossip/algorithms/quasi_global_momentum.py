@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Resized, add_
+from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.forms import Form, check_form
 from gossip.algorithms.own_momentum import OwnMomentum
@@ -35,7 +35,7 @@ class WithQuasiGlobalMomentum(OwnMomentum):
         An argument is outside its range.
     """
 
-    keeps: ClassVar[Mapping[str, Resized]] = {MOMENTUM: "mean", PULL: "zero"}
+    keeps: ClassVar[Mapping[str, Kept]] = {MOMENTUM: Kept("mean", "own"), PULL: Kept("zero", "own")}
     directs = True
 
     def __init__(self, beta: float = 0.9, form: Form = "awc") -> None:

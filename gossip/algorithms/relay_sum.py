@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from gossip.algorithms.base import VALUES, Algorithm, Requires
+from gossip.algorithms.base import VALUES, Algorithm, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form, check_form
 from topologies import Round, Topology
@@ -83,7 +83,7 @@ class _Relaying(RelaySum):
         num_colours = max(colours.values(), default=0) + 1
         self.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]
         self._states = tuple(f"relayed_{number}" for number in range(num_colours))
-        self.keeps = dict.fromkeys(self._states, "mean")  # type: ignore[misc]
+        self.keeps = dict.fromkeys(self._states, Kept("mean"))  # type: ignore[misc]
         partners: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in range(num_colours)]
         behind = np.zeros((num_colours, size, 1))
         for (one, other), colour in colours.items():

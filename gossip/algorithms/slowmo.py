@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Resized, add_
+from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.gossip_pga import GossipPGA
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
+from topologies import Round
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 
@@ -49,7 +50,7 @@ class SlowMo(GossipPGA):
     ICLR 2020, algorithm 1.
     """
 
-    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", VELOCITY: "mean"}
+    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
     follows_learning_rate = True
 
     def __init__(self, period: int = 16, slow_lr: float = 1.0, slow_momentum: float = 0.5, form: Form = "awc") -> None:
@@ -57,13 +58,20 @@ class SlowMo(GossipPGA):
         self.slow_lr = check_rate("slow_lr", slow_lr)
         self.slow_momentum = check_fraction("slow_momentum", slow_momentum)
 
+    def steps_alone(self, step: int, round_: Round) -> bool:
+        del round_
+        return self._is_slow(step)
+
+    def _is_slow(self, step: int) -> bool:
+        return (step + 1) % self.period == 0
+
     def begin(self, bucket: BucketView) -> None:
         super().begin(bucket)
         self.averaged(bucket)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         add_(bucket.values, got[VALUES].difference)
-        if (bucket.round_index + 1) % self.period == 0:
+        if self._is_slow(bucket.round_index):
             anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
             velocity.mul_(self.slow_momentum).add_(anchor - bucket.values)
             anchor.sub_(velocity, alpha=self.slow_lr)

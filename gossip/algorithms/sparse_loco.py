@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Requires, Resized
+from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
@@ -60,7 +60,7 @@ class SparseLoCo(OuterSteps):
 
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True)
-    keeps: ClassVar[Mapping[str, Resized]] = {ANCHOR: "mean", ERROR: "mean"}
+    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), ERROR: Kept("mean", "own")}
     reads_sent = True
 
     def __init__(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from gossip.algorithms.base import VALUES, Resized
+from gossip.algorithms.base import VALUES, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.outer_arguments import check_fraction, check_period
 from gossip.algorithms.outer_steps import ANCHOR
-from topologies import Topology
+from topologies import Round, Topology
 
 SENT = "sent"
 
@@ -58,7 +58,7 @@ class StreamingDiLoCo(DiLoCo):
     algorithm 2.
     """
 
-    keeps: ClassVar[Mapping[str, Resized]] = {**DiLoCo.keeps, SENT: "mean"}
+    keeps: ClassVar[Mapping[str, Kept]] = {**DiLoCo.keeps, SENT: Kept("mean", "own")}
 
     def __init__(
         self,
@@ -82,6 +82,10 @@ class StreamingDiLoCo(DiLoCo):
     def is_exchanged(self, bucket: int, step: int) -> bool:
         first = bucket % self.parts * self.period // self.parts
         return (step + 1 - first) % self.period == 0 and step + 1 > first
+
+    def steps_alone(self, step: int, round_: Round) -> bool:
+        del step, round_
+        return True  # in the steps in which a bucket is exchanged
 
     def begin(self, bucket: BucketView) -> None:
         super().begin(bucket)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from gossip.algorithms import Algorithm
 from gossip.step.exchanges import Exchanges
 
 
-def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
-    """Return copies of state, numbers and learning rates. Local.
+def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False) -> dict[str, Any]:
+    """Return copies of state, numbers and learning rates; for a joining rank without what all ranks will begin anew.
+
+    Local.
 
     Returns
     -------
@@ -22,7 +25,9 @@ def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
         the number that weights a mean, or None.
     """
     algorithm = exchanges.algorithm
-    kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in algorithm.keeps}
+    kept: dict[str, dict[str, torch.Tensor]] = {
+        name: {} for name, how in algorithm.keeps.items() if not (for_joining and how.scope == "joint")
+    }
     numbers: dict[str, list[torch.Tensor]] = {name: [] for name in algorithm.numbers}
     rates: dict[str, tuple[float, float]] = {}
     for index in _of_parameters(exchanges):
@@ -34,7 +39,7 @@ def algorithm_state(exchanges: Exchanges[Any, Any]) -> dict[str, Any]:
             values.append(exchanges.joined([view.numbers[number] for view in views]))
         rates |= dict(zip(names, zip(views[0].rates, views[0].earlier_rates, strict=True), strict=False))
     return {
-        "keeps": dict(algorithm.keeps),
+        "keeps": _resized(algorithm),
         "weighs_by": algorithm.weighs_by,
         "kept": kept,
         "numbers": {number: torch.cat(values, -1) for number, values in numbers.items() if values},
@@ -58,7 +63,7 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
             algorithm.begin(view)
     if not algorithm.keeps and not algorithm.numbers:
         return []
-    if saved is None or saved["keeps"] != dict(algorithm.keeps) or set(saved["numbers"]) != set(algorithm.numbers):
+    if saved is None or saved["keeps"] != _resized(algorithm) or set(saved["numbers"]) != set(algorithm.numbers):
         return [f"what algorithm {algorithm.describe()} keeps, which starts anew"]
     for place, index in enumerate(_of_parameters(exchanges)):
         names, views = exchanges.names(index), exchanges.views(index)
@@ -74,6 +79,28 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
             for view in views:
                 view.rates, view.earlier_rates = zip(*(saved["rates"][name] for name in names), strict=True)
     return []
+
+
+def regroup(exchanges: Exchanges[Any, Any]) -> None:
+    """Begin anew what only means something together with the state of the ranks that trained until now. Local."""
+    algorithm = exchanges.algorithm
+    for index in _of_parameters(exchanges):
+        for view in exchanges.views(index):
+            kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
+            view.kept = {}
+            algorithm.begin(view)
+            view.kept |= kept
+
+
+def common_state(exchanges: Exchanges[Any, Any]) -> list[torch.Tensor]:
+    """Return the tensors that are equal on all ranks by definition, in the same order on all ranks. Local."""
+    names = [name for name, how in exchanges.algorithm.keeps.items() if how.scope == "common"]
+    views = [view for index in _of_parameters(exchanges) for view in exchanges.views(index)]
+    return [view.kept[name] for view in views for name in names]
+
+
+def _resized(algorithm: Algorithm) -> dict[str, str]:
+    return {name: how.resized for name, how in algorithm.keeps.items()}
 
 
 def _of_parameters(exchanges: Exchanges[Any, Any]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
-from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
+from gossip.step.algorithm_state import algorithm_state, load_algorithm_state, regroup
 from gossip.step.await_points import AwaitPoints, refuse_if_read
 from gossip.step.backward_pass import (
     BackwardPass,
@@ -439,17 +439,14 @@ class StepEngine(Liveness, ABC):
 
     @torch.no_grad()
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
-        """Combine what is in flight, and continue with another topology and position. Local.
-
-        The algorithm's state starts anew.
-        """
+        """Combine what is in flight, and continue with another topology and position among other ranks. Local."""
         with self.fatal(), self._lock:
             for bucket in self.buckets:
                 bucket.reclaim()
                 self.exchanges.combine_(bucket.index, self._progress.meter)
             self.exchanges.combine_late(self._progress.meter)
             self.exchanges.move(topology, transport, algorithm, rank)
-            load_algorithm_state(self.exchanges, None)
+            regroup(self.exchanges)
             self._order = StepOrder(self.exchanges)
 
     def drop_in_flight(self) -> None:

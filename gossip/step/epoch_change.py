@@ -24,6 +24,8 @@ from gossip.compression.codec import Compression
 from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
 from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
+from gossip.step.algorithm_state import algorithm_state, common_state
+from gossip.step.common_state import agree_on_
 from gossip.step.construction import Parts
 from gossip.step.epoch_transport import make_epoch_transport
 from gossip.step.kept_objects import GivenObjects, KeptObjects, group_options
@@ -110,6 +112,7 @@ class EpochChange:
         self._astray: str | None = None
         self._is_checked = False
         self._own_options: set[tuple[str, int, str]] = set()  # of which it has been said that they are not given
+        self._has_common_state = True
 
     def begin(self) -> None:
         """Enter the first epoch, or join the ranks that train."""
@@ -263,6 +266,7 @@ class EpochChange:
                 raise CannotJoinError(
                     f"rank {world.member}: joining: what rank {giver} gave cannot be loaded here: {reason(error)}"
                 ) from error
+            self._has_common_state = False  # it is from an earlier step
             given_at = self._joined_at = engine.step
             num_loaded, step, num_ended = state["position"]
             world.agreement.position = num_loaded, step, num_ended
@@ -366,7 +370,11 @@ class EpochChange:
             **module_state(engine),
             "gradients": {},
             "optimizers": [optimizer_state(each, named, is_given=True) for each in self._parts.optimizers],
-            "engine": {"step": engine.step, "frozen": engine.frozen.state_dict()},
+            "engine": {
+                "step": engine.step,
+                "frozen": engine.frozen.state_dict(),
+                "algorithm": algorithm_state(engine.exchanges, for_joining=True),
+            },
             "unfrozen": [list(names) for names in engine.unfrozen],
             "position": list(self._world.agreement.position),
         }
@@ -403,8 +411,15 @@ class EpochChange:
         self._parts.engine.move(schedule, transport, plan.algorithm, self.rank)
         before, self.epoch = self.epoch, epoch
         self._parts.engine.epoch = epoch.number
+        self._agree()
         self._tell(before, plan.topology)
         self.on_change(plan.topology, plan.algorithm)
+
+    def _agree(self) -> None:
+        """Agree with the other members of the new epoch on what the algorithm keeps alike on all ranks."""
+        common, is_latest = common_state(self._parts.engine.exchanges), self._world.epoch.number == self.epoch.number
+        if common and is_latest and len(self.epoch.members) > 1:
+            self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
     def _plan(self, world_size: int) -> Plan:
         try:

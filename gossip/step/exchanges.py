@@ -122,8 +122,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Return whether it is a bucket of parameters; the alternative is a bucket of buffers, which are only mixed."""
 
     @abstractmethod
-    def _takes_part(self, round_: Round) -> bool:
-        """Return whether any rank here has a peer in the round."""
+    def _takes_part(self, step: int, round_: Round) -> bool:
+        """Return whether the round that ends a step changes values on any rank here."""
 
     @abstractmethod
     def _start(
@@ -178,9 +178,9 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Return the edges of one channel of a bucket."""
         return self.algorithm.channel_round(channel, round_) if self.holds_parameters(index) else round_
 
-    def _is_in(self, round_: Round, rank: int) -> bool:
-        """Return whether anything arrives at a rank in a round."""
-        return bool(round_.peers(rank)) or (self.algorithm.steps_alone and not round_.is_identity)
+    def _is_in(self, step: int, round_: Round, rank: int) -> bool:
+        """Return whether the round that ends a step changes values on a rank."""
+        return bool(round_.peers(rank)) or self.algorithm.steps_alone(step, round_)
 
     def _begin(self, view: BucketView) -> None:
         """Let the algorithm initialise a bucket's state.
@@ -205,11 +205,11 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return view.values if channel == VALUES else view.zeros()
 
     def is_due(self, index: int, step: int) -> bool:
-        """Return whether step ``step`` ends with an exchange of the bucket in which a rank here has a peer."""
-        return self.algorithm.is_exchanged(index, step) and self._takes_part(self._topology.round(step))
+        """Return whether step ``step`` ends with an exchange of the bucket that changes its values on a rank here."""
+        return self.algorithm.is_exchanged(index, step) and self._takes_part(step, self._topology.round(step))
 
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
-        """Start round ``step`` of a bucket; does nothing in a round in which no rank here has a peer.
+        """Start round ``step`` of a bucket; does nothing in a round that changes nothing here.
 
         Raises
         ------

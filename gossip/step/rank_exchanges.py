@@ -62,7 +62,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         Called, with a text that says why, when this rank has gone so far astray that it does not come back by being
         mixed; by default it raises.
     codecs : list of dict of str to Codec
-        The codecs, by bucket and then by channel; empty in a world of one.
+        The codecs, by bucket and then by channel; empty in a world of one that does not read what it sends.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         self.codecs += self._make_codecs(buckets)
 
     def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[dict[str, Codec]]:
-        if self.transport is None:
+        if self.transport is None and not self.algorithm.reads_sent:
             return []
-        return [self._codecs_of(bucket, self.transport) for bucket in buckets]
+        return [self._codecs_of(bucket) for bucket in buckets]
 
-    def _codecs_of(self, bucket: AnyBucket, transport: Transport) -> dict[str, Codec]:
+    def _codecs_of(self, bucket: AnyBucket) -> dict[str, Codec]:
         index = bucket.index
         codecs = {}
         for number, channel in enumerate(self._channels(index)):
@@ -117,7 +117,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
             is_number = channel in self.algorithm.numbers
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
             place = index + CHANNEL_STRIDE * number
-            memory = functools.partial(_memory, transport, place)
+            memory = functools.partial(_memory, self.transport, place)
             shape = BucketShape(
                 place,
                 example,
@@ -190,24 +190,23 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def holds_parameters(self, index: int) -> bool:
         return isinstance(self._buckets[index], Bucket)
 
-    def _takes_part(self, round_: Round) -> bool:
-        return self.transport is not None and self._is_in(round_, self._rank)
+    def _takes_part(self, step: int, round_: Round) -> bool:
+        return self._is_in(step, round_, self._rank)
 
     def _start(
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
     ) -> RankInFlight:
-        assert self.transport is not None
         in_flight = RankInFlight(round_, step)
         if self.algorithm.requires.stochastic != "doubly":
             in_flight.surplus = row_sum(round_, self._rank) - 1
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 edges = self._edges(index, channel, round_)
-                if not edges.peers(self._rank) and not self.transport.publishes:
+                if self.transport is None or not (edges.peers(self._rank) or self.transport.publishes):
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
                     in_flight.exchanges[channel] = Known(nothing)
                     if self._keeps_sent:
-                        in_flight.sent[channel] = [message.clone()]
+                        in_flight.sent[channel] = [self._as_decoded(index, channel, message, edges, step)]
                     continue
                 codec = self.codecs[index][channel]
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
@@ -225,6 +224,15 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                     self._watch.send(index, made, step, meter, functools.partial(self._was_updated, meter))
         in_flight.count_bytes(meter)
         return in_flight
+
+    def _as_decoded(self, index: int, channel: str, message: torch.Tensor, edges: Round, step: int) -> torch.Tensor:
+        """Return a message that no rank receives, as ranks would decode it if the algorithm reads that."""
+        if not self.algorithm.reads_sent:
+            return message.clone()
+        codec = self.codecs[index][channel]
+        codec.exchange(message, edges, step)
+        assert codec.sent is not None
+        return codec.sent
 
     def _accepted(
         self, index: int, in_flight: RankInFlight, meter: Meter
@@ -435,5 +443,5 @@ def _pieces(
     )
 
 
-def _memory(transport: Transport, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:
-    return transport.memory(message, step=step, bucket=bucket)
+def _memory(transport: Transport | None, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:
+    return message if transport is None else transport.memory(message, step=step, bucket=bucket)

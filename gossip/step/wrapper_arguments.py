@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import VALUES, Algorithm, Asynchronous, resolve_algorithm
+from gossip.algorithms import VALUES, Algorithm, Asynchronous, Kept, resolve_algorithm
 from gossip.communication.membership import Membership
 from gossip.communication.transport import TransportFactory
 from gossip.communication.transport_names import name_of, resolve_transport
@@ -279,7 +279,15 @@ def prepare_algorithm(
     ------
     ValueError
         One of them is refused; the text says what it needs, and what to choose.
+    TypeError
+        The algorithm does not say what becomes of its state when the ranks change.
     """
+    for name, how in algorithm.keeps.items():
+        if not isinstance(how, Kept):
+            raise TypeError(
+                f"algorithm {algorithm.describe()}: keeps[{name!r}] must say what becomes of this state when the ranks "
+                f'change, as gossip.Kept("mean" or "zero", "joint", "own" or "common"), got {how!r}'
+            )
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
     if algorithm.compression is not None and not isinstance(compression, Uncompressed):

@@ -21,10 +21,12 @@ class RankCodecs(StackedCodec):
     ----------
     codecs : sequence of Codec
         The codecs by rank, each on the device of its rank's values.
+    decodes_all : bool
+        Whether what a rank without a peer would send is what the codec makes of it, or the values themselves.
     """
 
-    def __init__(self, codecs: Sequence[Codec]) -> None:
-        self.codecs = codecs
+    def __init__(self, codecs: Sequence[Codec], *, decodes_all: bool = False) -> None:
+        self.codecs, self._decodes_all = codecs, decodes_all
 
     def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
         values = _rows(stacks)
@@ -34,9 +36,13 @@ class RankCodecs(StackedCodec):
         sent = [stack.clone() for stack in stacks]
         differences = [torch.zeros_like(stack, dtype=accumulation_dtype(stack.dtype)) for stack in stacks]
         messages, rows = _rows(sent), _rows(differences)
-        for rank, conversation in conversations.items():
+        for rank in range(len(values)) if self._decodes_all else ():
+            if rank not in conversations:
+                self.codecs[rank].exchange(values[rank], round_, step)
+        for rank in range(len(values)) if self._decodes_all else conversations:
             if (message := self.codecs[rank].sent) is not None:
                 messages[rank].copy_(message)
+        for rank, conversation in conversations.items():
             arrival = conversation.arrival
             for place, part in arrival.parts:
                 rows[rank][place] = part

@@ -146,7 +146,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def _make_codecs(self, index: int) -> None:
         """Make one codec per channel, except for messages that are values."""
         bucket, world_size = self._buckets[index], self._topology.world_size
-        if world_size == 1:
+        if world_size == 1 and not self.algorithm.reads_sent:
             return
         for number, channel in enumerate(self._channels(index)):
             stacks = [self._like(view, channel) for view in self._views[index]]
@@ -158,7 +158,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             shapes = [BucketShape(place, row, bucket.shape.views, start=row) for row in rows]
             stacked = compression.stacked_codec(shapes[0], world_size) if len(stacks) == 1 else None
             self.codecs[index, channel] = stacked or RankCodecs(
-                [compression.codec(shape, rank) for rank, shape in enumerate(shapes)]
+                [compression.codec(shape, rank) for rank, shape in enumerate(shapes)],
+                decodes_all=self.algorithm.reads_sent,
             )
 
     # ------------------------------------------------------------------ hooks of the policy
@@ -169,8 +170,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def holds_parameters(self, index: int) -> bool:
         return index in self._buckets
 
-    def _takes_part(self, round_: Round) -> bool:
-        return self._topology.world_size > 1 and not round_.is_identity
+    def _takes_part(self, step: int, round_: Round) -> bool:
+        return not round_.is_identity or self.algorithm.steps_alone(step, round_)
 
     def _start(
         self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: StackedMeter
@@ -244,8 +245,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 }
 
     def _in_flight_of(self, indices: Sequence[int], number: int, row: int, rank: int) -> dict[str, Any] | None:
-        found = [self.in_flight[index] for index in indices]
-        in_flight = [block for block in found if block is not None and self._is_in(block.round, rank)]
+        found = [block for index in indices if (block := self.in_flight[index]) is not None]
+        in_flight = [block for block in found if self._is_in(block.round_index, block.round, rank)]
         if not in_flight:
             return None
 

@@ -27,13 +27,11 @@ from gossip.communication.survivors.epochs import Epoch
 from gossip.communication.survivors.handing_over import StateGiver
 from gossip.communication.survivors.mesh import Mesh, in_words
 from gossip.communication.survivors.patient_waits import PatientWorld
-from gossip.communication.survivors.peer_connection import Frame, Key, Kind
+from gossip.communication.survivors.peer_connection import Frame, Kind
 from gossip.communication.survivors.shared_payloads import SharedPayloads, can_share
 from gossip.communication.survivors.store_host import is_kept_here
 from gossip.errors import EpochEndedError, ExchangeError
 
-_PRIMITIVES = 2**24  # per operation
-_STEPS = 2**40
 _ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
@@ -362,7 +360,7 @@ class LivingWorld(PatientWorld):
                 self._num_primitives = 0
                 try:
                     result = operation()
-                    self._exchange(dict.fromkeys(self._others), "ending it together")
+                    self.exchange(dict.fromkeys(self._others), "ending it together")
                 except EpochEndedError:
                     if self._is_committed():
                         return result
@@ -389,7 +387,7 @@ class LivingWorld(PatientWorld):
 
         def gather() -> list[bytes]:
             own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
-            found = self._exchange(dict.fromkeys(self._others, own), what)
+            found = self.exchange(dict.fromkeys(self._others, own), what)
             return [payload if member == self.member else found[member].numpy().tobytes() for member in self._members]
 
         return self.jointly(gather)
@@ -404,7 +402,7 @@ class LivingWorld(PatientWorld):
             is_first = self.rank == 0
             for tensor in held:
                 row = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else None
-                found = self._exchange(
+                found = self.exchange(
                     dict.fromkeys(self._others if is_first else (), row), what, () if is_first else self._first
                 )
                 for payload in found.values() if row is not None else ():
@@ -422,11 +420,11 @@ class LivingWorld(PatientWorld):
         def add_up() -> None:
             flat = tensor.detach().cpu().contiguous().view(-1)
             slices = dict(zip(self._members, flat.tensor_split(self.world_size), strict=True))
-            shares = self._exchange({member: slices[member] for member in self._others}, what)
+            shares = self.exchange({member: slices[member] for member in self._others}, what)
             own = slices[self.member]
             rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._members]
             total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
-            sums = self._exchange(dict.fromkeys(self._others, total), what)
+            sums = self.exchange(dict.fromkeys(self._others, total), what)
             parts = [total if member == self.member else sums[member].view(total.dtype) for member in self._members]
             tensor.copy_(torch.cat(parts).view(tensor.shape))
 
@@ -435,41 +433,6 @@ class LivingWorld(PatientWorld):
     @property
     def _first(self) -> Sequence[int]:
         return self._members[:1]
-
-    def _exchange(
-        self, sent: Mapping[int, torch.Tensor | None], what: str, sources: Sequence[int] | None = None
-    ) -> dict[int, torch.Tensor]:
-        """Send to some members, and return by member what some (by default all) others send."""
-        self._num_primitives += 1
-        num_loaded, step, num_ended = self.agreement.position
-        number = num_ended * _PRIMITIVES + self._num_primitives
-        key = Key(Kind.COLLECTIVE, self._epoch.number, num_loaded * _STEPS + step, number)
-        outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
-        found: dict[int, torch.Tensor] = {}
-        awaited = self._others if sources is None else sources
-
-        def unfinished() -> list[int]:
-            unsent = (member for member, frame in outgoing.items() if not frame.has_ended)
-            return list({*unsent, *(member for member in awaited if member not in found)})
-
-        def look() -> bool:
-            for member in awaited:
-                if member not in found and (payload := self.mesh.take(member, key)) is not None:
-                    found[member] = payload
-            missing = [member for member in awaited if member not in found]
-            if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
-                raise EpochEndedError(what)
-            return not unfinished()
-
-        self.wait_until(
-            look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
-        )
-        return found
-
-    @property
-    def has_moved_on(self) -> bool:
-        """Whether there is a later epoch than that of the current collective operation."""
-        return self.agreement.latest.number != self._epoch.number
 
     # ------------------------------------------------------------------ closing
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from loguru import logger
@@ -14,12 +14,15 @@ from gossip.communication.survivors.flag_board import Position
 from gossip.communication.survivors.mesh import Mesh
 from gossip.communication.survivors.peer_connection import Key, Kind
 from gossip.communication.world import World
+from gossip.errors import EpochEndedError
 
 _NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
 _SILENT = 0.9
 _TIMEOUTS_OF_A_LOST_MESSAGE = 2
 _MOST_TIMEOUTS = 5
+_PRIMITIVES = 2**24  # per operation
+_STEPS = 2**40
 
 
 class PatientWorld(World):
@@ -31,11 +34,15 @@ class PatientWorld(World):
         The connections to the other ranks.
     agreement : Agreement
         Determines who trains.
+    is_in_step : bool
+        Whether the ranks make their steps together.
     """
 
     mesh: Mesh
     agreement: Agreement
+    is_in_step: bool
     _epoch: Epoch
+    _num_primitives = 0
     _told_of_step_at = 0.0
 
     @property
@@ -155,3 +162,51 @@ class PatientWorld(World):
         num_timeouts = waited_s / self.timeout.total_seconds()
         is_lost = is_sent_at is not None and position >= is_sent_at
         return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else _MOST_TIMEOUTS)
+
+    def exchange(
+        self,
+        sent: Mapping[int, torch.Tensor | None],
+        what: str,
+        sources: Sequence[int] | None = None,
+        *,
+        turn: int | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Send to some members, and return by member what some (by default all) others send.
+
+        Outside of collective operations, when ranks enter an epoch together, such exchanges are numbered by ``turn``.
+
+        Raises
+        ------
+        EpochEndedError
+            A member was lost, or there is a later epoch.
+        """
+        self._num_primitives += turn is None
+        num_loaded, step, num_ended = self.agreement.position
+        number = num_ended * _PRIMITIVES + (self._num_primitives if turn is None else _PRIMITIVES - turn)
+        key = Key(Kind.COLLECTIVE, self._epoch.number, num_loaded * _STEPS + step, number)
+        outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
+        found: dict[int, torch.Tensor] = {}
+        awaited = self._others if sources is None else sources
+
+        def unfinished() -> list[int]:
+            unsent = (member for member, frame in outgoing.items() if not frame.has_ended)
+            return list({*unsent, *(member for member in awaited if member not in found)})
+
+        def look() -> bool:
+            for member in awaited:
+                if member not in found and (payload := self.mesh.take(member, key)) is not None:
+                    found[member] = payload
+            missing = [member for member in awaited if member not in found]
+            if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
+                raise EpochEndedError(what)
+            return not unfinished()
+
+        self.wait_until(
+            look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
+        )
+        return found
+
+    @property
+    def has_moved_on(self) -> bool:
+        """Whether there is a later epoch than the one that this rank has entered."""
+        return self.agreement.latest.number != self._epoch.number

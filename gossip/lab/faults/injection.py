@@ -205,11 +205,11 @@ def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     count = [0]
 
-    def exchange_or_happen(self: Any, *args: Any) -> Any:
-        count[0] += 1
+    def exchange_or_happen(self: Any, *args: Any, turn: int | None = None) -> Any:
+        count[0] += turn is None
         if count[0] > fault.step:
             happen()
-        return exchange(self, *args)
+        return exchange(self, *args, turn=turn)
 
     return exchange_or_happen
 
@@ -256,7 +256,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], An
     "sending": ((EdgeTransport, PairTransport), "start", _sending),
     "sending a part": (Outgoing, "send", _sending_a_part),
     "agreeing": (Ballots, "_set_once", _after),
-    "together": (LivingWorld, "_exchange", _together),
+    "together": (LivingWorld, "exchange", _together),
     "telling": (Mesh, "send", _telling),
     "saving": (saving, "write_tensors", _before),
     "listening": (LivingWorld, "_listen", _before),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -59,3 +60,23 @@ def test_adam_tracking_divides_by_the_second_moment_of_the_average_gradient() ->
     wanted = mean**2 + noise**2 / num_ranks
     assert state["exp_avg_sq"].mean().item() == pytest.approx(wanted, rel=0.15)
     assert wanted < 0.2 * (mean**2 + noise**2)
+
+
+def test_adam_tracking_goes_on_from_the_moments_of_adam() -> None:
+    """The count that corrects their bias comes with the optimizer's state; alone the algorithm is Adam."""
+    torch.manual_seed(0)
+    plain, inputs = nn.Linear(3, 2, dtype=torch.float64), torch.randn(20, 4, 3, dtype=torch.float64)
+    adam = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for batch in inputs:
+        adam.zero_grad()
+        plain(batch).square().mean().backward()
+        adam.step()
+    module = copy.deepcopy(plain)
+    with GossipDataParallel(module, partial(torch.optim.Adam, lr=0.01), algorithm="adam_tracking") as model:
+        model.optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+        for batch in inputs[:3]:
+            model(batch).square().mean().backward()
+            adam.zero_grad()
+            plain(batch).square().mean().backward()
+            adam.step()
+            torch.testing.assert_close(module.weight, plain.weight, rtol=0, atol=1e-12)

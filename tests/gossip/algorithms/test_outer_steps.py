@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from gossip.algorithms import (
     NoLoCo,
     RelaySum,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 
@@ -60,6 +62,39 @@ def test_noloco_with_everybody_at_rate_1_and_full_pull_is_an_average() -> None:
 def test_streaming_diloco_in_one_part_without_delay_is_diloco() -> None:
     streaming = StreamingDiLoCo(period=3, parts=1, overlap=1, local_share=0.0)
     np.testing.assert_allclose(train(streaming), train(DiLoCo(period=3, form="awc")), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(period=3),
+        DiLoCo(period=3, form="awc"),
+        StreamingDiLoCo(period=3, parts=2, overlap=2),
+        SlowMo(period=3, slow_lr=0.7),
+        SparseLoCo(period=3, ratio=0.5, bits=4),
+        NoLoCo(period=3),
+    ],
+    ids=lambda algorithm: algorithm.describe(),
+)
+def test_one_rank_makes_the_outer_steps_of_two_with_the_same_data(algorithm: Algorithm) -> None:
+    torch.manual_seed(0)
+    module, sgd = nn.Linear(3, 2).double(), partial(torch.optim.SGD, lr=0.1)
+    inputs = torch.randn(9, 4, 3, dtype=torch.float64)
+    found = []
+    for count in (1, 2):
+        options: dict[str, Any] = {"algorithm": algorithm, "bucket_cap_mb": 1e-6}
+        workers = VirtualWorkers(module, count, sgd, "complete", devices=["cpu"], **options)
+        for batch in inputs:
+            workers(batch.repeat(count, 1)).square().mean().backward()
+        found.append([stack.detach()[0].clone() for stack in workers.parameters()])
+    alone = gossip.GossipDataParallel(copy.deepcopy(module), sgd, "complete", **options)
+    for batch in inputs:
+        alone(batch).square().mean().backward()
+    found.append([parameter.detach().clone() for parameter in alone.parameters()])
+    alone.close()
+    for one, two, process in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+        torch.testing.assert_close(process, two, rtol=0, atol=1e-12)
 
 
 def small(*, bucket_cap_mb: float = 1e-6, **options: Any) -> VirtualWorkers:
