@@ -128,7 +128,7 @@ class Dense:
     sent_at = 0
 
     def __init__(self, outcome: Outcome) -> None:
-        num_ranks = max(outcome.stories) + 1
+        num_ranks = max(4, 1 + max(outcome.stories))
         self.dropped = outcome.dropped
         self.goals = np.stack([targets(rank, NUMEL).numpy() for rank in range(num_ranks)])
         self.x = np.zeros_like(self.goals)
