@@ -135,9 +135,9 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     def _accepted(
         self, index: int, in_flight: AnyInFlight, meter: AnyMeter
     ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
-        """Wait, then yield what has arrived, view by view or part by part; nothing if a message is not finite.
+        """Wait, then yield what has arrived, view by view or part by part.
 
-        In that case nothing is mixed, as if the peers had been absent.
+        Nothing if all messages were lost, or one is not finite: then nothing is mixed, as if the peers had been absent.
 
         Raises
         ------
@@ -251,13 +251,31 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         in_flight, self.in_flight[index] = self.in_flight[index], None
         if in_flight is None:
             return
+        view = None
         for view, got in self._accepted(index, in_flight, meter):
-            if self.holds_parameters(index):
-                view.round_index = in_flight.round_index
-                self.algorithm.arrive(view, got)
-            else:
-                self.algorithm.combine_(view.values, got[VALUES].difference, in_flight.round_index)
+            self._arrive(index, view, got, in_flight)
+        if view is None and type(self.algorithm).arrive is not Algorithm.arrive:
+            for number, view in enumerate(self.views(index)):  # as a rank without a peer
+                self._arrive(index, view, self._nothing(index, number, in_flight), in_flight)
         self._written(index)
+
+    def _arrive(self, index: int, view: BucketView, got: Mapping[str, Arrived], in_flight: AnyInFlight) -> None:
+        if self.holds_parameters(index):
+            view.round_index = in_flight.round_index
+            self.algorithm.arrive(view, got)
+        else:
+            self.algorithm.combine_(view.values, got[VALUES].difference, in_flight.round_index)
+
+    def _nothing(self, index: int, number: int, in_flight: AnyInFlight) -> dict[str, Arrived]:
+        """Return what arrives in a view of a bucket where all messages were lost or refused: differences of zero."""
+        like, sent = self.views(index)[number], in_flight.sent
+        return {
+            channel: Arrived(
+                like.zeros() if channel not in like.numbers else torch.zeros_like(like.numbers[channel]),
+                sent[channel][number] if channel in sent else None,
+            )
+            for channel in self._channels(index)
+        }
 
     def _show(self, index: int, in_flight: AnyInFlight) -> None:
         """Call the optimizers' pre_average_hook for their parameters in a bucket."""
