@@ -40,6 +40,7 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
         "averaged\ntest accuracy",
         "local\nmean",
         "local\nworst",
+        "consensus\ndistance",
         "relative\nconsensus distance",
         "steps",
         "time\nin steps",
@@ -59,12 +60,12 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
-    distance = summary["consensus_distance_before_relative"]
+    distances = summary["consensus_distance_before"], summary["consensus_distance_before_relative"]
     return [
         percent(summary["averaged_test_accuracy"]),
         percent(summary["local_test_accuracy_mean"]),
         percent(summary["local_test_accuracy_worst"]),
-        "not finite" if distance is None else f"{distance:.2g}",
+        *("not finite" if distance is None else f"{distance:.2g}" for distance in distances),
         str(summary["steps"]),
         seconds(summary["training_time_s"]),
         seconds(summary["exposed_wait_s"]),

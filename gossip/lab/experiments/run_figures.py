@@ -120,13 +120,15 @@ def training_figure(records: Records, path: str | Path, changes: Changes = ()) -
 
 
 def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
-    """Draw the consensus distance over steps on a logarithmic scale; a distance of 0 (equal replicas) is a gap.
+    """Draw the consensus distance over steps, also relative to the mean, on a logarithmic scale.
+
+    A distance of 0 (equal replicas) is a gap.
 
     Parameters
     ----------
     records : sequence over ranks of sequences of mappings
-        The records of each rank. The figure shows ``consensus_distance`` of the records that hold it, which is the
-        same on all ranks.
+        The records of each rank. The figure shows ``consensus_distance`` and ``consensus_distance_relative`` of the
+        records that hold them, which are the same on all ranks.
     path : str or Path
         The file to write; missing folders are created.
     changes : sequence of mapping
@@ -152,15 +154,19 @@ def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) 
         )
     matplotlib = import_matplotlib()
     with matplotlib.rc_context(STYLE):
-        figure, (axes,) = _panels(1)
-        if (curve.mean > 0).any():
-            axes.set_yscale("log", nonpositive="mask")
-            axes.grid(which="minor", axis="y", linewidth=0.5)
-        marker = "o" if len(curve.steps) <= 40 else ""
-        _draw(axes, curve, BLUE, "consensus distance", marker)
-        _label(axes, "Consensus distance", _count(records), curve.window)
-        axes.set_ylabel(r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$")
-        _mark(axes, changes)
+        panels = [(curve, "Consensus distance", r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$")]
+        if (relative := _curve(records, "consensus_distance_relative")) is not None:
+            panels.append((relative, "Relative consensus distance", r"divided by $\Vert \overline{x}\,\Vert$"))
+        figure, drawn = _panels(len(panels))
+        for axes, (shown, title, unit) in zip(drawn, panels, strict=True):
+            if (shown.mean > 0).any():
+                axes.set_yscale("log", nonpositive="mask")
+                axes.grid(which="minor", axis="y", linewidth=0.5)
+            marker = "o" if len(shown.steps) <= 40 else ""
+            _draw(axes, shown, BLUE, "consensus distance", marker)
+            _label(axes, title, _count(records), shown.window)
+            axes.set_ylabel(unit)
+            _mark(axes, changes)
         return save(figure, path)
 
 

@@ -49,6 +49,7 @@ _COLUMNS = (
     Column("loss_ratio", "Loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
     Column("worst_difference", "Worst local to all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
     Column("worst_loss_ratio", "Worst local loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
+    Column("consensus_distance", "Consensus distance", "absolute, at the end", NUMBER, "lower", ("gossip",)),
     Column(
         "consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower",
         ("gossip",),

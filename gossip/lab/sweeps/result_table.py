@@ -65,6 +65,7 @@ def _columns(metric: str) -> list[tuple[str, str, Callable[[float], str]]]:
         ("local\nmean", f"{local}_mean", value),
         ("local\nworst", f"{local}_worst", value),
         *(column for column in against if metric == "accuracy" or column[1].endswith("ratio")),
+        ("consensus\ndistance", "consensus_distance", "{:.2g}".format),
         ("relative\nconsensus distance", "consensus_distance_relative", "{:.2g}".format),
         ("sent per\nrank and step", "bytes_per_step", size),
         ("rounds\nto {target}", "rounds_to_target", "{:.0f}".format),

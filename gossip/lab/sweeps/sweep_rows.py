@@ -19,6 +19,7 @@ _FROM_SUMMARY = {
     "local_accuracy_worst": "local_test_accuracy_worst",
     "local_loss_mean": "local_test_loss_mean",
     "local_loss_worst": "local_test_loss_worst",
+    "consensus_distance": "consensus_distance_before",
     "consensus_distance_relative": "consensus_distance_before_relative",
     "bytes_per_step": "bytes_sent_per_step",
     "steps": "steps",

@@ -104,6 +104,16 @@ def test_consensus_figure_is_logarithmic(tmp_path: Path, drawn: list[Figure]) ->
     np.testing.assert_allclose(line_of(axes, "consensus"), [[0, 1e-3], [10, 11e-3], [20, 21e-3]])
 
 
+def test_consensus_figure_has_the_relative_distance_beside_the_absolute_one(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    records = [[{"step": 0, "consensus_distance": 2.0, "consensus_distance_relative": 0.5}]]
+    consensus_figure(records, tmp_path / "consensus.svg")
+    absolute, relative = (line_of(axes, "consensus") for axes in drawn[0].axes)
+    np.testing.assert_allclose(absolute, [[0, 2.0]])
+    np.testing.assert_allclose(relative, [[0, 0.5]])
+
+
 def test_consensus_figure_of_equal_replicas_is_linear(tmp_path: Path, drawn: list[Figure]) -> None:
     consensus_figure([[{"step": 0, "consensus_distance": 0.0}]], tmp_path / "consensus.svg")
     assert drawn[0].axes[0].get_yscale() == "linear"

@@ -21,6 +21,7 @@ COMPLETED = {
     "averaged_test_accuracy": 0.975,
     "local_test_accuracy_mean": 0.97,
     "local_test_accuracy_worst": 0.96,
+    "consensus_distance_before": 0.2,
     "consensus_distance_before_relative": 0.01,
     "steps": 12,
     "wall_time_s": 3.21,
@@ -31,7 +32,15 @@ COMPLETED = {
 
 
 def test_sweep_table_shows_a_run_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave(tmp_path / "0", {**COMPLETED, "consensus_distance_before_relative": None, "overrides": ["optimizer.lr=1000"]})
+    leave(
+        tmp_path / "0",
+        {
+            **COMPLETED,
+            "consensus_distance_before": None,
+            "consensus_distance_before_relative": None,
+            "overrides": ["optimizer.lr=1000"],
+        },
+    )
     finish_sweep(tmp_path)
     assert "not finite" in capsys.readouterr().out
 
