@@ -24,6 +24,7 @@ from loguru import logger
 
 from gossip.checkpoints.checkpoint_files import FileRecord, sync_folder, write_file
 from gossip.errors import CheckpointError, reason
+from gossip.parameters.names import bare_names
 
 MANIFEST = "manifest.json"
 FORMAT = "gossip checkpoint"
@@ -40,6 +41,10 @@ _FIELDS: Mapping[str, type] = {
     "buckets": list,
     "topology": str,
 }
+
+
+#: Fields with names of parameters and buffers; earlier versions wrote those of compiled modules.
+_WITH_NAMES = ("module", "optimizers", "buckets", "unfrozen", "shard")
 
 
 def rank_file(rank: int) -> str:
@@ -119,6 +124,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         if type(body.get(field)) is not kind:
             raise CheckpointError(f"{path} is damaged: {field!r} is not of type {kind.__name__}")
     records(body, path)
+    body |= bare_names({field: body[field] for field in _WITH_NAMES if field in body})
     return body
 
 

@@ -9,11 +9,12 @@ from torch import nn
 
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket, persistent_buffers
+from gossip.parameters.names import named_parameters
 
 
 def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of everything in the module's state_dict, each tensor once."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         yield name, parameter.detach()
     for name, buffer in persistent_buffers(module):
         yield name, buffer.detach()
@@ -21,7 +22,7 @@ def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def describe_module(module: nn.Module) -> dict[str, str]:
     """Describe parameters and persistent buffers, which must match for a checkpoint to be loaded."""
-    entries = {f"parameter {name!r}": describe_tensor(parameter) for name, parameter in module.named_parameters()}
+    entries = {f"parameter {name!r}": describe_tensor(parameter) for name, parameter in named_parameters(module)}
     entries |= {f"buffer {name!r}": describe_tensor(buffer) for name, buffer in persistent_buffers(module)}
     return entries
 

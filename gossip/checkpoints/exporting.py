@@ -13,6 +13,7 @@ from gossip.checkpoints.checkpoint_layout import exported_tensors
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.checkpoints.trained_models import TrainedModel, jointly
+from gossip.parameters.names import named_parameters
 
 
 @torch.inference_mode(False)
@@ -105,10 +106,10 @@ def write_module(module: nn.Module, path: Path) -> None:
 
 def _metadata(module: nn.Module) -> dict[str, str]:
     """Return what safetensors' own ``save_model`` leaves about tied weights."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(module)}
     tied = {
         name: names[id(parameter)]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
+        for name, parameter in named_parameters(module, remove_duplicate=False)
         if names[id(parameter)] != name
     }
     return {"format": "pt", **tied}

@@ -26,11 +26,12 @@ from gossip.checkpoints.checkpoint_folder import (
 )
 from gossip.checkpoints.checkpoint_layout import first_difference
 from gossip.checkpoints.random_states import restore_rng_states
-from gossip.checkpoints.rank_state import check_sections
+from gossip.checkpoints.rank_state import SECTIONS_WITH_NAMES, check_sections
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
 from gossip.checkpoints.trained_models import TrainedModel, jointly
 from gossip.errors import CheckpointError
+from gossip.parameters.names import bare_names
 from gossip.step.kept_objects import KeptObjects, Stateful, is_stateful
 
 
@@ -282,6 +283,8 @@ def _group_size(manifest: Mapping[str, Any]) -> int:
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     file = path / rank_file(rank)
     state = read_tensors(file, records(manifest)[rank])
+    if isinstance(state, dict):
+        state |= bare_names({section: state[section] for section in SECTIONS_WITH_NAMES if section in state})
     check_sections(state, manifest, str(file))
     checked: dict[str, Any] = state
     return checked

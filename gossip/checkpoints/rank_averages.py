@@ -15,6 +15,7 @@ from gossip.communication.world import World
 from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.step.engine import StepEngine
 
 
@@ -85,8 +86,8 @@ def _digest(module: nn.Module, equal: Container[str]) -> str:
 
 def _averaged(module: nn.Module) -> set[str]:
     """Return the names of what has a mean."""
-    names = {name for name, parameter in module.named_parameters() if is_mixable(parameter)}
-    return names | {name for name, buffer in module.named_buffers() if is_averaged(buffer)}
+    names = {name for name, parameter in named_parameters(module) if is_mixable(parameter)}
+    return names | {name for name, buffer in named_buffers(module) if is_averaged(buffer)}
 
 
 def _chunks(tensor: torch.Tensor, average_: Callable[[torch.Tensor], None] | None) -> Iterator[torch.Tensor]:

@@ -21,6 +21,7 @@ from gossip.checkpoints.replicas import Replicas
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
+from gossip.parameters.names import named_parameters
 from gossip.parameters.sharding.resharding import reshard
 from gossip.step.joint_work import settle
 from gossip.step.replica_state import module_state, optimizer_state, restore_replica
@@ -76,7 +77,7 @@ class RankReplica(Replicas):
         ]
         return {
             "module": describe_module(self._model.module),
-            "optimizers": describe_optimizers(groups, self._engine.module.named_parameters()),
+            "optimizers": describe_optimizers(groups, named_parameters(self._engine.module)),
             "buckets": describe_buckets(self._engine.buckets),
             "unfrozen": [list(names) for names in self._engine.unfrozen],
             "topology": describe_topology(self._model.topology),
@@ -85,7 +86,7 @@ class RankReplica(Replicas):
 
     @functools.cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:
-        named = list(self._engine.module.named_parameters())
+        named = list(named_parameters(self._engine.module))
         return [optimizer_state(optimizer, named) for optimizer in self._optimizers]
 
     def check_savable(self) -> None:
@@ -113,12 +114,12 @@ class RankReplica(Replicas):
         return {}
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters(self._engine.module)}
         of_optimizers = [
             [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
             for optimizer in self._optimizers
         ]
-        shapes = {name: parameter.shape for name, parameter in self._model.module.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in named_parameters(self._model.module)}
         return reshard(states, shapes, self._lengths(), of_optimizers, self.place, self.num_shards)
 
     def unfreeze(self, names: Sequence[str]) -> None:

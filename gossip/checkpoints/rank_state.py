@@ -22,6 +22,8 @@ SECTIONS: Mapping[str, type] = {
     "data": dict,
 }
 """The sections of every rank's file, besides the states of the random number generators."""
+SECTIONS_WITH_NAMES = ("parameters", "buffers", "gradients", "unreduced", "optimizers", "engine")
+"""The sections with names of parameters and buffers; earlier versions wrote those of compiled modules."""
 
 
 def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

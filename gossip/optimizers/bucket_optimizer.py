@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gossip.errors import GossipError
 from gossip.optimizers.closures import requires_closure
+from gossip.parameters.names import named_parameters
 from gossip.private_torch import (
     FLAG_OF_FUSED,
     SUPPORTS_SCALING,
@@ -47,7 +48,7 @@ def build_optimizers(
                 f"optimizer must be a torch.optim.Optimizer, several in a tuple, or a factory such as "
                 f"functools.partial(torch.optim.SGD, lr=0.1), got {type(optimizer).__name__}"
             )
-        optimizer = optimizer(list(module.named_parameters()))
+        optimizer = optimizer(list(named_parameters(module)))
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     for single in optimizers:
         if not isinstance(single, Optimizer):
@@ -62,7 +63,7 @@ def build_optimizers(
             )
         if by_bucket:
             _check_steps_by_bucket(single)
-    check_parameters_held(optimizers, dict(module.named_parameters()))
+    check_parameters_held(optimizers, dict(named_parameters(module)))
     return optimizers
 
 

@@ -15,6 +15,7 @@ from torch.utils.dlpack import to_dlpack
 
 from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
+from gossip.parameters.names import named_buffers, named_parameters
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Parameters of other dtypes, such as quantized weights, can only be frozen: averages keep rank 0's."""
@@ -192,11 +193,11 @@ def check_parameters(module: nn.Module) -> None:
         A lazy, meta or sparse parameter, one that requires a gradient and is complex or float8, a lazy or meta buffer,
         a tensor whose elements overlap or that was made in inference mode, or two parameters that share memory.
     """
-    for name, buffer in module.named_buffers():
+    for name, buffer in named_buffers(module):
         if refusal := _refusal(buffer):
             raise ValueError(f"buffer {name!r} {refusal}")
     spans: list[tuple[int, int, str]] = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         refusal = _refusal(parameter)
         if refusal is None and parameter.requires_grad and not is_mixable(parameter):
             refusal = f"{_UNMIXABLE.format(parameter.dtype)}: convert it, or freeze it"

@@ -12,6 +12,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape
 from gossip.errors import GossipError
 from gossip.parameters.buckets import is_mixable
+from gossip.parameters.names import bare, buffer_named, named_buffers
 from gossip.private_torch import names_of_transient_buffers
 
 
@@ -70,13 +71,12 @@ class BufferBucket:
             buffer.copy_(part.view(buffer.shape))
 
     def _buffer(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        try:
-            buffer = self._module.get_buffer(name)
-        except AttributeError:
+        buffer = buffer_named(self._module, name)
+        if buffer is None:
             raise GossipError(
                 f'buffer {name!r} is gone; buffers="average" exchanges those that existed when the module was '
                 "wrapped: keep them, or wrap the module again"
-            ) from None
+            )
         values = _as_real(buffer)
         if values.numel() != part.numel() or accumulation_dtype(values.dtype) != part.dtype:
             raise GossipError(
@@ -108,7 +108,7 @@ def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBuck
 
 def float_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Return name and tensor of the buffers that can be averaged."""
-    return ((name, buffer) for name, buffer in module.named_buffers() if is_averaged(buffer))
+    return ((name, buffer) for name, buffer in named_buffers(module) if is_averaged(buffer))
 
 
 def is_averaged(buffer: torch.Tensor) -> bool:
@@ -123,8 +123,8 @@ def _as_real(buffer: torch.Tensor) -> torch.Tensor:
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return name and tensor of the buffers in the module's state_dict, each once."""
     transient = {
-        f"{prefix}.{name}" if prefix else name
+        bare(f"{prefix}.{name}" if prefix else name)
         for prefix, part in module.named_modules(remove_duplicate=False)
         for name in names_of_transient_buffers(part)
     }
-    return ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
+    return ((name, buffer) for name, buffer in named_buffers(module) if name not in transient)

@@ -13,6 +13,7 @@ from torch import nn
 
 from gossip.communication.world import World
 from gossip.parameters.flat_state import flatten, unflatten
+from gossip.parameters.names import bare
 from gossip.parameters.plain_state import plain
 
 _KEY = "_extra_state"  # as in a state_dict, after the module's name
@@ -101,7 +102,7 @@ def _sendable(module: nn.Module) -> dict[str, Any]:
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{name}.{_KEY}" if name else _KEY, part
+            yield bare(f"{name}.{_KEY}" if name else _KEY), part
 
 
 def _named(key: str) -> str:

@@ -17,6 +17,7 @@ from gossip.parameters.buffers import is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states, describe_extra_states, snapshot_extra_states
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import compare_manifests
+from gossip.parameters.names import named_buffers
 from gossip.private_torch import own_buffers
 
 
@@ -54,7 +55,7 @@ def average_module_(
                     scratch.average(values, f"averaging frozen parameter {name!r}")
                 else:
                     scratch.broadcast(values, f"broadcasting frozen parameter {name!r} from rank 0")
-            for name, buffer in module.named_buffers():
+            for name, buffer in named_buffers(module):
                 if is_averaged(buffer):
                     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                     scratch.average(values, f"averaging buffer {name!r}")
@@ -75,7 +76,7 @@ def average_module_(
 
 def _compare_buffers(module: nn.Module, world: World) -> None:
     """Compare buffers, which may have changed since construction: gloo aborts the process if shapes differ."""
-    described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()}
+    described = {name: f"{buffer.dtype} {list(buffer.shape)}" for name, buffer in named_buffers(module)}
     manifest = {f"buffer {name!r}": text for name, text in described.items()} | describe_extra_states(module)
     compare_manifests(
         world,

@@ -15,6 +15,7 @@ from torch import nn
 
 from gossip.communication.world import World
 from gossip.errors import ManifestError
+from gossip.parameters.names import bare_module, named_buffers, named_parameters
 from gossip.version import __version__
 from topologies import Topology
 
@@ -35,10 +36,10 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
         "torch version": torch.__version__,
         "byte order": sys.byteorder,
         "replica": replica,
-        "module": type(module).__name__,
+        "module": type(bare_module(module)).__name__,
         "topology": describe_topology(topology),
     }
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+    for kind, tensors in (("parameter", named_parameters(module)), ("buffer", named_buffers(module))):
         for place, (name, tensor) in enumerate(tensors, 1):
             manifest[f"{kind} {place}"] = _describe(name, tensor)
     manifest.update(settings)  # last: an optimizer differs wherever its module does

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from gossip.parameters.names import bare, bare_module, bare_of_module
 
 
 class ModuleFace(nn.Module):
@@ -92,27 +94,36 @@ class ModuleFace(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the module's own parameters under the module's own names. Local."""
-        return self.module.named_parameters(*args, **kwargs)
+        return ((bare(name), parameter) for name, parameter in self.module.named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the module's own buffers under the module's own names. Local."""
-        return self.module.named_buffers(*args, **kwargs)
+        return ((bare(name), buffer) for name, buffer in self.module.named_buffers(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the module's gradients. Local: reads no values, and waits for none."""
         self.module.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state_dict with its own keys. Local."""
+        """Return the module's own state_dict with its own keys, without those of ``torch.compile``. Local."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")  # that of a module around this one
+        _rename(state, prefix, bare)
+        _rename(getattr(state, "_metadata", {}), prefix, bare_of_module)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict into the module; keys that all begin with ``module.`` are accepted too. Local."""
+        """Load a state_dict into the module. Local.
+
+        Keys that all begin with ``module.``, and keys that ``torch.compile`` has changed, are accepted too.
+        """
         if state_dict and all(key.startswith("module.") for key in state_dict):
-            own = self.module.state_dict().keys()
-            if not any(key in own for key in state_dict):
+            own = self.state_dict().keys()
+            if not any(bare(key) in own for key in state_dict):
                 state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
+        keys = _changed_keys(self.module, state_dict)
+        if keys:
+            state_dict = {keys.get(key, key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -134,9 +145,8 @@ def forward_like(function: Callable[..., Any], module: nn.Module) -> Callable[..
 
     It is for code that inspects the signature, as ``transformers.Trainer`` does to select the columns of a dataset.
     """
-    inner = getattr(module, "_orig_mod", module)  # of torch.compile, whose own signature is generic
     try:
-        signature = inspect.signature(inner.forward)
+        signature = inspect.signature(bare_module(module).forward)  # a compiled one's own is generic
     except (TypeError, ValueError):  # for a function that is not written in Python
         return function
     alike = types.FunctionType(function.__code__, function.__globals__, function.__name__)
@@ -159,7 +169,27 @@ def _check_is_around(outer: Any, module: nn.Module) -> None:
         )
 
 
-def _rename_nested_keys(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+def _rename_nested_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Insert ``module.`` into keys of a larger module's state_dict, where it was left out when they were written."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+    inner = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    keys = _changed_keys(model.module, inner)
+    for key in inner:
+        state_dict[f"{prefix}module.{keys.get(key, key)}"] = state_dict.pop(prefix + key)
+
+
+def _rename(entries: dict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
+    """Rename what follows the prefix in keys that have it; the order is kept."""
+    if not any(
+        rename(key.removeprefix(prefix)) != key.removeprefix(prefix) for key in entries if key.startswith(prefix)
+    ):
+        return
+    items = list(entries.items())
+    entries.clear()
+    for key, value in items:
+        entries[prefix + rename(key.removeprefix(prefix)) if key.startswith(prefix) else key] = value
+
+
+def _changed_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Return under which other keys the module has these, because parts of it were compiled since, or not any more."""
+    own = {bare(key): key for key in module.state_dict()}
+    return {key: own[bare(key)] for key in keys if own.get(bare(key), key) != key}

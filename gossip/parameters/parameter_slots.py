@@ -14,6 +14,7 @@ from torch import nn
 
 from gossip.errors import GossipError
 from gossip.parameters.buckets import describe_tensor
+from gossip.parameters.names import bare, named_parameters
 from gossip.private_torch import is_sharded, own_children, own_parameters
 
 
@@ -36,7 +37,7 @@ class ModuleSnapshot:
         self._all_owners = [own_parameters(owner) for _, owner in owners]
         self._sizes = [len(owned) for owned in self._all_owners]
         self._places = [
-            (own_parameters(owner), key, parameter, f"{prefix}.{key}" if prefix else key)
+            (own_parameters(owner), key, parameter, bare(f"{prefix}.{key}" if prefix else key))
             for prefix, owner in owners
             for key, parameter in own_parameters(owner).items()
             if parameter is not None
@@ -150,7 +151,7 @@ class ParameterSlots(ModuleSnapshot):
                     or (id(own_parameters(owner)), key) in known_places
                 ):
                     continue
-                name = f"{prefix}.{key}" if prefix else key
+                name = bare(f"{prefix}.{key}" if prefix else key)
                 raise GossipError(
                     f"parameter {name!r} was added after the module was wrapped: it would be neither trained nor "
                     "exchanged; add it before wrapping, or close() the model and wrap the module again"
@@ -196,7 +197,7 @@ def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> Non
                 "GossipDataParallel(..., mesh=mesh), or wrap the module without sharding it"
             )
     taken = {parameter for places in _open_places for parameter in places.taken}
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         if id(parameter) in taken:
             raise ValueError(
                 f"parameter {name!r} already belongs to a GossipDataParallel; wrap a module once, or close() the "

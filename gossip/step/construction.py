@@ -33,6 +33,7 @@ from gossip.parameters.buckets import check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.step.announcement import announce
 from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
@@ -127,8 +128,8 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         raise
     compare_manifests(world, manifest)
 
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
+    frozen = [(name, parameter) for name, parameter in named_parameters(module) if not parameter.requires_grad]
     bucket_cap_bytes = arguments.bucket_cap_bytes // (1 if shards is None else shards.num_shards)
     buckets = make_buckets(trained, bucket_cap_bytes)
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
@@ -186,7 +187,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         updater,
         rank=world.member,
         bucket_cap_bytes=bucket_cap_bytes,
-        watch=OptimizerWatch(module.named_parameters(), optimizers),
+        watch=OptimizerWatch(named_parameters(module), optimizers),
         shards=shards,
     )
     if shards is not None:

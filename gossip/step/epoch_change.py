@@ -24,6 +24,7 @@ from gossip.compression.codec import Compression
 from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
 from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
+from gossip.parameters.names import named_parameters
 from gossip.step.algorithm_state import algorithm_state, common_state
 from gossip.step.common_state import agree_on_
 from gossip.step.construction import Parts
@@ -365,7 +366,7 @@ class EpochChange:
     def _state(self) -> dict[str, Any]:
         """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
         engine = self._parts.engine
-        named = list(engine.module.named_parameters())
+        named = list(named_parameters(engine.module))
         return {
             **module_state(engine),
             "gradients": {},

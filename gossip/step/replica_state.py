@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states, load_extra_states
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.parameters.plain_state import compact, is_plain, plain, state_of
 from gossip.step.engine import StepEngine
 
@@ -88,11 +89,11 @@ def module_state(engine: StepEngine) -> dict[str, dict[str, Any]]:
         An extra state is not plain data; the text names its module.
     """
     module = engine.module
-    parameters = dict(module.named_parameters())
+    parameters = dict(named_parameters(module))
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     return {
         "parameters": {name: compact(parameter, name) for name, parameter in parameters.items()},
-        "buffers": {name: compact(buffer, name) for name, buffer in module.named_buffers()},
+        "buffers": {name: compact(buffer, name) for name, buffer in named_buffers(module)},
         "gradients": {name: compact(grad, name) for name, grad in gradients.items() if grad is not None},
         "extra": extra_states(_whole(engine)),
     }
@@ -106,7 +107,7 @@ def _whole(engine: StepEngine) -> nn.Module:
 @torch.no_grad()
 def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     left_out, scale = [], state["engine"].get("gradient_scale", 1.0)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         parameter.copy_(state["parameters"][name])
         gradient = state["gradients"].get(name)
         if gradient is None:
@@ -118,7 +119,7 @@ def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         if parameter.grad is not None and scale != 1:
             parameter.grad.mul_(scale)
     persistent = {name for name, _ in persistent_buffers(module)}
-    for name, buffer in module.named_buffers():
+    for name, buffer in named_buffers(module):
         saved = state["buffers"].get(name)
         if name in persistent or (saved is not None and (saved.shape, saved.dtype) == (buffer.shape, buffer.dtype)):
             buffer.copy_(saved)

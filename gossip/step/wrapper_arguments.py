@@ -23,6 +23,7 @@ from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
+from gossip.parameters.names import named_parameters
 from gossip.step.clipping import check_max_difference
 from gossip.step.exchanges import UsesExchange
 from topologies import Topology
@@ -145,7 +146,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
     if not isinstance(arguments.scaler, GradScaler | None):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
     if arguments.open_scaler is not None and arguments.step_in_backward:
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(module):
             if parameter.dtype == torch.float16 and parameter.requires_grad:
                 raise ValueError(
                     f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "

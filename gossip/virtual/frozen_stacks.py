@@ -9,6 +9,7 @@ from torch import nn
 
 from gossip.parameters.buckets import Bucket, check_unfrozen, make_buckets
 from gossip.parameters.digests import bytes_of
+from gossip.parameters.names import named_parameters
 from gossip.virtual.shards import Shard, stacked_views
 
 
@@ -34,7 +35,7 @@ class FrozenStacks:
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[Shard], cap_bytes: int, num_buckets: int) -> None:
-        named = module.named_parameters()
+        named = named_parameters(module)
         self._parameters = {name: parameter for name, parameter in named if not parameter.requires_grad}
         self._shards = shards
         self._cap_bytes = cap_bytes

@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from gossip.parameters.extra_state import copy_extra_states, extra_states, load_extra_states
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.private_torch import own_buffers, own_parameters, tree_flatten, tree_unflatten
 from gossip.step.backward_pass import tensors_in
 from gossip.virtual.stacked_slots import StackedSlots
@@ -47,7 +48,7 @@ class ReplicaCalls:
         self._module = module
         self._on_gradient = on_gradient
         self._copies: dict[int, _Copy] = {}
-        names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        names = {id(tensor): name for name, tensor in (*named_parameters(module), *named_buffers(module))}
         self._snapshot = StackedSlots(module)
         self._places = {
             f"{prefix}.{key}" if prefix else key: names[id(tensor)]
@@ -225,7 +226,7 @@ class _Copy:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tensors = {id(tensor): (name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        tensors = {id(tensor): (name, tensor) for name, tensor in (*named_parameters(module), *named_buffers(module))}
         self._source = list(module.modules())
         self.module = copy.deepcopy(module, {key: tensor for key, (_, tensor) in tensors.items()})
         self._modules = list(self.module.modules())

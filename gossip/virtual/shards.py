@@ -12,6 +12,7 @@ from torch import nn
 from gossip.parameters.buckets import Bucket, is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import memory_order
+from gossip.parameters.names import named_buffers, named_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +83,9 @@ def make_shards(
                 parameters[name] = nn.Parameter(view, requires_grad=parameter.requires_grad)
         every = {
             name: parameters[name] if name in parameters else _frozen(parameter, ranks, device)
-            for name, parameter in module.named_parameters()
+            for name, parameter in named_parameters(module)
         }
-        buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in module.named_buffers()}
+        buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in named_buffers(module)}
         if mixes_buffers:
             blocks += [_flat(buffers[name]) for name in mixed_buffers(buffers)]
         shards.append(Shard(ranks, device, every, buffers, blocks))
@@ -175,9 +176,9 @@ def load_into(
     module: nn.Module, shards: Sequence[Shard], choose: Callable[[str, Sequence[torch.Tensor]], torch.Tensor]
 ) -> None:
     """Write into a bare module what ``choose`` returns for the name and the stacks of each parameter and buffer."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         parameter.copy_(choose(name, [shard.parameters[name].detach() for shard in shards]))
-    for name, buffer in module.named_buffers():
+    for name, buffer in named_buffers(module):
         buffer.copy_(choose(name, [shard.buffers[name] for shard in shards]))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gossip.errors import GossipError
+from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import ModuleSnapshot
 
 
@@ -52,4 +53,4 @@ class StackedSlots(ModuleSnapshot):
         self.remember()
 
     def _find_shapes(self) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self._module.named_parameters(remove_duplicate=False)}
+        return {name: parameter.shape for name, parameter in named_parameters(self._module, remove_duplicate=False)}

@@ -22,6 +22,7 @@ from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.kept_objects import KeepsObjects, KeptObjects
@@ -170,11 +171,11 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
         cap_bytes = int(bucket_cap_mb * 2**20)
-        buckets = make_buckets([named for named in module.named_parameters() if named[1].requires_grad], cap_bytes)
+        buckets = make_buckets([named for named in named_parameters(module) if named[1].requires_grad], cap_bytes)
         self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
         buffer_buckets = make_buffer_buckets(module, len(buckets)) if buffers == "average" else ()
         self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + len(buffer_buckets))
-        named = module.named_parameters()
+        named = named_parameters(module)
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
@@ -448,7 +449,7 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
         """Replace every replica by the mean, integer buffers and extra states by rank 0's; drop messages in flight."""
         self._exchanges.drop()
         self._load_mean()
-        values = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        values = dict(named_parameters(self.module)) | dict(named_buffers(self.module))
         for name, stack in (*self.named_parameters(), *self.named_buffers()):
             stack.copy_(values[name].to(stack.device).expand_as(stack))
         self._calls.share_extra_states()

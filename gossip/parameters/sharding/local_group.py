@@ -15,6 +15,7 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.parameters.sharding.shard_mesh import DIMENSIONS
 
 
@@ -193,7 +194,7 @@ class LocalGroup:
 
     def average_buffers_(self) -> None:
         """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in named_buffers(self.module):
             if is_averaged(buffer):
                 values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 self.world.average_(values, f"averaging buffer {name!r} over the shard group")
@@ -236,7 +237,7 @@ def check_dense(module: nn.Module) -> None:
         Names the parameter.
     """
     for prefix, part in module.named_modules():
-        for key, parameter in part.named_parameters(prefix, recurse=False):
+        for key, parameter in named_parameters(part, prefix, recurse=False):
             if getattr(part, "sparse", False) is True and parameter.requires_grad:
                 raise ValueError(
                     f"parameter {key!r} has sparse gradients, which cannot be averaged over the ranks of a group; "

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
 from gossip.parameters.buckets import MIXABLE_DTYPES
+from gossip.parameters.names import named_parameters
 from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, mirror_module
 
 
@@ -41,7 +42,7 @@ class LocalShards(nn.Module):
         local_of = {key: nn.Parameter(each.padded(), each.sharded.requires_grad) for key, each in sources.items()}
         mirror_module(module, self, local_of)
         self._shards = [
-            (name, sources[id(sharded)], local_of[id(sharded)]) for name, sharded in module.named_parameters()
+            (name, sources[id(sharded)], local_of[id(sharded)]) for name, sharded in named_parameters(module)
         ]
         self._handles: list[RemovableHandle] = []
 
@@ -110,7 +111,7 @@ class _Receiver:
 
 def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
     """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
         each = sources.get(id(parameter))
@@ -128,4 +129,4 @@ def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) ->
 def unsharded_parameters(module: nn.Module) -> Iterator[str]:
     """Return the names of the parameters that ``fully_shard`` does not manage."""
     managed = {id(each.sharded) for each in fsdp_parameters(module)}
-    return (name for name, parameter in module.named_parameters() if id(parameter) not in managed)
+    return (name for name, parameter in named_parameters(module) if id(parameter) not in managed)

@@ -14,6 +14,7 @@ from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket, describe_tensor
+from gossip.parameters.names import named_parameters
 from gossip.parameters.sharding.local_group import Steps
 from gossip.parameters.sharding.resharding import chunk_length
 from gossip.private_torch import call_gradient_hooks, mirror_module
@@ -48,7 +49,7 @@ class RowShards(nn.Module):
         self._world = world
         self._wholes: dict[str, nn.Parameter] = {}
         replacements: dict[int, nn.Parameter] = {}
-        for name, whole in module.named_parameters():
+        for name, whole in named_parameters(module):
             if whole.dim() == 0 and whole.requires_grad:
                 raise ValueError(
                     f'shard="optimizer": parameter {name!r} is a scalar, which cannot be divided among ranks; make it '
@@ -59,8 +60,8 @@ class RowShards(nn.Module):
                 self._wholes[name] = whole
                 replacements[id(whole)] = nn.Parameter(self._rows_of(whole))
         mirror_module(module, self, replacements)
-        self._locals = dict(self.named_parameters())
-        self._names = {name for name, _ in module.named_parameters()}
+        self._locals = dict(named_parameters(self))
+        self._names = {name for name, _ in named_parameters(module)}
 
     def lengths(self) -> dict[str, tuple[int, int]]:
         """Return by a parameter's name the dimension along which it is divided, and its length there. Local."""
@@ -78,7 +79,7 @@ class RowShards(nn.Module):
         GossipError
             Names the parameter, and says what to do.
         """
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters(self._module):
             whole = self._wholes.get(name)
             if name not in self._names:
                 raise GossipError(

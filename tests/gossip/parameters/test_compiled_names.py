@@ -1,0 +1,161 @@
+"""Names are those of the bare module, whichever part of it was compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import nn
+
+import gossip
+from gossip import GossipDataParallel, VirtualWorkers
+from gossip.checkpoints import checkpoint_layout, rank_replica
+from gossip.step import replica_state
+
+# Of the compiler itself, for the input of a compiled part.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+compiled = partial(torch.compile, backend="eager")
+
+
+class Net(nn.Module):
+    """Layers of which one is frozen and one has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.layers[0].bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def child(net: Net) -> nn.Module:
+    net.layers[1] = compiled(net.layers[1])
+    return net
+
+
+def nested(net: Net) -> nn.Module:
+    net.layers = compiled(child(net).layers)
+    return compiled(net)
+
+
+WAYS: dict[str, Callable[[Net], nn.Module]] = {
+    "bare": lambda net: net,
+    "whole": compiled,
+    "child": child,
+    "nested": nested,
+}
+NAMES = list(Net().state_dict())
+
+
+def make(way: str, **options: Any) -> GossipDataParallel:
+    torch.manual_seed(0)
+    return GossipDataParallel(WAYS[way](Net()), SGD, "ring", **options)
+
+
+def one_step(model: Any, rank: int = 0) -> None:
+    model(torch.arange(32.0).reshape(8, 4).roll(rank) / 32).square().mean().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_that_leaves_a_model_has_bare_names(way: str, tmp_path: Path) -> None:
+    with make(way, buffers="average") as model:
+        one_step(model)
+        path = gossip.save(model, tmp_path / "saved")
+        gossip.export(model, tmp_path / "exported.safetensors")
+        assert list(model.state_dict()) == NAMES
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
+        assert [name for name, _ in model.named_buffers()] == [name for name, _ in Net().named_buffers()]
+        assert model.optimizer.state_dict()["param_groups"][0]["param_names"] == [
+            n for n, _ in Net().named_parameters()
+        ]
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert sorted(load_file(tmp_path / "exported.safetensors")) == sorted(NAMES)
+    assert "_orig_mod" not in (path / "manifest.json").read_text()
+    plain = Net()
+    plain.load_state_dict(values)
+    with make(way) as model:
+        model.load_state_dict({f"module.{name}": value for name, value in values.items()})
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+        outer = nn.Sequential(model)
+        outer.load_state_dict({f"0.{name}": value for name, value in values.items()})
+        assert list(outer.state_dict()) == [f"0.{name}" for name in NAMES]
+        if way in ("bare", "child"):  # the compiler refuses to wrap a module around one that is compiled as a whole
+            around = compiled(model)
+            around.load_state_dict(around.state_dict())
+            assert list(around.state_dict()) == [f"_orig_mod.{name}" for name in NAMES]
+
+
+def with_written_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write names as they were before."""
+    for where in (checkpoint_layout, rank_replica, replica_state):
+        monkeypatch.setattr(where, "named_parameters", nn.Module.named_parameters)
+    for where in (replica_state,):
+        monkeypatch.setattr(where, "named_buffers", nn.Module.named_buffers)
+    monkeypatch.setattr("gossip.parameters.buffers.bare", lambda name: name)
+    monkeypatch.setattr("gossip.parameters.buffers.named_buffers", nn.Module.named_buffers)
+
+
+@pytest.mark.parametrize("writes_all_names", [False, True])
+@pytest.mark.parametrize("before", ["whole", "nested"])
+@pytest.mark.parametrize("now", ["bare", "child"])
+def test_a_checkpoint_loads_compiled_or_not(
+    now: str, before: str, writes_all_names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = []
+    with make(before) as model, monkeypatch.context() as patch:
+        if writes_all_names:
+            with_written_names(patch)
+        one_step(model)
+        path = gossip.save(model, tmp_path)
+        assert ("_orig_mod" in (path / "manifest.json").read_text()) == writes_all_names
+        patch.undo()
+        one_step(model)
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+    with make(now) as model:
+        gossip.load(model, tmp_path)
+        assert model.step == 1
+        one_step(model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[0][name]), name
+    torch.manual_seed(0)
+    workers = VirtualWorkers(WAYS[now](Net()), 1, SGD)
+    gossip.load(workers, tmp_path)
+    assert workers.step == 1
+    assert json.loads((path / "manifest.json").read_text())["step"] == 1
+
+
+def start_from_rank_0() -> list[str]:
+    rank = torch.distributed.get_rank()
+    with make("nested" if rank else "bare", buffers="average") as model:
+        one_step(model, rank)
+        one_step(model, rank)
+        model.global_avg()
+        return list(model.state_dict())
+
+
+def test_ranks_may_differ_in_what_they_compile() -> None:
+    assert run_ranks(start_from_rank_0, world_size=2) == [NAMES, NAMES]
+
+
+@pytest.mark.parametrize("way", ["child", "whole"])
+def test_virtual_workers_have_bare_names(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    workers = VirtualWorkers(WAYS[way](Net()), 2, SGD, "ring", buffers="average")
+    for _ in range(2):
+        one_step(workers)
+    assert [name for name, _ in workers.named_parameters()] == [name for name, _ in Net().named_parameters()]
+    gossip.export(workers, tmp_path / "exported.safetensors")
+    assert sorted(load_file(tmp_path / "exported.safetensors")) == sorted(NAMES)
+    with workers.averaged() as module:
+        assert torch.isfinite(module(torch.ones(8, 4))).all()
