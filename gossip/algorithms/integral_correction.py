@@ -35,7 +35,8 @@ class IntegralCorrection(Algorithm):
     The form "awc" (adapt while communicating) gives an exchange the whole next iteration; "atc" (adapt then combine)
     awaits it before the next forward pass, and mixes better. :math:`\sum_i c_i = 0`: the average of the replicas
     follows the average of the updates, whatever compression took from the messages. A step whose learning rate is 0
-    does not mix, apply or accumulate anything. A rank whose update is skipped still applies its correction.
+    applies nothing, and what it sends is not mixed; with "awc" what the step before it has sent still is. A rank whose
+    update is skipped still applies its correction.
 
     With ``gamma`` = ``kappa`` = 1/2 on a static symmetric W this is EXTRA ("awc") and exact diffusion ("atc"), and
     these are the default gains on such a topology. On any other, :math:`\kappa = 1 / (4 \tau)` for "awc" and :math:`1 /

@@ -24,8 +24,9 @@ class MomentumTracking(Algorithm):
         x_i &\leftarrow \sum_j W_{ij}\, x_j + y_i
 
     :math:`\sum_i y_i = \sum_i u_i` in every step. The tracker and the last update are in units of an update: they
-    follow the learning rate, and a step whose rate is 0 neither mixes nor applies them. The form "atc" awaits both
-    messages before the next forward pass: :math:`x_i \leftarrow \sum_j W_{ij} (x_j + y_j)`.
+    follow the learning rate, and a step whose rate is 0 does not apply them, nor is what it sends mixed; with "awc"
+    what the step before it has sent still is. The form "atc" awaits both messages before the next forward pass:
+    :math:`x_i \leftarrow \sum_j W_{ij} (x_j + y_j)`.
 
     Sends two messages per step and keeps two tensors per bucket. Works with any doubly stochastic W, including
     schedules that change. Use it where ranks hold different data, if two messages per step are affordable.

@@ -26,7 +26,7 @@ class RelaySum(Algorithm):
         m_{i \to j}(t) &= \frac{1}{n_{i \to j}} \Bigl(x_i(t) + u_i(t)
             + \sum_{k \ne j} n_{k \to i}\, m_{k \to i}(t-1) \Bigr) \\
         x_i(t+1) &= \frac1n \Bigl(x_i(t) + u_i(t) + \sum_j n_{j \to i}\, m_{j \to i}(t) \Bigr)
-            = \frac1n \sum_j (x_j + u_j)(t - \tau_{ij} + 1)
+            = \frac1n \sum_j (x_j + u_j)\bigl(t - \max(\tau_{ij} - 1, 0)\bigr)
 
     where :math:`\tau_{ij}` is the number of edges between i and j, and values before the first step are the initial
     ones. Data that differ between ranks cause no bias. The weights of the topology are not used, only its edges, which

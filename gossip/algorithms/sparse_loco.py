@@ -38,7 +38,7 @@ class SparseLoCo(OuterSteps):
     period : int
         H, the number of steps from one exchange to the next, at least 1.
     ratio : float
-        The share of the values that is sent, above 0 and at most 1.
+        The share of a bucket's values that is sent, the gaps between its parameters included; above 0 and at most 1.
     bits : int
         The bits per value, 2, 4 or 8.
     decay : float
