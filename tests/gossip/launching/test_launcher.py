@@ -84,17 +84,24 @@ def test_launch_on_a_taken_port_is_refused_in_one_line() -> None:
             launch(process_id, world_size=1, port=port)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
+def lowest_free_descriptor() -> int:
+    """As a limit, it lets no further file be opened."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
 
 
 def construct_with_few_files(on_peer_loss: str) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (lowest_free_descriptor(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     gossip.GossipDataParallel(torch.nn.Linear(1, 1), None, on_peer_loss=on_peer_loss, timeout=timedelta(seconds=10))
 
 
 def open_a_file_too_many(_: str) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (lowest_free_descriptor(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     open(os.devnull).close()
 
 
@@ -110,7 +117,7 @@ def test_a_rank_that_may_open_too_few_files_names_their_limit(
 
 def test_a_launcher_that_may_open_too_few_files_names_their_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = open_files() + 1
+    limit = lowest_free_descriptor() + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         with pytest.raises((OSError, RuntimeError)) as caught:
