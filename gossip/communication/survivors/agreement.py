@@ -449,20 +449,14 @@ class Agreement:
         """Adopt a decision."""
         before, member = self._epochs[-1], self._mesh.member
         members, leaving, returning = agreed
-        positions = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in decision.positions)
-        position = max(of_one for _, of_one in positions)
-        num_loaded, step, _ = position
-        first_step = step + 1 if self._is_in_step else 0
-        newcomers = set(members) - set(before.members)
+        epoch = before.followed_by(number, members, leaving, decision.positions, is_in_step=self._is_in_step)
+        self._epochs.append(epoch)
+        first_step, newcomers = epoch.first_step, set(members) - set(before.members)
         if self._is_in_step:
             self._absent_until |= {other: first_step - (other in returning) for other in newcomers}
-        is_exact = bool(newcomers or leaving) or (before.has_first_steps and before.first_step >= first_step)
-        has_first_steps = self._is_in_step and is_exact
-        self._epochs.append(
-            Epoch(number, tuple(members), first_step, positions, has_first_steps=has_first_steps, left=tuple(leaving))
-        )
         if member in newcomers:
-            self.position = (num_loaded, first_step, 0) if self._is_in_step else position
+            position = max(of_one for _, of_one in epoch.positions)
+            self.position = (position[0], first_step, 0) if self._is_in_step else position
             self.is_new = not self._is_in_step and member not in returning
         elif member in leaving:
             self._is_leaving, self._leaves_at = False, first_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gossip.communication.survivors.flag_board import Position
@@ -36,6 +36,24 @@ class Epoch:
     positions: tuple[tuple[int, Position], ...] = ()
     has_first_steps: bool = False
     left: tuple[int, ...] = ()
+
+    def followed_by(
+        self,
+        number: int,
+        members: Sequence[int],
+        leaving: Sequence[int],
+        positions: Iterable[tuple[int, Sequence[int]]],
+        *,
+        is_in_step: bool,
+    ) -> Epoch:
+        """Return the epoch of these members, which begins after the newest of the positions that ranks have noted."""
+        noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
+        first_step = max(position for _, position in noted)[1] + 1 if is_in_step else 0
+        changes = bool(set(members) - set(self.members) or leaving)
+        is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
+        return Epoch(
+            number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
+        )
 
     def furthest(self, members: Collection[int]) -> Position:
         """Return the position of the one of ``members`` that was furthest ahead at the time."""
