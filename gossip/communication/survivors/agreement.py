@@ -354,7 +354,10 @@ class Agreement:
             self._holds = True  # until it is decided: a rank that cannot reach the store must not continue alone
             proposed = self._proposed(latest)
         if not self._ballots.is_proposed(number):
-            if proposed is None:
+            if proposed is None or proposed == Proposal(list(latest.members), []):  # nobody has: a false alarm
+                with self._changed:
+                    self._alarm, self._holds = self._num_attempts, False
+                    self._changed.notify_all()
                 return
             if len(proposed.members) < self._min_ranks:
                 self._fail_as_too_few(proposed.members)  # and leave it to the others, which may be more

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gossip import ExchangeError
 from gossip.communication.survivors.agreement import Agreement
 from gossip.communication.survivors.epochs import Epoch
-from gossip.communication.survivors.peer_connection import Frame, Kind
+from gossip.communication.survivors.peer_connection import Frame, Key, Kind
 
 TIMEOUT = timedelta(seconds=5)
 SIZE = 5
@@ -130,6 +130,14 @@ def test_all_who_are_left_agree(members: Members) -> None:
 def test_it_is_enough_that_one_of_them_notices(members: Members) -> None:
     members.die(3, seen_by=[1])
     assert members.told_after(0, [0, 1, 2, 4]) == {(1, (0, 1, 2, 4), 1)}
+
+
+def test_an_alarm_about_what_nobody_has_proposed_is_dismissed() -> None:
+    with in_memory() as members:
+        members.wires[0].handlers[Kind.ALARM](1, Frame(Key(Kind.ALARM, 2**40), torch.empty(0)))
+        assert members[0].enter_step(1).number == 0
+        members.die(3)
+        assert members.told_after(0, [0, 1, 2, 4]) == {(1, (0, 1, 2, 4), 2)}
 
 
 def test_steps_belong_to_the_newest_epoch_that_has_begun_by_then() -> None:
