@@ -132,6 +132,32 @@ def test_groups_that_share_a_replica_otherwise_start_from_the_mean(before: str, 
         torch.testing.assert_close(values, saved[0][1], rtol=0, atol=1e-6)
 
 
+def load_even(folder: Path, before: str, after: str) -> list[torch.Tensor]:
+    """Of a module whose rows the ranks of a group divide evenly: what was saved, and what was loaded."""
+    mesh, found = make_mesh(2, 2), []
+    for shard in (before, after):
+        module = nn.Linear(6, 8, bias=False)
+        options: dict[str, str] = {} if shard == "fsdp" else {"shard": shard}
+        if shard == "fsdp":
+            fully_shard(module, mesh=mesh["shard"])
+        with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, **options) as model:
+            if shard == before:
+                train(model, range(3))
+                gossip.save(model, folder)
+            else:
+                gossip.load(model, folder)
+            found.append(whole(model))
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "optimizer"), ("optimizer", "fsdp")])
+def test_shards_of_equal_shapes_keep_the_replica_of_each_group(before: str, after: str, tmp_path: Path) -> None:
+    groups = run_ranks(load_even, tmp_path, before, after, world_size=4)
+    for saved, loaded in groups:
+        assert torch.equal(loaded, saved)
+    assert not torch.equal(groups[0][0], groups[2][0]), "the groups differ"
+
+
 def export(folder: Path, shard: str) -> dict[str, torch.Tensor]:
     with make_model((2, 2), shard=shard) as model:
         train(model, range(3))
