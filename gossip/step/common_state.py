@@ -42,15 +42,15 @@ def agree_on_(world: LivingWorld, tensors: Sequence[torch.Tensor], *, is_joining
         partners = [member for member in trained if member != own]
         for number, tensor in enumerate(tensors):
             means: dict[int, torch.Tensor] = {}
+            slices = dict(zip(trained, tensor.cpu().view(-1).tensor_split(len(trained)), strict=True))
             if own in trained:  # and computes the mean of one slice for all
-                slices = dict(zip(trained, tensor.cpu().view(-1).tensor_split(len(trained)), strict=True))
-                sent = {member: slices[member] for member in partners}
-                found = world.exchange(sent, _WHAT, partners, turn=2 + 2 * number)
+                sent, num_bytes = {m: slices[m] for m in partners}, dict.fromkeys(partners, slices[own].nbytes)
+                found = world.exchange(sent, _WHAT, partners, num_bytes=num_bytes, turn=2 + 2 * number)
                 rows = [slices[own], *(found[member].view(tensor.dtype) for member in partners)]
                 means[own] = torch.stack(rows).double().mean(0).to(tensor.dtype)
-            found = world.exchange(
-                dict.fromkeys(others, means.get(own)) if means else {}, _WHAT, partners, turn=3 + 2 * number
-            )
+            given = dict.fromkeys(others if means else (), means.get(own))
+            num_bytes = {member: slices[member].nbytes for member in partners}
+            found = world.exchange(given, _WHAT, partners, num_bytes=num_bytes, turn=3 + 2 * number)
             means |= {member: payload.view(tensor.dtype) for member, payload in found.items()}
             tensor.copy_(torch.cat([means[member] for member in trained]).view(tensor.shape))
     except (EpochEndedError, ExchangeError):  # a rank that cannot continue learns so again when it begins a step

@@ -211,20 +211,26 @@ class _RefusedError(ExchangeError):
 
 def _take_from(mesh: Mesh, giver: int, part: int) -> tuple[str, torch.Tensor]:
     (head,) = _pieces(mesh, giver, part, [0])
-    described: dict[str, Any] = json.loads(head.numpy().tobytes())
     try:
-        values = torch.empty(described["num_bytes"], dtype=torch.uint8)
+        described: dict[str, Any] = json.loads(head.numpy().tobytes())
+        text, num_bytes = str(described["text"]), int(described["num_bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExchangeError(f"what rank {giver} says of its state cannot be read: {reason(error)}") from error
+    try:
+        values = torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
         raise CannotJoinError(
-            f"rank {mesh.member}: joining: the state of rank {giver} has {described['num_bytes']} bytes, for which "
-            f"there is no memory here: {reason(error)}"
+            f"rank {mesh.member}: joining: the state of rank {giver} has {num_bytes} bytes, for which there is no "
+            f"memory here: {reason(error)}"
         ) from error
     places = values.split(_PIECE_BYTES) if values.numel() else ()
     for begin in range(0, len(places), _NUM_ASKED):
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
         for number, content in zip(numbers, _pieces(mesh, giver, part, numbers), strict=True):
+            if content.numel() != places[number - 1].numel():
+                raise ExchangeError(f"piece {number} of rank {giver}'s state has {content.numel()} bytes")
             places[number - 1].copy_(content)
-    return described["text"], values
+    return text, values
 
 
 def _pieces(mesh: Mesh, giver: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
@@ -260,7 +266,7 @@ def _pieces(mesh: Mesh, giver: int, part: int, numbers: Sequence[int]) -> list[t
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
     contents = []
     for number in numbers:
-        digest, content = found[number].split([_DIGEST_BYTES, found[number].numel() - _DIGEST_BYTES])
+        digest, content = found[number][:_DIGEST_BYTES], found[number][_DIGEST_BYTES:]
         if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
             raise ExchangeError(f"piece {number} of rank {giver}'s state is not what it sent")
         contents.append(content)

@@ -402,9 +402,9 @@ class LivingWorld(PatientWorld):
             is_first = self.rank == 0
             for tensor in held:
                 row = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else None
-                found = self.exchange(
-                    dict.fromkeys(self._others if is_first else (), row), what, () if is_first else self._first
-                )
+                sent, sources = dict.fromkeys(self._others if is_first else (), row), () if is_first else self._first
+                num_bytes = dict.fromkeys(sources, tensor.numel() * tensor.element_size())
+                found = self.exchange(sent, what, sources, num_bytes=num_bytes)
                 for payload in found.values() if row is not None else ():
                     tensor.copy_(payload.view(tensor.dtype).view(tensor.shape))
 
@@ -420,11 +420,13 @@ class LivingWorld(PatientWorld):
         def add_up() -> None:
             flat = tensor.detach().cpu().contiguous().view(-1)
             slices = dict(zip(self._members, flat.tensor_split(self.world_size), strict=True))
-            shares = self.exchange({member: slices[member] for member in self._others}, what)
             own = slices[self.member]
+            sent = {member: slices[member] for member in self._others}
+            shares = self.exchange(sent, what, num_bytes=dict.fromkeys(sent, own.nbytes))
             rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._members]
             total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
-            sums = self.exchange(dict.fromkeys(self._others, total), what)
+            num_bytes = {member: slices[member].nbytes for member in self._others}
+            sums = self.exchange(dict.fromkeys(self._others, total), what, num_bytes=num_bytes)
             parts = [total if member == self.member else sums[member].view(total.dtype) for member in self._members]
             tensor.copy_(torch.cat(parts).view(tensor.shape))
 

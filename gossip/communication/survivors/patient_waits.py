@@ -169,11 +169,13 @@ class PatientWorld(World):
         what: str,
         sources: Sequence[int] | None = None,
         *,
+        num_bytes: Mapping[int, int] | None = None,
         turn: int | None = None,
     ) -> dict[int, torch.Tensor]:
         """Send to some members, and return by member what some (by default all) others send.
 
-        Outside of collective operations, when ranks enter an epoch together, such exchanges are numbered by ``turn``.
+        A member that sends another number of bytes than ``num_bytes`` has for it is lost. Outside of collective
+        operations, when ranks enter an epoch together, such exchanges are numbered by ``turn``.
 
         Raises
         ------
@@ -194,7 +196,10 @@ class PatientWorld(World):
 
         def look() -> bool:
             for member in awaited:
-                if member not in found and (payload := self.mesh.take(member, key)) is not None:
+                payload = None if member in found else self.mesh.take(member, key)
+                if payload is not None and (
+                    num_bytes is None or self.mesh.is_of_size(member, key, payload, num_bytes[member])
+                ):
                     found[member] = payload
             missing = [member for member in awaited if member not in found]
             if any(member in self.mesh.lost for member in missing) or self.has_moved_on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import select
 import socket
@@ -168,13 +169,15 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
         mesh.close()
 
 
-def train_beside_one_that_sends_too_little(options: dict[str, Any]) -> str:
-    """Whom the rank that goes on has lost, and why."""
+def train_beside_one_that_sends_too_little(options: dict[str, Any], *, averages: bool) -> str:
+    """Whom the rank that goes on has lost, and why; ``averages``: of what all ranks do together, too little is sent."""
     rank = dist.get_rank()
     send = Mesh.send
 
     def send_less(self: Mesh, member: int, key: Key, payload: Any = None, *more: Any) -> Outgoing:
         is_message = key.kind in (Kind.MESSAGE, Kind.PAIR) and payload is not None
+        if averages:
+            is_message = key.kind == Kind.COLLECTIVE and payload is not None and payload.dtype == torch.float64
         return send(self, member, key, payload.view(-1)[:-1].clone() if is_message else payload, *more)
 
     with (
@@ -186,6 +189,8 @@ def train_beside_one_that_sends_too_little(options: dict[str, Any]) -> str:
         with contextlib.suppress(ExchangeError):  # the rank that sends too little is told that it was dropped
             while not model.world.mesh.lost:  # type: ignore[attr-defined]
                 model(targets(rank, 4)).backward()
+                if averages:
+                    model.global_avg()
             if rank == 0:
                 for _ in range(3):
                     model(targets(rank, 4)).backward()
@@ -194,9 +199,19 @@ def train_beside_one_that_sends_too_little(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"soft_deadline": 1e-3}, {"algorithm": Asynchronous(max_staleness=1)}], ids=["", "late", "pairs"]
+    ("options", "averages", "text"),
+    [
+        ({}, False, "has 24 bytes, and must have 32"),
+        ({"soft_deadline": 1e-3}, False, "has 24 bytes, and must have 32"),
+        ({"algorithm": Asynchronous(max_staleness=1)}, False, "has 24 bytes, and must have 32"),
+        ({}, True, "has 8 bytes, and must have 16"),
+    ],
+    ids=["", "late", "pairs", "together"],
 )
-def test_a_message_of_the_wrong_size_ends_the_connection_and_not_the_rank(options: dict[str, Any]) -> None:
-    with unsupervised.started(train_beside_one_that_sends_too_little, options, world_size=2) as ranks:
+def test_a_message_of_the_wrong_size_ends_the_connection_and_not_the_rank(
+    options: dict[str, Any], averages: bool, text: str
+) -> None:
+    function = functools.partial(train_beside_one_that_sends_too_little, options, averages=averages)
+    with unsupervised.started(function, world_size=2) as ranks:
         lost, _ = ranks.results()
-    assert "has 24 bytes, and must have 32" in lost
+    assert text in lost
