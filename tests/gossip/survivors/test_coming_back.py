@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,9 +33,16 @@ class Stay(NamedTuple):
 
 
 def train(
-    expected: tuple[int, ...], faults: dict[int, Fault], num_more: int, measures: bool, options: dict[str, Any]
+    expected: tuple[int, ...],
+    faults: dict[int, Fault],
+    awaited: Path | None,
+    measures: bool,
+    options: dict[str, Any],
 ) -> Stay | str:
-    """Until these train, and some steps more; ``measures`` together with the others after each step."""
+    """Until these train, and some steps more; ``measures`` together with the others after each step.
+
+    With a folder ``awaited`` they train until a rank has raised, which notes it there; rank 0 notes which step is last.
+    """
     rank = torch.distributed.get_rank()
     steps, digests, members = [], {}, {}
     with injected([faults[rank]] if rank in faults else []):
@@ -44,13 +52,15 @@ def train(
             steps.append(model.step)
             digests[model.step], members[model.step] = digest_of(model), model.members
             if num_steps is None and model.members == expected:
-                num_steps = model.step + num_more
+                num_steps = model.step + NUM_MORE if awaited is None else noted_end(awaited, model.step, rank)
             try:
                 model(targets(rank, NUMEL)).backward()
                 if measures and model.step > 20:  # after the fault: who learns of it while it measures, raises
                     model.consensus_distance()
             except ExchangeError as error:
                 assert model.rank < model.world_size
+                if awaited is not None:
+                    (awaited / "raised").touch()
                 return str(error)
         model.global_avg()
         mean = flat(model.module)
@@ -59,15 +69,24 @@ def train(
     return Stay(member, steps, digests, members, mean)
 
 
+def noted_end(folder: Path, step: int, rank: int) -> int | None:
+    """The number of steps in the end; far enough ahead for all to read it in time."""
+    file = folder / "end"
+    if rank == 0 and (folder / "raised").exists():
+        (folder / "new").write_text(str(step + 50))
+        (folder / "new").rename(file)
+    return int(file.read_text()) if file.exists() else None
+
+
 def run(
     expected: tuple[int, ...],
     faults: dict[int, Fault],
-    num_more: int = NUM_MORE,
+    awaited: Path | None = None,
     *,
     measures: bool = False,
     **options: Any,
 ) -> list[Any]:
-    with unsupervised.started(train, expected, faults, num_more, measures, options, world_size=4) as ranks:
+    with unsupervised.started(train, expected, faults, awaited, measures, options, world_size=4) as ranks:
         return ranks.results()
 
 
@@ -103,23 +122,23 @@ def test_it_may_come_back_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "num_more", "text"),
+    ("fault", "is_awaited", "text"),
     [
         (
             Fault("cut", step=5, duration_s=60.0),
-            2000,
+            True,
             "this rank could not rejoin them within partition_timeout=0.5 s: ",
         ),
         (
             Fault("freeze", step=5, duration_s=12.0),
-            NUM_MORE,
+            False,
             "this rank could not rejoin them: .* the training has ended",
         ),
     ],
     ids=["in time", "any more"],
 )
-def test_it_says_so_when_it_cannot(fault: Fault, num_more: int, text: str) -> None:
-    results = run((0, 2, 3), {1: fault}, num_more, partition_timeout=0.5)
+def test_it_says_so_when_it_cannot(fault: Fault, is_awaited: bool, text: str, tmp_path: Path) -> None:
+    results = run((0, 2, 3), {1: fault}, tmp_path if is_awaited else None, partition_timeout=0.5)
     assert re.match(f"rank 1: .*{text}", results[1])
     assert all(torch.equal(stay.mean, results[0].mean) for stay in (results[2], results[3]))
 
