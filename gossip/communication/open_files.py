@@ -14,7 +14,7 @@ _HIDDEN = ("too many open files", "failed to init uv loop")  # in the texts of e
 
 
 def check_open_files(rank: int, world_size: int) -> None:
-    """Raise if this process cannot open as many files as connecting to the other ranks takes at the very least. Local.
+    """Raise if this process cannot open as many files as connecting to the other ranks takes. Local.
 
     Without them libraries end the process, or try again until their time-out.
 
@@ -25,10 +25,10 @@ def check_open_files(rank: int, world_size: int) -> None:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = sum(int(number) < soft for number in os.listdir("/dev/fd")) - 1  # without the one that lists them
-    num_needed = 4 + 2 * world_size
+    num_needed = 4 + 3 * world_size
     if soft != resource.RLIM_INFINITY and soft - num_open < num_needed:
         raise GossipError(
-            f"rank {rank}: too few open files: connecting to the other ranks takes at least {num_needed} more, but "
+            f"rank {rank}: too few open files: connecting to the other ranks takes about {num_needed} more, but "
             f"{num_open} are open and {_limit_in_words()}"
         )
 

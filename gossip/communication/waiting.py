@@ -130,6 +130,21 @@ def wait_for(
     return Failure(verdict, timeout_s, time.monotonic() - began >= timeout_s)
 
 
+def checked_timeout(timeout: timedelta) -> timedelta:
+    """Return the argument ``timeout``, if it is one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is not a timedelta, or not positive.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)")
+    if not timeout > timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return timeout
+
+
 def is_lost_connection(error: BaseException) -> bool:
     """Return whether an operation failed because of another rank; gloo's errors have no specific type."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -27,7 +27,7 @@ from gossip.communication.open_files import check_open_files
 from gossip.communication.operations_on_devices import Ended, OnDevice
 from gossip.communication.roll_call import RollCall
 from gossip.communication.sockets import resending_soon
-from gossip.communication.waiting import Awaited, Failure, wait_for
+from gossip.communication.waiting import Awaited, Failure, checked_timeout, wait_for
 from gossip.communication.worker_threads import Job, Operation, WorkerThreads, posted
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
@@ -86,11 +86,7 @@ class World:
     """
 
     def __init__(self, timeout: timedelta, process_group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)")
-        if not timeout > timedelta(0):
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        self.timeout = timeout
+        self.timeout = checked_timeout(timeout)
         self.rank, self.world_size = 0, 1
         self.membership: Membership | None = None
         self.group: Group | None = None

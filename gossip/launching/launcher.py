@@ -31,6 +31,7 @@ import torch.distributed as dist
 from gossip.communication.local_size import LOCAL_SIZE
 from gossip.communication.open_files import limit_named
 from gossip.communication.sealed_store import VARIABLE as KEY
+from gossip.communication.waiting import checked_timeout
 from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
 from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
@@ -119,10 +120,10 @@ def launch(
     Raises
     ------
     ValueError
-        ``world_size``, ``local_size``, ``port``, ``num_threads`` or ``restart`` is out of range, ``world_size`` is not
-        that of the externally started ranks, or torch was built without ``backend``.
+        ``world_size``, ``local_size``, ``timeout``, ``port``, ``num_threads`` or ``restart`` is out of range,
+        ``world_size`` is not that of the externally started ranks, or torch was built without ``backend``.
     TypeError
-        ``function`` or ``args`` cannot be pickled.
+        ``function`` or ``args`` cannot be pickled, or ``timeout`` is not a timedelta.
     RuntimeError
         The call was made inside a worker, or while a worker imported the calling script, which lacks ``if __name__ ==
         "__main__":``.
@@ -132,6 +133,7 @@ def launch(
     """
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
+    checked_timeout(timeout)
     placement = find_placement()
     if placement is not None:
         if placement.world_size != world_size:

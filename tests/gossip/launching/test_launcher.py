@@ -186,6 +186,13 @@ def test_launch_refuses_arguments_out_of_range(arguments: dict[str, int], text: 
         launch(process_id, world_size=1, **arguments)
 
 
+def test_launch_refuses_a_time_out_that_is_a_number() -> None:
+    with pytest.raises(
+        TypeError, match=r"timeout must be a datetime.timedelta, got 20; write timedelta\(seconds=...\)"
+    ):
+        launch(process_id, world_size=2, timeout=20)  # type: ignore[arg-type]
+
+
 def test_launch_refuses_a_function_that_workers_cannot_import() -> None:
     with pytest.raises(TypeError, match="define the function at the top level of a module or script"):
         launch(lambda: None, world_size=1)
