@@ -187,7 +187,7 @@ def test_launch_refuses_arguments_out_of_range(arguments: dict[str, int], text: 
 
 
 def test_launch_refuses_a_time_out_that_is_a_number() -> None:
-    with pytest.raises(TypeError, match="timeout must be a datetime.timedelta, got 20; write"):
+    with pytest.raises(TypeError, match=r"timeout must be a .*, got 20; write timedelta"):
         launch(process_id, world_size=2, timeout=20)  # type: ignore[arg-type]
 
 
