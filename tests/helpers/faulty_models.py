@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from gossip.lab.experiments.stopping import Stopping
 
@@ -126,3 +128,19 @@ class LateModel(nn.Module):
             self.steps_made += 1
         logits: torch.Tensor = self.layers(inputs)
         return logits
+
+
+class RateOfItsTime(LRScheduler):
+    """Rates that fall with every step, and are half as high if the scheduler is made while there is a file.
+
+    So only its state has the rates of one that was made before.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, *, once: str, **_: float) -> None:
+        self.scale = 0.5 if Path(once).exists() else 1.0
+        self.total_steps = total_steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rate of each group."""
+        return [base * self.scale * (1 - self.last_epoch / (2 * self.total_steps)) for base in self.base_lrs]

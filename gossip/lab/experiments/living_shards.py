@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,9 @@ class LivingShards:
 
     As long as the initial ranks train, the samples are those of :class:`Shards`. After a change of membership,
     ``data.on_loss`` decides. "redistribute" divides all samples again among the ranks that train, and each rank
-    repeats its own samples. With "leave" every rank keeps its samples: those of a lost rank are not trained on until a
-    rank that joins takes them over.
+    repeats its own samples. The division follows from the seed and these ranks alone, so a rank that joins makes the
+    same one as those that have been through more changes. With "leave" every rank keeps its samples: those of a lost
+    rank are not trained on until a rank that joins takes them over.
 
     Parameters
     ----------
@@ -62,8 +64,9 @@ class LivingShards:
         self._members = self._method.members
         self.changes.append({"step": step, "before": list(before), "members": list(self._members)})
         if settings.on_loss == "redistribute":
-            indices = self._experiment.divide(len(self._members), settings.seed + len(self.changes))
-            self._dealt = Shards(indices, settings.batch_size, settings.seed + len(self.changes), repeats=True)
+            seed = settings.seed + zlib.crc32(repr(self._members).encode())
+            indices = self._experiment.divide(len(self._members), seed)
+            self._dealt = Shards(indices, settings.batch_size, seed, repeats=True)
         if self._method.world.member == self._members[0]:
             logger.warning(  # the message is complete on rank 0 alone; the other ranks need not log it
                 "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",

@@ -53,7 +53,7 @@ class RunState:
         self._checkpoints = folder / CHECKPOINT_FOLDER
         self._steps_per_epoch = experiment.shards.steps_per_epoch
         self._all_positions = experiment.total_steps
-        self.scheduler: LRScheduler = experiment.make_scheduler(method.optimizer, self._all_positions)
+        self.scheduler = self._make_scheduler()
         self.report = RankReport()
         self.living_shards = LivingShards(experiment, method) if method.world.changes else None
         self.step = 0
@@ -90,7 +90,6 @@ class RunState:
                 self._method.model,
                 self._checkpoints,
                 keep=self._experiment.settings.checkpoint_keep,
-                scheduler=self.scheduler,
                 report=self.report,
                 epoch=epoch,
                 step_in_epoch=step_in_epoch,
@@ -104,6 +103,8 @@ class RunState:
     def join(self) -> None:
         """Take over the progress of the run that this rank has just joined. Local.
 
+        The scheduler has the state of the others' already, because the model keeps it.
+
         Raises
         ------
         ConfigurationError
@@ -115,7 +116,6 @@ class RunState:
                 "a run that was resumed cannot be joined; start it again, resume=..., with all ranks"
             )
         self.step = self.position = self._method.model.step
-        self._renew_scheduler()
 
     def load(self) -> None:
         """Resume from the newest valid checkpoint. Collective.
@@ -130,7 +130,7 @@ class RunState:
             There is no checkpoint that fits.
         """
         assert self._method.model is not None
-        checkpoint = gossip.load(self._method.model, self._checkpoints, scheduler=self.scheduler, report=self.report)
+        checkpoint = gossip.load(self._method.model, self._checkpoints, report=self.report)
         data = checkpoint.data
         self.step = checkpoint.step
         self._earlier_wall_time_s = data["wall_time_s"]
@@ -153,11 +153,18 @@ class RunState:
                     self._all_positions - self.position,
                 )
 
+    def _make_scheduler(self) -> LRScheduler:
+        """Return a new scheduler, which the model keeps: on a rank that joins it is in the state of the others'."""
+        scheduler = self._experiment.make_scheduler(self._method.optimizer, self._all_positions)
+        if self._method.model is not None:
+            self._method.model.keep(scheduler=scheduler)
+        return scheduler
+
     def _renew_scheduler(self) -> None:
         """Replace the scheduler by one over the present total number of steps, advanced to the present position."""
         for group in self._method.optimizer.param_groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
-        self.scheduler = self._experiment.make_scheduler(self._method.optimizer, self._all_positions)
+        self.scheduler = self._make_scheduler()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             for _ in range(self.position):
