@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from listening import logged
 from preloaded import PRELOAD
 
 from gossip.launching import fork_server
@@ -63,6 +64,13 @@ def starts_processes(module: ModuleType) -> bool:
         for value in vars(module).values()
     )
     return any(origin in STARTERS for origin in origins)
+
+
+@pytest.fixture
+def warnings_told() -> Iterator[list[str]]:
+    """The warnings that are logged during the test."""
+    with logged() as texts:
+        yield texts
 
 
 @pytest.fixture(scope="session")

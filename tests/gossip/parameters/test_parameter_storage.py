@@ -7,7 +7,7 @@ import functools
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from loguru import logger
 from ranks import run_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -144,14 +143,6 @@ def test_parameter_that_is_brought_back_has_a_storage_of_its_own_again() -> None
     assert parameter.data_ptr() == home
     assert parameter.untyped_storage().nbytes() == 12
     assert torch.equal(bucket.views(bucket.block)[1], torch.full((3,), 5.0))
-
-
-@pytest.fixture
-def warnings_told() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    yield lines
-    logger.remove(sink)
 
 
 def test_parameters_in_shared_memory_come_back_into_the_block(warnings_told: list[str]) -> None:

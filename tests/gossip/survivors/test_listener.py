@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from loguru import logger
 
 from gossip.communication.survivors import listener as listeners
 from gossip.communication.survivors.listener import Listener
@@ -39,14 +38,6 @@ def listener() -> Iterator[Listener]:
         yield made
 
 
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    heard: list[str] = []
-    number = logger.add(heard.append, level="WARNING", format="{message}")
-    yield heard
-    logger.remove(number)
-
-
 def test_those_that_say_nothing_have_a_deadline_and_those_that_wait_shorten_it(listener: Listener) -> None:
     first = listener.accept(100.0)
     assert len(first) == MOST
@@ -67,7 +58,7 @@ def test_those_that_say_nothing_have_a_deadline_and_those_that_wait_shorten_it(l
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 def test_without_descriptors_it_pauses_and_says_so_once(
     listener: Listener,
-    warnings: list[str],
+    warnings_told: list[str],
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
@@ -80,7 +71,7 @@ def test_without_descriptors_it_pauses_and_says_so_once(
             assert listener.accept(now) == []
             assert not listener.is_open(now + 0.4), "it would be woken at once, again and again"
             assert listener.is_open(now + 0.6)
-    (warning,) = warnings
+    (warning,) = warnings_told
     assert "rank 3: nearly all of the" in warning
     assert "open files" in warning
     assert len(listener.accept(30.0)) == MOST

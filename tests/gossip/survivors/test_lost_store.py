@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import unsupervised
-from loguru import logger
+from listening import logged
 from mortal_ranks import make_model, targets
 
 import gossip
@@ -48,14 +48,6 @@ def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
             server.kill()
 
 
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    texts: list[str] = []
-    number = logger.add(texts.append, level="WARNING", format="{message}")
-    yield texts
-    logger.remove(number)
-
-
 class Course(NamedTuple):
     """What a rank tells.
 
@@ -80,7 +72,7 @@ def train(folder: str, *, comes_back: bool) -> Course:
     target = targets(rank, 4)
     noted: list[bool] = []
     end = ""
-    with heard() as texts, make_model(4, {"topology": "complete", "min_ranks": 1}) as model:
+    with logged() as texts, make_model(4, {"topology": "complete", "min_ranks": 1}) as model:
 
         def step() -> None:
             model(target).backward()
@@ -162,7 +154,7 @@ def test_silence_is_told_from_an_answer_under_way() -> None:
         asked.set()
         return answers.wait(60)
 
-    with heard() as texts, mock.patch.object(Ballots, "is_proposed", wait):
+    with logged() as texts, mock.patch.object(Ballots, "is_proposed", wait):
         watch = StoreWatch(3, Ballots(dist.HashStore()), pytest.fail)
         assert asked.wait(60)
         began = time.monotonic()
