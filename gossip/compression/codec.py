@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -16,8 +16,22 @@ NO_MEMORY = "int8, which keeps no state"
 """What to choose instead of a compression that depends on earlier exchanges; part of error texts."""
 
 
-Clip = Callable[[Mapping[int, float]], Mapping[int, float]]
-"""Returns by which factor to scale the difference to each source's message, given the lengths of the differences."""
+class Clip(Protocol):
+    """Returns by which factor to scale the difference to each source's message."""
+
+    def __call__(
+        self, distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
+    ) -> Mapping[int, float]:
+        """Return the factors, by source.
+
+        Parameters
+        ----------
+        distances : mapping of int to float
+            The lengths of the differences, by source; equal at both ends to the bit.
+        smaller_norm : callable, optional
+            Returns the smaller norm of a source's message and this rank's own, equal at both ends to the bit. Without
+            it nothing is clipped along an edge without a history.
+        """
 
 
 class Compression(ABC):
@@ -115,8 +129,8 @@ class BucketShape:
     measures : bool
         Whether an exchange is to tell the distance to each source's message, see :class:`gossip.Arrival`.
     clip : callable or None
-        ``(distances) -> factors``, both by source: called when the messages have arrived; what each source adds is
-        scaled by its factor. Only for a compression that :attr:`Compression.can_clip`.
+        Called when the messages have arrived, see :class:`Clip`; what each source adds is scaled by its factor. Only
+        for a compression that :attr:`Compression.can_clip`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -139,7 +139,7 @@ class ValuesCodec(Codec):
             return
         if self._clip is not None:
             distances = {source: self._distance(received[source]) for source in weights}
-            factors = self._clip(distances)
+            factors = self._clip(distances, lambda source: min(self._norm(received[source]), self._norm(self._message)))
             weights = {source: weight * factors[source] for source, weight in weights.items()}
         for part in chunks(self._message.numel(), self._message.device):
             own = self._message[part].to(self._wide)
@@ -158,14 +158,23 @@ class ValuesCodec(Codec):
 
     def _distance(self, received: torch.Tensor) -> float:
         """Return the distance of a message to this rank's own: the same at both ends, whose signs differ."""
-        parts = chunks(self._message.numel(), self._message.device)
-        squares = [squared_norm(received[part].to(self._wide) - self._message[part].to(self._wide)) for part in parts]
-        return math.sqrt(sum(map(float, squares)))
+        return _root(received[part].to(self._wide) - self._message[part].to(self._wide) for part in self._places())
+
+    def _norm(self, message: torch.Tensor) -> float:
+        return _root(message[part].to(self._wide) for part in self._places())
+
+    def _places(self) -> Iterable[slice]:
+        return chunks(self._message.numel(), self._message.device)
 
     @torch.no_grad()
     def _parts_of_sum(self, mean: torch.Tensor) -> Parts:
         for part in chunks(self._message.numel(), self._message.device):
             yield part, mean[part].sub_(self._message[part])
+
+
+def _root(parts: Iterable[torch.Tensor]) -> float:
+    """Return the Euclidean norm of values that come part by part."""
+    return math.sqrt(sum(float(squared_norm(part)) for part in parts))
 
 
 def _largest(dtype: torch.dtype, of: torch.dtype) -> float | None:

@@ -10,14 +10,11 @@ from typing import Any
 from gossip.algorithms import Algorithm
 from gossip.compression.codec import Compression
 from gossip.measuring.step_stats import Meter
-from gossip.step.edge_watch import OWN_SHARE, SHARE_OF_NORM, Edge, Place, Usual
+from gossip.step.edge_watch import NUM_ASTRAY, OWN_SHARE, SHARE_OF_NORM, Edge, Place, Usual
 from topologies import Round
 
 CLIPS_ABOVE = 2.0
 """The multiple of what is usual to which ``max_difference="clip"`` clips."""
-NUM_ASTRAY = 20
-"""A rank whose edges have been clipped in this number of exchanges without a break does not come back by itself."""
-
 
 _Known = tuple[int, bool]
 """A source, and whether it knows the distance too because it receives from this rank in the same round."""
@@ -40,7 +37,9 @@ class Clipping:
 
     with :math:`\tau_{ij}` the ``multiple`` of what is usual along the edge (:class:`Usual`), which both ends compute
     from the distances that they have in common: in an undirected round what one end adds the other subtracts, and the
-    mean over ranks is exact. Along a directed edge the receiver clips alone, and the mean is moved.
+    mean over ranks is exact. Along a directed edge the receiver clips alone, and the mean is moved. Along an edge of
+    which too little is known, the smaller norm of the two messages stands for :math:`\tau_{ij}`, except in the first
+    steps, when values may be close to zero.
 
     Parameters
     ----------
@@ -60,19 +59,22 @@ class Clipping:
         self._rank = rank
         self._usual: dict[Place, dict[_Known, Usual]] = {}
         self._surplus: dict[Place, dict[_Known, float]] = {}  # of the exchange under way
+        self._step: dict[Place, int] = {}  # the one that it began in
         self._newest: dict[Place, dict[int, tuple[float, float]]] = {}  # distances and factors of the newest exchange
         self._streaks: dict[int, _Streak] = {}
 
-    def expect(self, place: Place, edges: Round) -> None:
-        """Note the edges of an exchange that begins."""
-        rank = self._rank
+    def expect(self, place: Place, edges: Round, step: int) -> None:
+        """Note the edges and the step of an exchange that begins."""
+        rank, self._step[place] = self._rank, step
         backwards = {source: edges.neighbours(source) for source in edges.neighbours(rank)}
         self._surplus[place] = {
             (source, rank in backwards[source]): max(0.0, weight - backwards[source].get(rank, 0.0))
             for source, weight in edges.neighbours(rank).items()
         }
 
-    def factors(self, place: Place, distances: Mapping[int, float]) -> dict[int, float]:
+    def factors(
+        self, place: Place, distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
+    ) -> dict[int, float]:
         """Return by which factor each difference is to be scaled, by source, and learn from the distances.
 
         Parameters
@@ -81,6 +83,8 @@ class Clipping:
             The bucket and the channel.
         distances : mapping of int to float
             The distance to each source's message; equal at both ends of an edge, to the bit.
+        smaller_norm : callable, optional
+            Returns the smaller norm of a source's message and this rank's own, equal in the same way.
         """
         edges = self._usual.setdefault(place, {})
         newest = self._newest[place] = {}
@@ -89,6 +93,8 @@ class Clipping:
                 continue  # it is lost
             distance, usual = distances[source], edges.setdefault(known, Usual())
             limit = self.multiple * usual.distance if usual.is_known else math.inf
+            if not usual.is_known and smaller_norm is not None and self._step.get(place, 0) >= NUM_ASTRAY:
+                limit = smaller_norm(source) or math.inf
             factor = 1.0 if distance <= limit else limit / distance
             usual.learn(distance, is_unusual=factor < 1 or not math.isfinite(distance))
             newest[source] = distance, factor
@@ -137,7 +143,7 @@ class Clipping:
         """Return what is usual and what has been clipped without a break, as plain data."""
         return {
             "usual": [
-                [*place, *known, usual.distance, usual.num_known]
+                [*place, *known, usual.distance, usual.num_known, usual.num_unusual]
                 for place, edges in self._usual.items()
                 for known, usual in edges.items()
             ],
@@ -150,8 +156,8 @@ class Clipping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._usual, self._newest = {}, {}
-        for bucket, channel, source, is_mutual, distance, num_known in state["usual"]:
-            self._usual.setdefault((bucket, channel), {})[source, is_mutual] = Usual(distance, num_known)
+        for bucket, channel, source, is_mutual, *numbers in state["usual"]:
+            self._usual.setdefault((bucket, channel), {})[source, is_mutual] = Usual(*numbers)
         self._streaks = {
             bucket: _Streak(length, has_moved, set(sources)) for bucket, length, has_moved, sources in state["streaks"]
         }

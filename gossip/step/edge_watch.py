@@ -21,7 +21,8 @@ WARNS_ABOVE = 10.0
 SHARE_OF_NORM = 0.25  # below this share of the values' own norm no distance is worth a warning
 _NUM_KNOWN = 4  # exchanges along an edge before anything is unusual there
 _DECAY = 0.98  # of what is usual, per exchange
-_GROWTH = 1.05  # of what is usual in an exchange that is unusual
+NUM_ASTRAY = 20  # exchanges without a break that are unusual; after as many it is not one rank, but a change for all
+_GROWTH = 1.05  # of what is usual, per exchange from then on
 _NUM_STUCK = 20
 _SAMPLE_NUMEL = 512
 OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
@@ -37,12 +38,15 @@ class Usual:
     distance : float
         What is usual.
     num_known : int
-        The number of exchanges in which the two messages differed.
+        The number of exchanges in which the two messages differed as usual.
+    num_unusual : int
+        The number of exchanges without a break that have been unusual.
     """
 
-    def __init__(self, distance: float = 0.0, num_known: int = 0) -> None:
+    def __init__(self, distance: float = 0.0, num_known: int = 0, num_unusual: int = 0) -> None:
         self.distance = distance
         self.num_known = num_known
+        self.num_unusual = num_unusual
 
     @property
     def is_known(self) -> bool:
@@ -50,10 +54,12 @@ class Usual:
         return self.num_known >= _NUM_KNOWN
 
     def learn(self, distance: float, *, is_unusual: bool) -> None:
-        """Take a distance into account; an unusual one only by a small share."""
-        if distance > 0:
-            recent = self.distance * _GROWTH if is_unusual else distance
-            self.distance = max(recent, self.distance * _DECAY)
+        """Take a distance into account; what is usual stays as it is while all are unusual, and then grows slowly."""
+        self.num_unusual = self.num_unusual + 1 if is_unusual else 0
+        if self.num_unusual > NUM_ASTRAY:
+            self.distance *= _GROWTH
+        elif distance > 0 and not is_unusual:
+            self.distance = max(distance, self.distance * _DECAY)
             self.num_known += 1
 
 
@@ -234,7 +240,7 @@ class EdgeWatch:
     def state_dict(self) -> list[Any]:
         """Return what is usual, as plain data; this rank's own messages are not part of it."""
         return [
-            [*place, list(edge), usual.distance, usual.num_known]
+            [*place, list(edge), usual.distance, usual.num_known, usual.num_unusual]
             for place, edges in self._usual.items()
             for edge, usual in edges.items()
         ]
@@ -242,8 +248,8 @@ class EdgeWatch:
     def load_state_dict(self, state: list[Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._usual = {}
-        for bucket, channel, edge, distance, num_known in state:
-            self._usual.setdefault((bucket, channel), {})[tuple(edge)] = Usual(distance, num_known)
+        for bucket, channel, edge, *numbers in state:
+            self._usual.setdefault((bucket, channel), {})[tuple(edge)] = Usual(*numbers)
 
 
 class OwnMessages:

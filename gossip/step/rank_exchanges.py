@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import fast_range
-from gossip.step.clipping import NUM_ASTRAY, Clipping
-from gossip.step.edge_watch import Edge, EdgeWatch
+from gossip.step.clipping import Clipping
+from gossip.step.edge_watch import NUM_ASTRAY, Edge, EdgeWatch
 from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, row_sum
 from gossip.step.rank_in_flight import Known, RankInFlight
 from topologies import Round, Topology
@@ -211,7 +211,7 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
                 codec = self.codecs[index][channel]
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 if self._clipping is not None:
-                    self._clipping.expect((index, channel), edges)
+                    self._clipping.expect((index, channel), edges, step)
                 conversation = codec.begin(message, edges, step)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self.transport.start(
@@ -293,9 +293,11 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
     def _clip(self, index: int, channel: str) -> Clip:
         """Return what clips a channel of a bucket; the rank's position may change."""
 
-        def clip(distances: Mapping[int, float]) -> Mapping[int, float]:
+        def clip(
+            distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
+        ) -> Mapping[int, float]:
             assert self._clipping is not None
-            return self._clipping.factors((index, channel), distances)
+            return self._clipping.factors((index, channel), distances, smaller_norm)
 
         return clip
 

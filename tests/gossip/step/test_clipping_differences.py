@@ -17,6 +17,7 @@ from torch import nn
 from wrong_ranks import WRONG, scale, train
 
 import gossip
+import topologies
 from gossip import DistributedTransport, GossipDataParallel
 
 NUM_STEPS = 30
@@ -74,6 +75,7 @@ ON_WIRE = {"topology": "complete", "transport": partial(DistributedTransport, sh
         {"topology": "star", "max_difference": 3.0},
         ON_WIRE,
         {"topology": "ring", "on_peer_loss": "continue"},
+        {"topology": topologies.build("ring", 4).then(topologies.build("complete", 4), after=JUMP_AT)},  # new edges
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from gossip import DistributedTransport, GossipDataParallel
 from gossip.algorithms import VALUES
 from gossip.compression.conversation import squared_norm
 from gossip.measuring.step_stats import Meter
-from gossip.step.edge_watch import EdgeWatch
+from gossip.step.edge_watch import EdgeWatch, Usual
 
 FAULT_AT = 50
 
@@ -97,6 +97,24 @@ def test_a_rank_that_is_not_to_change_is_not_stuck() -> None:
         watch.send(0, torch.ones(3), step, meter, lambda: False)
         watch.judge((0, VALUES), step, {(1,): 1.0}, lambda: 1.0, meter)
     assert not meter.unusual_by_peer
+
+
+def test_what_is_unusual_along_a_new_edge_is_named_in_every_exchange() -> None:
+    """What is usual along the rank's other edges is what it is compared with, however often it is unusual."""
+    watch, meter = EdgeWatch(0), Meter()
+    for step in range(30):
+        place, edge = (0, VALUES), (1,) if step < 20 else (2,)
+        watch.judge(place, step, {edge: 1.0 if step < 20 else 1e6}, lambda: 1.0, meter)
+    assert meter.unusual_by_peer == {2: 10}
+
+
+def test_what_is_usual_stays_until_all_are_unusual_for_long() -> None:
+    usual = Usual(distance=1.0, num_known=4)
+    for _ in range(20):
+        usual.learn(1e6, is_unusual=True)
+    assert usual.distance == 1.0
+    usual.learn(1e6, is_unusual=True)
+    assert 1.0 < usual.distance < 1.1
 
 
 def test_values_whose_squares_overflow_are_finite() -> None:
