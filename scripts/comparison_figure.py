@@ -25,8 +25,11 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
     """Draw the rows with so many ranks."""
     metric = document["metric"]["name"]
     rows = [row for row in document["rows"] if row["world_size"] == world_size and row["curves"] is not None]
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    by_bytes, by_time, right = figure.subplots(1, 3)
+    has_absolute = any(any(row["curves"].get("consensus_absolute") or ()) for row in rows)
+    curves = {"consensus": "relative consensus distance"}
+    curves |= {"consensus_absolute": "consensus distance"} if has_absolute else {}
+    figure = Figure(figsize=(12 + 3 * has_absolute, 4.2), layout="constrained")
+    by_bytes, by_time, *right = figure.subplots(1, 2 + len(curves))
     colours = iter([f"C{number}" for number in range(10)] * len(rows))
     for row in rows:
         style: dict[str, Any] = {"color": "black", "linestyle": BASELINES.get(row["label"], "-"), "linewidth": 1.2}
@@ -35,7 +38,8 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
         _plot(by_bytes, row, "bytes", "metric", style)
         _plot(by_time, row, "time_s", "metric", style)
         if row["method"] == "gossip":
-            _plot(right, row, "bytes", "consensus", style)
+            for axes, curve in zip(right, curves, strict=True):
+                _plot(axes, row, "bytes", curve, style)
     by_bytes.set(xlabel=LABELS["bytes"], ylabel=f"{metric} of the averaged model")
     by_time.set(xlabel=LABELS["time_s"])
     for axes in (by_bytes, by_time):
@@ -44,8 +48,9 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
             axes.set_ylim(0.6, 1.0)
         if (target := document["metric"].get("target")) is not None:
             axes.axhline(target, color="0.6", linestyle=":", linewidth=1)
-    right.set(yscale="log", xlabel=LABELS["bytes"], ylabel="relative consensus distance")
-    for axes in (by_bytes, by_time, right):
+    for axes, name in zip(right, curves.values(), strict=True):
+        axes.set(yscale="log", xlabel=LABELS["bytes"], ylabel=name)
+    for axes in (by_bytes, by_time, *right):
         axes.set_xscale("log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -81,6 +81,7 @@ def row(label: str, **changes: Any) -> dict[str, Any]:
             "time_s": [step * step_time_s for step in STEPS],
             "metric": accuracy,
             "consensus": distances,
+            "consensus_absolute": [12.0 * distance for distance in distances],
         },
         **changes,
     }

@@ -124,11 +124,9 @@ def charts(document: Document) -> list[Chart]:
     return [
         _of_metric(metric, "bytes", "against bytes", "sent per rank", BYTES),
         _of_metric(metric, "time", "against predicted time", "predicted time", SECONDS),
-        Chart(
-            "consensus", "Consensus during training", "steps", "relative consensus distance", NUMBER, NUMBER,
-            "step", "consensus",
-        ),
-    ]  # fmt: skip
+        _of_consensus("consensus", "relative consensus distance"),
+        _of_consensus("consensus_absolute", "consensus distance"),
+    ]
 
 
 def quantity_of(metric: Metric) -> Quantity:
@@ -157,6 +155,10 @@ def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Q
         metric.target,
         metric.higher_is_better,
     )
+
+
+def _of_consensus(curve: str, name: str) -> Chart:
+    return Chart(curve, f"{name.capitalize()} during training", "steps", name, NUMBER, NUMBER, "step", curve)
 
 
 def _end_of(x_curve: str, row: Row) -> float | None:

@@ -89,8 +89,8 @@ class Curves:
         The bytes sent per rank and the predicted time so far.
     metric
         The metric of the averaged model on held-out data.
-    consensus
-        The relative consensus distance.
+    consensus, consensus_absolute
+        The consensus distance, relative to the mean and absolute; the latter is all None in older documents.
     """
 
     step: tuple[float | None, ...]
@@ -98,6 +98,7 @@ class Curves:
     time_s: tuple[float | None, ...]
     metric: tuple[float | None, ...]
     consensus: tuple[float | None, ...]
+    consensus_absolute: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,10 @@ def _curves(curves: Field) -> Curves | None:
         return None
     names = ("step", "bytes", "time_s", "metric", "consensus")
     lists = {name: tuple(entry.optional_number() for entry in curves[name].items()) for name in names}
+    absolute = curves.get("consensus_absolute")
+    lists["consensus_absolute"] = tuple(
+        [None] * len(lists["step"]) if absolute.is_null else [entry.optional_number() for entry in absolute.items()]
+    )
     lengths = {name: len(entries) for name, entries in lists.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{curves.place} must hold lists of one length, got {lengths}; use null for what is missing")

@@ -49,8 +49,8 @@ class Point:
         The bytes sent per rank so far, mean over the ranks.
     accuracy, loss : float or None
         The accuracy and the loss of the averaged model.
-    consensus : float or None
-        The relative consensus distance.
+    consensus, consensus_absolute : float or None
+        The consensus distance, relative to the mean and absolute.
     """
 
     step: int
@@ -58,6 +58,7 @@ class Point:
     accuracy: float | None
     loss: float | None
     consensus: float | None
+    consensus_absolute: float | None = None
 
     def metric(self, metric: Metric) -> float | None:
         """Return the value of the metric at this point."""
@@ -111,6 +112,7 @@ def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: f
         "time_s": [None if step_time_s is None else step * step_time_s for step in steps],
         "metric": [_mean([point.metric(metric) for point in column]) for column in columns],
         "consensus": [_mean([point.consensus for point in column]) for column in columns],
+        "consensus_absolute": [_mean([point.consensus_absolute for point in column]) for column in columns],
     }
 
 
@@ -121,6 +123,7 @@ def _point(record: dict[str, Any], sent: float) -> Point:
         accuracy=record.get("averaged_test_accuracy"),
         loss=record.get("averaged_test_loss"),
         consensus=record.get("consensus_distance_relative"),
+        consensus_absolute=record.get("consensus_distance"),
     )
 
 

@@ -260,6 +260,15 @@ def test_an_end_at_zero_has_no_place_on_a_logarithmic_axis() -> None:
     assert ends["ring"]["y"] > 0
 
 
+def test_the_absolute_distance_is_drawn_beside_the_relative_one_if_it_is_known() -> None:
+    older = row("ring")
+    del older["curves"]["consensus_absolute"]
+    for known, is_drawn in ((row("ring"), True), (older, False)):
+        read = read_document(document([known]))
+        drawn = [chart.identifier for chart in charts(read) if chart.scales(read.rows) is not None]
+        assert drawn == ["bytes", "time", "consensus", *["consensus_absolute"] * is_drawn]
+
+
 def test_end_of_a_row_without_curves_comes_from_its_values() -> None:
     read = read_document(document([row("ring", curves=None)]))
     ends = {chart.identifier: chart.end(read.rows[0]) for chart in charts(read)}

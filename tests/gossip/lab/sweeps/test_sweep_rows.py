@@ -20,7 +20,7 @@ CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
 
 def point(step: int, accuracy: float | None, loss: float | None = None, consensus: float | None = 0.5) -> Point:
-    return Point(step, 100.0 * step, accuracy, loss, consensus)
+    return Point(step, 100.0 * step, accuracy, loss, consensus, None if consensus is None else 10 * consensus)
 
 
 def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
@@ -39,13 +39,13 @@ def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> 
     for rank in range(2):
         with JsonlWriter(tmp_path / f"rank{rank}.jsonl") as writer:
             for step in range(4):
-                measured = {"consensus_distance_relative": 0.25} if step % 2 else {}
+                measured = {"consensus_distance_relative": 0.25, "consensus_distance": 3.0} if step % 2 else {}
                 if step == 3:
                     measured |= {"averaged_test_loss": float("nan"), "averaged_test_accuracy": 0.75}
                 writer.log(step, {"bytes_sent": 100 + 100 * rank, **measured})
     assert read_curve(tmp_path, 2) == [
-        Point(2, 300.0, None, None, 0.25),
-        Point(4, 600.0, 0.75, None, 0.25),
+        Point(2, 300.0, None, None, 0.25, 3.0),
+        Point(4, 600.0, 0.75, None, 0.25, 3.0),
     ]
 
 
@@ -86,6 +86,7 @@ def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
         "time_s": [0.5, 1.5],
         "metric": [pytest.approx(0.6), None],
         "consensus": [0.5, 0.5],
+        "consensus_absolute": [5.0, 5.0],
     }
     assert mean_curve([], ACCURACY, None) is None
 
