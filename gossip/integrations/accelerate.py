@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip import GossipDataParallel, GossipError, load, save
+from gossip.communication import training_store
 
 _FOLDER = "gossip"
 _KINDS = ("NO", "MULTI_")  # of accelerate's DistributedType: one process, or one per device
@@ -38,6 +39,11 @@ def prepare(
     With ``step_in_backward=True``, the default, updates are made inside ``accelerator.backward``. To clip, pass
     ``clip_grad_norm=``: ``accelerator.clip_grad_norm_`` then reports the norm, and raises if it is called with another
     value.
+
+    With ``on_peer_loss="continue"`` ranks can be lost and can join, in loops that make no collective call of the
+    accelerator's: keep schedulers (``model.keep(scheduler=scheduler)``) instead of preparing them, and divide the
+    samples by ``model.rank``. The accelerator takes the number of ranks once, divides loaders by it, and steps a
+    scheduler as many times.
 
     Parameters
     ----------
@@ -64,7 +70,8 @@ def prepare(
     ------
     ValueError, TypeError
         The accelerator is set up for something that gossip does not support (FSDP, DeepSpeed, tensor parallelism, fp8,
-        options of DDP), or an argument cannot be used; the text says what to do.
+        options of DDP), or an argument cannot be used, such as ``others`` in a process that joins a training; the text
+        says what to do.
 
     Notes
     -----
@@ -138,6 +145,13 @@ def _check_arguments(model: Any, optimizer: Any, others: tuple[Any, ...], option
                 f"others must be data loaders and schedulers, got a {type(other).__name__}; call prepare(...) once for "
                 "each model with its optimizer"
             )
+    if others and training_store.joined() is not None:
+        raise ValueError(
+            f"others has a {type(others[0]).__name__}, but this process joins a training: it is alone for the "
+            "accelerator, which would leave loaders undivided and step schedulers less often than on the other ranks; "
+            "on every rank divide the samples by model.rank and model.world_size, and call "
+            "model.keep(scheduler=scheduler) and scheduler.step() without preparing them"
+        )
     if "scaler" in options:
         raise TypeError('scaler is the accelerator\'s; leave it out, and pass mixed_precision="fp16" to Accelerator')
 

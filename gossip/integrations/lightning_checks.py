@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gossip.communication import training_store
 from gossip.integrations.lightning_options import steps_in_backward
 
 
@@ -22,6 +23,7 @@ def check_trainer(trainer: Any, library: Any, options: Mapping[str, Any]) -> Non
             'gossip avoids; leave it out, or pass buffers="average" to the strategy'
         )
     _check_callbacks(trainer, library)
+    _check_joining(options)
     if steps_in_backward(options):
         _check_clipping(trainer, library, options)
 
@@ -41,6 +43,20 @@ def _check_callbacks(trainer: Any, library: Any) -> None:
                 "rank 0's; choose StochasticWeightAveraging, whose averages are themselves averaged at the end of "
                 "training"
             )
+
+
+def _check_joining(options: Mapping[str, Any]) -> None:
+    counts = "the Trainer counts batches, epochs and the schedulers' steps from its own beginning"
+    if training_store.joined() is not None:
+        raise ValueError(
+            f"this process joins a training, but {counts}, and makes collective calls that the others do not; start "
+            'all ranks again with fit(ckpt_path="last"), or write the loop yourself, with Fabric'
+        )
+    if options.get("partition_timeout") is not None:
+        raise ValueError(
+            f"partition_timeout={options['partition_timeout']} would let a rank come back at the others' step, but "
+            f"{counts}; leave it out, or write the loop yourself, with Fabric"
+        )
 
 
 def _check_clipping(trainer: Any, library: Any, options: Mapping[str, Any]) -> None:

@@ -69,7 +69,9 @@ class GossipTrainer(Trainer):
 
     A checkpoint has the averaged weights where the Trainer writes its own. In place of ``optimizer.pt`` and
     ``scheduler.pt`` it has a folder ``gossip`` with each rank's replica, the state of its optimizer and the messages in
-    flight: ``train(resume_from_checkpoint=...)`` continues bit for bit. All ranks must share the output folder.
+    flight: ``train(resume_from_checkpoint=...)`` continues bit for bit. All ranks must share the output folder. The
+    model keeps the scheduler (:meth:`gossip.GossipDataParallel.keep`). No rank can be lost or join within the Trainer,
+    which needs all of them from its beginning: ``on_peer_loss="continue"`` is refused.
 
     Construction sets ``args.average_tokens_across_devices`` to False, because it makes every step wait for all ranks.
     """
@@ -140,6 +142,7 @@ class GossipTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._steps_in_backward:
             self.optimizer.scaler = None  # the model has it
+        self._keep()
         return prepared
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *_: Any, **__: Any) -> nn.Module:
@@ -237,19 +240,19 @@ class GossipTrainer(Trainer):
         with self._averaged():
             super().save_model(*args, **kwargs)
 
-    @property
-    def _parts(self) -> dict[str, Any]:
+    def _keep(self) -> GossipDataParallel:
+        """Return the model, which keeps the scheduler that there is now, and the scaler. Local."""
+        assert self._gossip_model is not None
         scaler = self.accelerator.scaler
-        return {"scheduler": self.lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
+        self._gossip_model.keep(scheduler=self.lr_scheduler, **({} if scaler is None else {"scaler": scaler}))
+        return self._gossip_model
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self._gossip_model is not None
-        save(self._gossip_model, Path(output_dir) / _FOLDER, **self._parts)
+        save(self._keep(), Path(output_dir) / _FOLDER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        assert self._gossip_model is not None
         if checkpoint is not None and (Path(checkpoint) / _FOLDER).is_dir():
-            load(self._gossip_model, Path(checkpoint) / _FOLDER, **self._parts)
+            load(self._keep(), Path(checkpoint) / _FOLDER)
             return
         if checkpoint is not None and self.args.process_index == 0:
             logger.warning("{} holds no replicas of the ranks: all ranks start from its weights", checkpoint)

@@ -23,6 +23,7 @@ from transformers import (
     TrainerCallback,
 )
 
+import gossip
 from gossip import LaunchError, launch
 from gossip.integrations.transformers import GossipTrainer
 
@@ -47,6 +48,34 @@ class Watch(TrainerCallback):
         assert self.trainer.model_wrapped.step == state.global_step
         if state.global_step == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- what the model keeps
+
+
+class Saves(Watch):
+    """Saves by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.trainer.state.global_step == 3:
+            gossip.save(self.trainer.model_wrapped, self._folder)
+
+
+def save_by_callback(folder: Path) -> None:
+    trainer = make_trainer(folder, make_module(), Saves(folder / "own"), lr_scheduler_type="cosine")
+    with contextlib.redirect_stdout(None):
+        trainer.train()
+
+
+def test_the_model_keeps_the_scheduler(tmp_path: Path) -> None:
+    launch(save_by_callback, tmp_path, world_size=1)
+    (path,) = tmp_path.glob("own/step_*/rank0.pt")
+    state = torch.load(path, weights_only=True)
+    assert set(state["stateful"]) == {"scheduler"}
 
 
 # ---------------------------------------------------------------------- kill and resume

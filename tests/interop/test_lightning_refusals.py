@@ -6,19 +6,27 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning_modules import Net, batches, trainer_of
 
 from gossip import GossipError, launch
+from gossip.communication import training_store
 from gossip.integrations.lightning import GossipFabricStrategy, GossipStrategy
 
 
 def fit(module: Any = None, options: dict[str, Any] | None = None, **of_trainer: Any) -> None:
     """In this process alone: nothing is trained."""
     trainer_of(GossipStrategy(**(options or {})), devices=1, **of_trainer).fit(module or Net(), batches())
+
+
+def fit_as_one_that_joins() -> None:
+    with mock.patch.object(training_store, "_store", dist.HashStore()):
+        fit()
 
 
 class ClipsItself(Net):
@@ -69,6 +77,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fit(callbacks=[EMAWeightAveraging()]),
         ValueError,
         "EMAWeightAveraging averages the replica of each rank.*StochasticWeightAveraging",
+    ),
+    "joins": (
+        fit_as_one_that_joins,
+        ValueError,
+        r"this process joins a training, but the Trainer counts.*fit\(ckpt_path.*Fabric",
+    ),
+    "comes back": (
+        lambda: fit(options={"on_peer_loss": "continue", "partition_timeout": 9}),
+        ValueError,
+        "partition_timeout=9 would let a rank come back.*the Trainer counts.*leave it out",
     ),
     "unknown": (lambda: GossipStrategy(find_unused_parameters=True), TypeError, "no option 'find_unused_parameters'"),
     "scaler": (lambda: GossipStrategy(scaler=None), TypeError, r'GossipStrategy\(scaler=...\).*precision="16-mixed"'),
