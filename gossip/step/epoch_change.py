@@ -29,7 +29,7 @@ from gossip.step.algorithm_state import algorithm_state, common_state
 from gossip.step.common_state import agree_on_
 from gossip.step.construction import Parts
 from gossip.step.epoch_transport import make_epoch_transport
-from gossip.step.kept_objects import GivenObjects, KeptObjects, group_options
+from gossip.step.kept_objects import START_AGAIN, GivenObjects, KeptObjects, group_options
 from gossip.step.preemption import Preemption
 from gossip.step.replica_state import module_state, optimizer_state, own_options, restore_replica
 from gossip.step.wrapper_arguments import Arguments, prepare_algorithm
@@ -290,6 +290,9 @@ class EpochChange:
     def _end_joining(self, giver: int, second: dict[str, Any] | None, *, returns: bool) -> None:
         """Take the second part of the state of ``giver``, if it is not ``second``.
 
+        Nobody can take the place of a giver that is lost: the others record nothing for this rank, and are further when
+        their loss of it is known; and an average over time is that of the giver's own parameters.
+
         Raises
         ------
         ExchangeError
@@ -306,7 +309,7 @@ class EpochChange:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
             except ExchangeError as error:
                 if returns or engine.updater.scaler is not None:
-                    raise
+                    raise ExchangeError(f"{who} did not give the last part of it: {error}; {START_AGAIN}") from error
                 self._kept.given = GivenObjects(who, str(error), (), ())
                 return
             world.agreement.position = tuple(second["position"])  # as if it had taken part in what the others did

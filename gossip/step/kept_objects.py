@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 from gossip.errors import GossipError, reason
 from gossip.parameters.plain_state import HasState, is_plain, plain, state_of
 
+START_AGAIN = (
+    "start this rank again (restart= of gossip.launch does), and it takes everything from another one: no other rank "
+    "has recorded what it kept at this very step"
+)
+"""What to do if the rank that gives its state is lost before the first step of the one that joins."""
+
 
 class Stateful(HasState, Protocol):
     """An object with a state: a scheduler, a GradScaler, a sampler."""
@@ -120,8 +126,10 @@ class GivenObjects:
     ) -> None:
         self._who, self._options, self._optimizers = who, options, optimizers
         self._states = {} if isinstance(states, str) else states
-        keeps = f"it keeps {', '.join(map(repr, self._states)) or 'nothing'}"
-        self._otherwise = states if isinstance(states, str) else keeps
+        self._otherwise = f"it keeps {', '.join(map(repr, self._states)) or 'nothing'}"
+        self._remedy = "keep the same objects on every rank, before its first step"
+        if isinstance(states, str):
+            self._otherwise, self._remedy = states, START_AGAIN
 
     def load(self, objects: Mapping[str, Stateful]) -> None:
         """Load the states of these objects, and the options, which constructing a scheduler changes. Local.
@@ -134,10 +142,7 @@ class GivenObjects:
         for name, kept in objects.items():
             entry = self._states.get(name, {"error": self._otherwise})
             if "error" in entry:
-                raise GossipError(
-                    f"{self._who} has no state for keep({name}=...): {entry['error']}; keep the same objects on every "
-                    "rank, before its first step"
-                )
+                raise GossipError(f"{self._who} has no state for keep({name}=...): {entry['error']}; {self._remedy}")
             kept.load_state_dict(plain(entry["state"], name))  # copies: these are views of all that was given
         for optimizer, groups in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +23,12 @@ from mortal_ranks import make_model, targets
 from torch.optim import SGD
 
 from gossip import GossipError
+from gossip.communication.survivors.handing_over import StateGiver
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
 
 NUMEL = 8
+MANY_STEPS = 200_000
 
 
 class Stay(NamedTuple):
@@ -225,3 +230,47 @@ def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case:
     assert all(raised == "" and num_members == 3 for raised, _, num_members in others)
     warnings = [line for _, lines, _ in others for line in lines if "'failing'" in line]
     assert bool(warnings) == (case == "failing")
+
+
+# ---------------------------------------------------------------------- a giver that is lost
+
+
+def lose_the_giver(options: dict[str, Any]) -> str:
+    """The error of the rank that joins; whoever is about to give it the second part of a state ends."""
+    give = StateGiver.give
+
+    def end(giver: StateGiver, *args: Any, is_second: bool = False) -> None:
+        if is_second:
+            os.kill(os.getpid(), signal.SIGKILL)
+        give(giver, *args)
+
+    with mock.patch.object(StateGiver, "give", end):
+        try:
+            model, objects, scaler = make("exponential", {"min_ranks": 2} | options)
+        except GossipError as error:
+            return str(error)
+        for _ in range(MANY_STEPS):
+            if 4 in model.world.mesh.lost:
+                break
+            loss = model(targets(0, NUMEL))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            advance(objects["scheduler"])
+        model.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, r"no state for keep\(scheduler=...\)"), ({"scales": True}, "the last part of it")],
+    ids=str,
+)
+def test_the_loss_of_the_giver_before_the_first_step_is_an_error_that_says_what_to_do(
+    options: dict[str, Any], text: str
+) -> None:
+    with unsupervised.started(lose_the_giver, options, world_size=4) as ranks:
+        ranks.join(lose_the_giver, options)
+        *others, error = ranks.results()
+    assert sorted(others, key=str) == ["", "", "", None]
+    assert re.search(
+        rf"^rank 4: rank \d, whose state it takes, .*{text}: .*; start this rank again \(restart=", error
+    ), error
