@@ -203,7 +203,7 @@ class Algorithm:
         return True
 
     def steps_alone(self, step: int, round_: Round) -> bool:
-        """Return whether :meth:`arrive` is called, with differences of zero, on a rank without a peer in this round.
+        """Return whether ``arrive`` is called, with differences of zero, on a rank without a peer in this round.
 
         The round ends ``step``. In a world of one no rank has a peer in any round.
         """

@@ -47,7 +47,7 @@ class Compression(ABC):
     adds_on_wire : bool
         Whether messages are the unchanged values, so that those of several ranks may also be added on the wire.
     can_clip : bool
-        Whether both ends of an edge know both messages, and codecs clip the difference, see :attr:`BucketShape.clip`.
+        Whether both ends of an edge know both messages, and codecs clip the difference, see ``BucketShape.clip``.
     """
 
     follows_up: ClassVar[bool] = False
@@ -129,8 +129,8 @@ class BucketShape:
     measures : bool
         Whether an exchange is to tell the distance to each source's message, see :class:`gossip.Arrival`.
     clip : callable or None
-        Called when the messages have arrived, see :class:`Clip`; what each source adds is scaled by its factor. Only
-        for a compression that :attr:`Compression.can_clip`.
+        Called when the messages have arrived, see ``gossip.compression.codec.Clip``; what each source adds is scaled by its factor. Only
+        for a compression with ``can_clip``.
     """
 
     def __init__(
