@@ -129,8 +129,8 @@ class BucketShape:
     measures : bool
         Whether an exchange is to tell the distance to each source's message, see :class:`gossip.Arrival`.
     clip : callable or None
-        Called when the messages have arrived, see ``gossip.compression.codec.Clip``; what each source adds is scaled by its factor. Only
-        for a compression with ``can_clip``.
+        Called when the messages have arrived, see ``gossip.compression.codec.Clip``; what each source adds is scaled by
+        its factor. Only for a compression with ``can_clip``.
     """
 
     def __init__(
