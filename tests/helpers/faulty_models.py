@@ -30,7 +30,8 @@ class FailingModel(nn.Module):
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
         the launching process as SIGTERM does, and go on once it has passed the signal on; or be "stuck": get SIGTERM in
-        a call that no signal ends, in a process that gives its steps 5 s then and not GRACE_S.
+        a call that no signal ends, in a process that gives its steps 5 s then and not GRACE_S; or be "wrong": multiply
+        its parameters by 1000.
     dropout : float
         Draws random numbers in every step.
     once : str
@@ -74,6 +75,11 @@ class FailingModel(nn.Module):
             return
         if self.once:
             Path(self.once).touch()
+        if self.how == "wrong":
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(1000)
+            return
         if self.how == "raise":
             raise ArithmeticError(f"injected at step {self.step}")
         if self.how == "killed":

@@ -71,12 +71,19 @@ class RunState:
         """The wall time in seconds up to the checkpoint from which the run was resumed."""
         return self._earlier_wall_time_s
 
-    def advance(self, record: Mapping[str, Any]) -> None:
-        """Count one completed step, add its record to the report and step the scheduler."""
+    def advance(self, record: Mapping[str, Any]) -> bool:
+        """Count one completed step, add its record to the report and step the scheduler.
+
+        Returns whether this rank has come back to the others in that step, and is now further on in the data.
+        """
         self.report.add(record)
         self.scheduler.step()
         self.step += 1
         self.position += 1
+        num_missed = 0 if self.living_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
+        self.step += num_missed
+        self.position += num_missed
+        return num_missed > 0
 
     def save(self) -> None:
         """Write a checkpoint; a failure is logged and training continues.

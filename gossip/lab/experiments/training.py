@@ -192,7 +192,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             }
             if state.living_shards is not None:
                 record["num_ranks"] = num_ranks
-            state.advance(record)
+            has_come_back = state.advance(record)
             if state.step < total_steps:
                 epoch_ended = state.position % shards.steps_per_epoch == 0
                 is_evaluated = settings.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
@@ -205,6 +205,9 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
                         record |= _evaluate_average(experiment, method).named("averaged_test")
             yield record
             if state.step == total_steps:  # possibly in the middle of an epoch, if training.steps is set
+                return
+            if has_come_back:
+                yield from _steps(experiment, method, tracer, state)
                 return
 
 
