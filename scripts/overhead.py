@@ -1,4 +1,4 @@
-"""What the wrapper costs against plain PyTorch: time at world size 1, memory at world size 2.
+"""What the wrapper costs against plain PyTorch: time at world size 1, memory at world size 2; and ``max_difference=``.
 
     python scripts/overhead.py --steps 60 --optimizer adamw
     python scripts/overhead.py --models small_tensors --modes fused --output overhead.json
@@ -8,10 +8,14 @@ Time: two replicas of one model make the same steps in one thread of one process
 ``optimizer.step()``, ``zero_grad()``) and one wrapped, in turns, the first of a pair being the second of the next. The
 table shows the median and the quartiles of the ratio within a pair; the row ``control`` is plain against plain.
 
+The cost of ``max_difference``: four ranks on a ring, each with one model without and one with it, in turns likewise,
+where every step waits for its messages; the row ``None`` is without against without.
+
 Memory: in processes of their own, the most bytes that parameters, gradients, optimizer state, messages and the update's
 scratch take together at any operation of the second step; not activations, and not what gloo keeps for itself. The
 bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket
-+ the scratch for mixing one part, which does not grow with the model.
++ the scratch for mixing one part, which does not grow with the model, + a sample of at most 2 KiB of each bucket, with
+which the next message is compared.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ import gossip
 from gossip import GossipDataParallel, launch
 from gossip.compression.part_memory import scratch_bytes
 from gossip.lab.experiments.models import CharTransformer
+from gossip.step.edge_watch import SAMPLE_NUMEL
 
 Step = Callable[[], None]
 Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -140,6 +145,11 @@ def measure_time(
     else:
         wrapped = GossipDataParallel(module, optimize, **mode.options)
         other = make_step(wrapped, inputs, wrapped.optimizer, calls_step=mode.calls_step)
+    return {"model": model_name, "mode": mode_name, **measure_pairs(plain, other, num_steps, synchronize)}
+
+
+def measure_pairs(plain: Step, other: Step, num_steps: int, synchronize: Step = lambda: None) -> dict[str, float]:
+    """Make both steps in turns: the ratio's quartiles and the medians of both sides."""
     pairs = []
     for number in range(NUM_WARM_UP_STEPS + num_steps):
         order = (other, plain) if number % 2 else (plain, other)
@@ -154,13 +164,29 @@ def measure_time(
     del pairs[:NUM_WARM_UP_STEPS]
     lower, median, upper = statistics.quantiles([other / plain for plain, other in pairs], n=4, method="inclusive")
     return {
-        "model": model_name,
-        "mode": mode_name,
         "ratio": median,
         "ratio_lower_quartile": lower,
         "ratio_upper_quartile": upper,
         "plain_ms": 1e3 * statistics.median(plain for plain, _ in pairs),
         "mode_ms": 1e3 * statistics.median(other for _, other in pairs),
+    }
+
+
+def measure_differences(model_name: str, choice: str | None, optimizer_name: str, num_steps: int) -> dict[str, Any]:
+    """Runs on every rank: steps without and with ``max_difference``, in turns."""
+    logger.remove()
+    torch.set_num_threads(1)
+
+    def make(max_difference: Any) -> Step:
+        torch.manual_seed(0)
+        module, inputs = MODELS[model_name]()
+        wrapped = GossipDataParallel(module, OPTIMIZERS[optimizer_name], "ring", max_difference=max_difference)
+        return make_step(wrapped, inputs, wrapped.optimizer, calls_step=False)
+
+    return {
+        "model": model_name,
+        "mode": f"max_difference={choice}",
+        **measure_pairs(make(None), make(choice), num_steps),
     }
 
 
@@ -237,7 +263,7 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
     torch.manual_seed(0)
     module, inputs = MODELS[model_name]()
     optimize = OPTIMIZERS[optimizer_name]
-    parameters, num_messages = list(module.parameters()), 0
+    parameters, num_messages, sample_bytes = list(module.parameters()), 0, 0
     if mode_name == CONTROL:
         optimizer = optimize(list(module.named_parameters()))
         step = make_step(module, inputs, optimizer, calls_step=True)
@@ -250,6 +276,7 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         step = make_step(wrapped, inputs, optimizer, calls_step=mode.calls_step)
         buckets = [list(bucket.parameters) for bucket in wrapped._buckets]
         followed = [bucket.block for bucket in wrapped._buckets]
+        sample_bytes = sum(block[:: -(-block.numel() // SAMPLE_NUMEL)].numel() * block.itemsize for block in followed)
     all_bytes = sum(parameter.nbytes for parameter in parameters)
 
     meter = LiveBytes(parameters)
@@ -260,7 +287,7 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         meter.looks = True
         step()
     state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
-    kept = scratch_bytes()  # for the mixing of one part, whatever the size of the model
+    kept = scratch_bytes() + sample_bytes  # the former for the mixing of one part, whatever the size of the model
     messages = meter.now - all_bytes - state - kept  # what outlives a step
     if mode_name != CONTROL:
         wrapped.close()
@@ -279,10 +306,10 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
     }
 
 
-def time_table(results: list[dict[str, Any]]) -> str:
+def time_table(results: list[dict[str, Any]], plain: str = "plain") -> str:
     """Markdown."""
     lines = [
-        "| model | mode | median ratio to plain | quartiles | plain, ms | mode, ms |",
+        f"| model | mode | median ratio to {plain} | quartiles | {plain}, ms | mode, ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in results:
@@ -315,6 +342,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=[CONTROL, *MODES], default=[CONTROL, *MODES])
     parser.add_argument("--device", default="cpu", help="where the time is measured; memory only on the cpu")
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="of the wrapper, for the memory")
+    parser.add_argument("--differences", action="store_true", help="measure what max_difference costs, too")
     parser.add_argument("--output", type=Path, help="a file for the numbers as JSON")
     arguments = parser.parse_args()
     if arguments.steps < 2:
@@ -326,8 +354,17 @@ def main() -> None:
     times = [measure_time(*case, OPTIMIZERS[arguments.optimizer], arguments.steps, device) for case in cases]
     print(f"Time of a step on {device}, {arguments.optimizer}, {arguments.steps} pairs, torch {torch.__version__}:\n")
     print(time_table(times), flush=True)
+    differences = []
     if device.type != "cpu":
         cases = []
+    elif arguments.differences:
+        choices = [(model, choice) for model in arguments.models for choice in (None, "warn", "clip")]
+        differences = [
+            launch(measure_differences, *case, arguments.optimizer, arguments.steps, world_size=4)[0]
+            for case in choices
+        ]
+        print(f"\nTime of a step on a ring of 4 ranks, {arguments.optimizer}:\n")
+        print(time_table(differences, "without"), flush=True)
     memory = [
         launch(measure_memory, *case, arguments.optimizer, arguments.bucket_cap_mb, world_size=2)[0] for case in cases
     ]
@@ -337,7 +374,9 @@ def main() -> None:
         )
         print(memory_table(memory))
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"time": times, "memory_bytes": memory}, indent=2) + "\n")
+        arguments.output.write_text(
+            json.dumps({"time": times, "differences": differences, "memory_bytes": memory}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

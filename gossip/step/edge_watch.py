@@ -24,7 +24,7 @@ _DECAY = 0.98  # of what is usual, per exchange
 NUM_ASTRAY = 20  # exchanges without a break that are unusual; after as many it is not one rank, but a change for all
 _GROWTH = 1.05  # of what is usual, per exchange from then on
 _NUM_STUCK = 20
-_SAMPLE_NUMEL = 512
+SAMPLE_NUMEL = 512
 OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
 
 
@@ -275,7 +275,7 @@ class OwnMessages:
 
     def note(self, message: torch.Tensor, was_updated: Callable[[], bool]) -> None:
         """Compare a message with the one before."""
-        stride = -(-message.numel() // _SAMPLE_NUMEL)
+        stride = -(-message.numel() // SAMPLE_NUMEL)
         sample = message[::stride].clone()
         before, self._sample = self._sample, sample
         if before is None or before.shape != sample.shape:

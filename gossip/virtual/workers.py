@@ -118,6 +118,9 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
     the counters of an optimizer (Adam's ``step``). Gradients of stacked parameters are scaled to each replica's own
     mean when the step is made; those of inputs are the loss's.
 
+    There is no ``max_difference``: no virtual worker can be wrong by itself, on a device or with a loop of its own, and
+    one product W X mixes all replicas, without the difference along any single edge.
+
     :func:`gossip.save`, :func:`gossip.load` and :func:`gossip.export` accept virtual workers too; a run that started
     with them can continue in processes, and vice versa.
 

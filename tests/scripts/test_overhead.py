@@ -26,6 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
         "--steps=2",
         "--models",
         "small_tensors",
+        "--differences",
         f"--bucket-cap-mb={BUCKET_BYTES / 2**20}",
         "--output",
         output,
@@ -41,11 +42,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
     return run.stdout, json.loads(output.read_text())
 
 
-def test_overhead_prints_two_tables_with_a_row_per_case(measured: tuple[str, dict[str, Any]]) -> None:
+def test_overhead_prints_three_tables_with_a_row_per_case(measured: tuple[str, dict[str, Any]]) -> None:
     stdout, content = measured
     tables = [block.splitlines() for block in stdout.strip().split("\n\n") if block.startswith("|")]
-    assert len(tables) == 2
-    for table, rows in zip(tables, (content["time"], content["memory_bytes"]), strict=True):
+    assert len(tables) == 3
+    for table, rows in zip(tables, content.values(), strict=True):
         assert len({line.count("|") for line in table}) == 1
         names = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table]
         assert names[0] == ("model", "mode")
