@@ -319,7 +319,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         raise GossipError(f"{why}; check its device, and start again from a checkpoint")
 
     def _norm(self, index: int) -> float:
-        return float(torch.linalg.vector_norm(self._buckets[index].block.detach()))
+        block = self._buckets[index].block.detach()
+        return float(torch.linalg.vector_norm(block, dtype=torch.float64))  # the squares of finite values may overflow
 
     def _was_updated(self, meter: Meter) -> bool:
         rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups if "lr" in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import RankError, run_ranks
 from torch import nn
-from wrong_ranks import WRONG, scale, train
+from wrong_ranks import WRONG, blow_up, scale, train
 
 import gossip
 import topologies
@@ -144,9 +144,10 @@ def test_a_fault_leaves_the_others_and_the_average_as_they_were() -> None:
     assert faulty[WRONG].loss < 2 * clean[WRONG].loss
 
 
-def test_a_rank_that_is_astray_raises_where_nobody_can_be_joined() -> None:
+@pytest.mark.parametrize("fault", [scale, blow_up])
+def test_a_rank_that_is_astray_raises_where_nobody_can_be_joined(fault: Callable[[GossipDataParallel], None]) -> None:
     with pytest.raises(RankError, match=rf"rank {WRONG}: step 70, bucket 0: whatever arrived in 20 exchanges"):
-        run_ranks(train, 80, scale, 50, {"topology": "ring", "max_difference": "clip"}, world_size=4)
+        run_ranks(train, 80, fault, 50, {"topology": "ring", "max_difference": "clip"}, world_size=4)
 
 
 def train_on(folder: str, first: int, last: int) -> list[torch.Tensor]:
