@@ -191,6 +191,8 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         return isinstance(self._buckets[index], Bucket)
 
     def _takes_part(self, step: int, round_: Round) -> bool:
+        if self.transport is None:
+            return self.algorithm.steps_alone(step, round_)
         return self._is_in(step, round_, self._rank)
 
     def _start(
