@@ -348,6 +348,7 @@ class EpochChange:
             raise lost
         logger.warning("{}; this rank tries to rejoin them, without training, for at most {:g} s", lost, limit_s)
         deadline = time.monotonic() + limit_s
+        world.agreement.fail(lost)  # it must not propose that the others have gone
         world.mesh.cut_all("this rank is about to rejoin")
         engine.drop_in_flight()
         engine.on_step_end = None

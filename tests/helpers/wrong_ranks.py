@@ -17,6 +17,8 @@ from gossip import GossipDataParallel
 
 NUM_TRAINED = 1500
 WRONG = 2
+WAITS_AT = 120
+"""The step from which the others only mix, and train no further, until a rank that left has come back."""
 
 
 class Course(NamedTuple):
@@ -117,7 +119,15 @@ def train(
     try:
         with GossipDataParallel(make_module(), **chosen) as model:
             scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(model.optimizer, schedule)
-            while model.step < num_steps:
+            end, expected = num_steps, 0
+            while model.step < end:
+                if model.step > expected:  # this rank has come back: so long have the others waited
+                    end += max(0, model.step - WAITS_AT)
+                expected = model.step + 1
+                if model.step >= WAITS_AT and model.world_size < size:
+                    model.idle_step()
+                    end += 1
+                    continue
                 if model.step == fault_at and rank == WRONG and fault is not None:
                     fault(model)
                 batch = own[torch.randint(len(own), (32,), generator=generator)]

@@ -100,7 +100,7 @@ class Agreement:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         mesh.on_lost = self._on_lost
-        mesh.on_failed = self._on_failed
+        mesh.on_failed = self.fail
         mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
@@ -304,7 +304,8 @@ class Agreement:
             self._suspects.setdefault(member, reason)
             self._changed.notify_all()
 
-    def _on_failed(self, error: GossipError) -> None:
+    def fail(self, error: GossipError) -> None:
+        """Propose nothing from now on, and raise the error in whoever waits."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -389,8 +390,10 @@ class Agreement:
             self._mesh.changed.notify_all()
 
     def _proposed(self, latest: Epoch) -> Proposal | None:
-        """Return who should train, as far as this rank knows; None if it is not to be a member."""
+        """Return who should train, as far as this rank knows; None if it is not to be a member, or has failed."""
         member = self._mesh.member
+        if self._error is not None:
+            return None
         if member not in latest.members:
             is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
             joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
@@ -477,17 +480,13 @@ class Agreement:
             if self._ballots.is_proposed(self._num_attempts + 1):
                 return
             time.sleep(_PAUSE_S)
-        with self._changed:
-            self._error = self._too_few(members)
-            self._changed.notify_all()
+        self.fail(self._too_few(members))
 
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
         return too_few(self._mesh.member, members, self._initial, self._suspects, self._min_ranks)
 
     def _fail(self, text: str) -> None:
-        with self._changed:
-            self._error = ExchangeError(f"rank {self._mesh.member}: {text}")
-            self._changed.notify_all()
+        self.fail(ExchangeError(f"rank {self._mesh.member}: {text}"))
 
     # ------------------------------------------------------------------ closing
 

@@ -205,11 +205,11 @@ def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     count = [0]
 
-    def exchange_or_happen(self: Any, *args: Any, turn: int | None = None) -> Any:
+    def exchange_or_happen(self: Any, *args: Any, turn: int | None = None, **options: Any) -> Any:
         count[0] += turn is None
         if count[0] > fault.step:
             happen()
-        return exchange(self, *args, turn=turn)
+        return exchange(self, *args, turn=turn, **options)
 
     return exchange_or_happen
 

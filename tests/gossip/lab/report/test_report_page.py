@@ -258,7 +258,7 @@ def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[s
     choose(page, "world-size", "25")
     assert page.evaluate(count) == "1 of 36 rows"
     titles = "[...document.querySelectorAll('.panel h4')].filter((h) => h.checkVisibility()).map((h) => h.textContent)"
-    assert page.evaluate(titles) == ["25 ranks"] * 3
+    assert page.evaluate(titles) == ["25 ranks"] * 4  # one panel in each chart
     legend = (
         "[...document.querySelectorAll('.legend li')].filter((li) => li.checkVisibility()).map((li) => li.textContent)"
     )
