@@ -375,9 +375,10 @@ class RankExchanges(Exchanges[RankInFlight, Meter]):
         for index, saved in enumerate(state["in_flight"]):
             if saved is not None:
                 self.in_flight[index] = RankInFlight.known(self._topology.round(saved["round"]), saved)
-        for codecs, states in zip(self.codecs, state["codecs"], strict=True):
-            for channel, codec in codecs.items():
-                codec.load_state_dict(states[channel])
+        if self.codecs:  # a rank alone has none; virtual workers have some even then
+            for codecs, states in zip(self.codecs, state["codecs"], strict=True):
+                for channel, codec in codecs.items():
+                    codec.load_state_dict(states[channel])
         if self._watch is not None:
             self._watch.load_state_dict(state.get("usual", []))
         if self._clipping is not None and state.get("clipping") is not None:
