@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -115,11 +114,10 @@ def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
             return wait_for(*args, **kwargs)  # type: ignore[arg-type]
 
         world.wait_for = stop  # type: ignore[method-assign, assignment]
-    start = time.monotonic()
     try:
         (collectives.begin_sum if sums else collectives.begin_gather)(rows, "step 3: moving rows")()
     except ExchangeError as error:
-        report.write_text(f"{time.monotonic() - start} {error}")
+        report.write_text(str(error))
         raise
 
 
@@ -129,7 +127,6 @@ def test_a_rank_that_stops_is_named(how: str, sums: bool, tmp_path: Path) -> Non
     grace_s = 30.0 if how == "killed" else 0.5  # for rank 0 after the death of rank 1: it may get no core at once
     with mock.patch.object(worker_reports, "_SIBLING_GRACE_S", grace_s), contextlib.suppress(LaunchError):
         launch(stop_in_the_middle, how, sums, tmp_path / "report", world_size=2)
-    seconds, text = (tmp_path / "report").read_text().split(" ", 1)
+    text = (tmp_path / "report").read_text()
     assert "rank 0: step 3: moving rows: " in text
     assert "rank 1 is " in text
-    assert float(seconds) < (1 if how == "killed" else 2) * TIMEOUT.total_seconds()

@@ -169,7 +169,7 @@ def test_nobody_leaves_the_step_that_he_has_noted_before_there_is_a_decision() -
         thread.start()
         assert not entered.wait(0.3)
         may_note.set()
-        assert entered.wait(5)
+        assert entered.wait(60)
         thread.join()
         assert members.told_after(0, [0]) == {(1, (0, 1), 6)}
 
@@ -216,7 +216,7 @@ class Held:
         self._store, self._may_note = store, may_note
 
     def set(self, key: str, value: str) -> None:
-        self._may_note.wait(10)
+        self._may_note.wait(60)
         self._store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:

@@ -88,7 +88,7 @@ def test_who_does_not_read_is_sent_no_more_than_fits(monkeypatch: pytest.MonkeyP
         for step in range(64):
             assert bool((await_frame(second, 0, message(step)) == step).all())
         with first.changed:
-            assert first.changed.wait_for(lambda: frames[-1].has_ended, 10)
+            assert first.changed.wait_for(lambda: frames[-1].has_ended, 60)
 
 
 def test_who_goes_is_lost_to_the_others_and_what_came_before_is_there() -> None:
