@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs lint, types and the whole test suite: first the project's own tests, then those beside other
-# libraries and programs. With --quick only those of the project's own tests that start no process and are not slow, in
-# less than two minutes. With other arguments, pytest runs once, with these.
+# Sets up .venv and runs lint, types and the tests that a change needs: the project's own that are not slow. With --all
+# also the slow ones and those beside other libraries and programs. With --quick only those that start no process either,
+# in less than two minutes. With other arguments, pytest runs once, with these.
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters would compile the same files
@@ -17,14 +17,15 @@ check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check .
 check types .venv/bin/mypy
 pytest=(.venv/bin/python -m pytest -n 2 --dist loadgroup)
-if [ "${1:-}" = --quick ]; then
-    check quick "${pytest[@]}" tests --ignore=tests/interop -m "not processes and not slow" "${@:2}"
-elif [ $# -gt 0 ]; then
-    check tests "${pytest[@]}" "$@"
-else
-    check tests "${pytest[@]}" tests --ignore=tests/interop
-    check interop "${pytest[@]}" tests/interop
-fi
+case "${1:-}" in
+--quick) check quick "${pytest[@]}" tests --ignore=tests/interop -m "not processes and not slow" "${@:2}" ;;
+--all)
+    check tests "${pytest[@]}" tests --ignore=tests/interop "${@:2}"
+    check interop "${pytest[@]}" tests/interop "${@:2}"
+    ;;
+"") check tests "${pytest[@]}" tests --ignore=tests/interop -m "not slow" ;;
+*) check tests "${pytest[@]}" "$@" ;;
+esac
 
 if [ ${#failed[@]} -eq 0 ]; then
     echo "test: all passed"
