@@ -86,7 +86,7 @@ INTERNALS_OF_LAB = {
 }
 """Where the applications take what is not public, and for what."""
 
-ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich"}
+ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich", "pydantic", "pyroute2"}
 
 
 def modules(package: Path) -> dict[str, Path]:
