@@ -5,6 +5,7 @@ Invalid arguments raise ``ValueError`` or ``TypeError``; the classes here report
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 
@@ -21,20 +22,26 @@ class ExchangeError(GossipError):
 
     Attributes
     ----------
-    culprits : tuple of int
+    failed_ranks : tuple of int
         The failed ranks, numbered in the default process group, as far as they could be determined.
     """
 
-    def __init__(self, message: str, *, culprits: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, failed_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.culprits = tuple(culprits)
+        self.failed_ranks = tuple(failed_ranks)
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Deprecated: :attr:`failed_ranks`."""
+        warnings.warn("ExchangeError.culprits is deprecated; use failed_ranks", DeprecationWarning, stacklevel=2)
+        return self.failed_ranks
 
 
 class CannotJoinError(ExchangeError):
     """This process cannot join a training run, and could not if it tried again: restarting it is pointless."""
 
 
-class EpochEndedError(GossipError):
+class GenerationEndedError(GossipError):
     """A rank was lost during a collective operation. The remaining ranks repeat it; callers never see this error."""
 
 

@@ -15,31 +15,31 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from gossip.algorithms import Algorithm
-from gossip.communication.transport import TransportFactory
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
+from gossip.exchange.transport import TransportFactory
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.module_face import ForwardOfModule, ModuleFace, forward_like
-from gossip.parameters.other_wrappers import Outermost
+from gossip.parameters.double_wrapping import Outermost
+from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
+from gossip.step.building.construction import construct, give_back, make_world
+from gossip.step.building.wrapper_arguments import Arguments
 from gossip.step.collective_calls import CollectiveCalls
-from gossip.step.construction import construct, give_back, make_world
+from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
-from gossip.step.joint_work import JointWork
-from gossip.step.kept_objects import KeepsObjects, KeptObjects
-from gossip.step.wrapper_arguments import Arguments
+from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.step.epoch_change import EpochChange
+    from gossip.step.generation_change import GenerationChange
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
+class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleProxy, Outermost):
     r"""Train one replica per rank; mix it with those of a few peers after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
@@ -258,23 +258,23 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         self._arguments = arguments
         self._world = world
         self._engine: StepEngine | None = parts.engine
-        self._joint_work = JointWork(module, parts.engine, world)
+        self._collective_operations = CollectiveOperations(module, parts.engine, world)
         self._kept = KeptObjects()
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: a cycle that the garbage
         # collector cannot see through. The hooks do not reference the wrapper, so that its finalizer can remove them.
         self._finalizer = weakref.finalize(self, give_back, parts.engine, world, parts.optimizers)
         self._finalizer.atexit = False
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
-        self._epochs: EpochChange | None = None
+        self._generations: GenerationChange | None = None
         if world.changes:
-            from gossip.step.epoch_change import follow_epochs
+            from gossip.step.generation_change import follow_generations
 
             try:
-                self._epochs = follow_epochs(self, parts, arguments, world, self._kept)
+                self._generations = follow_generations(self, parts, arguments, world, self._kept)
             except BaseException:
                 self._finalizer()
                 raise
-            self._joint_work.catch_up = self._epochs.catch_up
+            self._collective_operations.catch_up = self._generations.catch_up
         self.module = module  # set last: from here on, attributes that are not ours are set in the module
 
     # ------------------------------------------------------------------ identity
@@ -284,7 +284,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         """The rank of this process among the ranks that train."""
         if self._engine is None:
             return 0
-        return self._world.rank if self._epochs is None else self._epochs.rank
+        return self._world.rank if self._generations is None else self._generations.rank
 
     @property
     def world_size(self) -> int:
@@ -296,7 +296,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
         """The ranks that train, numbered as at the beginning; the position in the tuple is the rank in the topology."""
         if self._engine is None:
             return (0,)
-        return self._world.members if self._epochs is None else self._epochs.epoch.members
+        return self._world.members if self._generations is None else self._generations.generation.members
 
     @property
     def world(self) -> World:
@@ -451,8 +451,8 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
             raise GossipError(
                 'leave() needs ranks that continue without this one; pass on_peer_loss="continue" to GossipDataParallel'
             )
-        assert self._epochs is not None
-        self._epochs.leave()
+        assert self._generations is not None
+        self._generations.leave()
         self.close()
 
     def close(self) -> None:
@@ -489,7 +489,7 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleFace, Outermost):
     def _buckets(self) -> list[Bucket]:
         """The buckets of the parameters that are exchanged, in launch order."""
         self._live()
-        return self._joint_work.buckets
+        return self._collective_operations.buckets
 
     def _live(self) -> StepEngine:
         if self._engine is None:

@@ -46,9 +46,9 @@ from torch.utils._pytree import tree_leaves
 
 import gossip
 from gossip import GossipDataParallel, launch
-from gossip.compression.part_memory import scratch_bytes
+from gossip.compression.part_memory import staging_bytes
+from gossip.exchange.outlier_detection import SAMPLE_NUMEL
 from gossip.lab.experiments.models import CharTransformer
-from gossip.step.edge_watch import SAMPLE_NUMEL
 
 Step = Callable[[], None]
 Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -287,7 +287,7 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         meter.looks = True
         step()
     state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
-    kept = scratch_bytes() + sample_bytes  # the former for the mixing of one part, whatever the size of the model
+    kept = staging_bytes() + sample_bytes  # the former for the mixing of one part, whatever the size of the model
     messages = meter.now - all_bytes - state - kept  # what outlives a step
     if mode_name != CONTROL:
         wrapped.close()

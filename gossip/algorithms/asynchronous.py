@@ -74,7 +74,7 @@ class Asynchronous(Algorithm):
     computation. An average is made by two ranks over a whole bucket. It enters i's parameters just before their next
     update, never between two reads of one forward and backward pass: a gradient may be applied to values that averages
     have changed since it was computed, but it is never computed from a mixture of old and new values. What one rank
-    adds the other subtracts, so the mean over ranks is kept exactly. ``gossip.communication.survivors.averager`` states
+    adds the other subtracts, so the mean over ranks is kept exactly. ``gossip.exchange.pair_averaging`` states
     how long a bucket is locked.
 
     Sends one message per step, and one to each rank that asks; of two ranks that ask each other at the same time, each

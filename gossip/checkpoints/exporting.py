@@ -12,7 +12,7 @@ from gossip.checkpoints.all_or_none import together
 from gossip.checkpoints.checkpoint_layout import exported_tensors
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.safetensors_file import SafetensorsFile
-from gossip.checkpoints.trained_models import TrainedModel, jointly
+from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.parameters.names import named_parameters
 
 
@@ -59,7 +59,7 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
     >>> gossip.export(model, "model.safetensors")
     PosixPath('model.safetensors')
     """
-    return jointly(model, lambda replicas: _export(replicas, model.module, Path(path)))
+    return collectively(model, lambda replicas: _export(replicas, model.module, Path(path)))
 
 
 def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:

@@ -29,10 +29,10 @@ from gossip.checkpoints.random_states import restore_rng_states
 from gossip.checkpoints.rank_state import SECTIONS_WITH_NAMES, check_sections
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
-from gossip.checkpoints.trained_models import TrainedModel, jointly
+from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError
 from gossip.parameters.names import bare_names
-from gossip.step.kept_objects import KeptObjects, Stateful, is_stateful
+from gossip.step.state.kept_objects import KeptObjects, Stateful, is_stateful
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
     >>> checkpoint.step, checkpoint.data["batch"]
     (0, 17)
     """
-    return jointly(model, lambda replicas: _load(replicas, Path(path), parts))
+    return collectively(model, lambda replicas: _load(replicas, Path(path), parts))
 
 
 def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoint:

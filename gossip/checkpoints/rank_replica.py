@@ -22,9 +22,9 @@ from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
-from gossip.parameters.sharding.resharding import reshard
-from gossip.step.joint_work import settle
-from gossip.step.replica_state import module_state, optimizer_state, restore_replica
+from gossip.sharding.resharding import reshard
+from gossip.step.collective_operations import settle
+from gossip.step.state.replica_state import module_state, optimizer_state, restore_replica
 from gossip.wrapper import GossipDataParallel
 
 

@@ -10,7 +10,7 @@ import torch
 from gossip.checkpoints.checkpoint_layout import describe_tensor
 from gossip.errors import CheckpointError
 from gossip.parameters.plain_state import plain, state_of
-from gossip.step.kept_objects import is_stateful
+from gossip.step.state.kept_objects import is_stateful
 
 SECTIONS: Mapping[str, type] = {
     "parameters": dict,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gossip.step.kept_objects import KeptObjects
+from gossip.step.state.kept_objects import KeptObjects
 
 
 class Replicas(ABC):

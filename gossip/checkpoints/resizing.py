@@ -10,7 +10,7 @@ import torch
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import is_averaged
-from gossip.step.algorithm_state import for_new_world, weight_of
+from gossip.step.state.algorithm_state import for_new_world, weight_of
 
 _Path = tuple[Any, ...]
 

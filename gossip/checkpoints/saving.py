@@ -17,9 +17,9 @@ from gossip.checkpoints.all_or_none import compare, fail_on_all, together
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.rank_state import parts_state
 from gossip.checkpoints.replicas import Replicas
-from gossip.checkpoints.trained_models import TrainedModel, jointly
+from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError, reason
-from gossip.step.kept_objects import is_stateful
+from gossip.step.state.kept_objects import is_stateful
 from gossip.version import __version__
 
 
@@ -77,7 +77,7 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
     >>> gossip.save(model, "checkpoints", batch=17)
     PosixPath('checkpoints/step_0000000001')
     """
-    return jointly(model, lambda replicas: _save(replicas, Path(folder), keep, parts))
+    return collectively(model, lambda replicas: _save(replicas, Path(folder), keep, parts))
 
 
 def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> Path:

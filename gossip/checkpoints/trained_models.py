@@ -33,7 +33,7 @@ def replicas_of(model: TrainedModel) -> Replicas:
     )
 
 
-def jointly(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
+def collectively(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
     """Run ``operation`` on the replicas here; if a rank is lost meanwhile, the remaining ranks may repeat it.
 
     Raises
@@ -53,7 +53,7 @@ def jointly(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _R
                 raise
             return None, error
 
-    result, failure = model._joint_work.jointly(operate)
+    result, failure = model._collective_operations.collectively(operate)
     if failure is not None:
         raise failure
     return cast(_Result, result)

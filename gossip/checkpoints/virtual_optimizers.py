@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.parameters.plain_state import plain
-from gossip.step.replica_state import optimizer_state
+from gossip.step.state.replica_state import optimizer_state
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 

@@ -21,7 +21,7 @@ from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.plain_state import compact
 from gossip.private_torch import is_in_backward
-from gossip.step.algorithm_state import algorithm_state, load_algorithm_state
+from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.virtual.shards import Shard, average_of, deal_, written
 from gossip.virtual.workers import VirtualWorkers
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from gossip.communication.host.worker_threads import Job, Operation, PostingError, WorkerThreads, Works, posted
 from gossip.communication.membership import Group
-from gossip.communication.worker_threads import Job, Operation, PostingError, WorkerThreads, Works, posted
 from gossip.private_torch import begin_coalescing, end_coalescing
 
 Tensors = Sequence[torch.Tensor]
@@ -47,7 +47,7 @@ class DevicePaths:
     ================= ======================= ======================================================================
     device            backend                 path
     ================= ======================= ======================================================================
-    cpu               any                     through the :class:`gossip.communication.worker_threads.WorkerThreads`
+    cpu               any                     by :class:`gossip.communication.host.worker_threads.WorkerThreads`
     cuda and similar  gloo                    through pinned memory and these threads: gloo itself copies synchronously
     cuda and similar  all others (nccl)       posted at once on a separate stream; the host does not wait
     ================= ======================= ======================================================================

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from gossip.communication.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.device_paths import DevicePaths, Pending, Tensors
-from gossip.communication.worker_threads import Job, WorkerThreads, posted
+from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.host.worker_threads import Job, WorkerThreads, posted
 from gossip.communication.world import World
 
 
@@ -67,7 +67,7 @@ class AgreedFlag:
         if self._world.is_alone:
             self._answer = yes
             return
-        self._world.roll_call.note(self._what)
+        self._world.progress_markers.note(self._what)
         flag = torch.tensor([float(yes)], device=self._world.control_device)
         group = self._group
 

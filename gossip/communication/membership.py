@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gossip.communication.sealed_store import SealedStore
+from gossip.communication.authenticated_store import AuthenticatedStore
 from gossip.private_torch import default_store, known_groups
 
 Group = Any
@@ -143,6 +143,6 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 def innermost(store: dist.Store) -> dist.Store:
     """Return the store below all prefixes. Local."""
-    while isinstance(store, dist.PrefixStore | SealedStore):
+    while isinstance(store, dist.PrefixStore | AuthenticatedStore):
         store = store.underlying_store
     return store

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.communication.process_states import namespaces
+from gossip.communication.liveness.process_liveness import namespaces
 from gossip.errors import GossipError
 
 BUFFERS_PER_ROW = 3

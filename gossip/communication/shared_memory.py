@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gossip.communication import forks
-from gossip.communication.process_states import GONE
+from gossip.communication.host import forks
+from gossip.communication.host.tcp_options import with_resending
+from gossip.communication.liveness.process_liveness import GONE
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer, machine
-from gossip.communication.sockets import with_resending
 from gossip.communication.world import World
 from gossip.errors import GossipError
 
@@ -173,7 +173,7 @@ class Reading(_Polled):
 
     def _is_gone(self) -> bool:
         self._looked_at = time.monotonic()
-        return self._messages.world.roll_call.state_of(self._source) == GONE
+        return self._messages.world.progress_markers.state_of(self._source) == GONE
 
 
 class Readings(_Polled):
@@ -223,7 +223,7 @@ class Readings(_Polled):
 
 
 class _Arrival(NamedTuple):
-    """A reading as an operation of ``gossip.communication.worker_threads``."""
+    """A reading as an operation of ``gossip.communication.host.worker_threads``."""
 
     reading: Reading
     timeout: timedelta

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from gossip.communication import daemon_threads
-from gossip.communication.culprits import Arrival, Sighting, Verdict, find_culprits
-from gossip.communication.roll_call import STORE_IS_SILENT, STORE_PATIENCE_S, RollCall
-from gossip.communication.sockets import with_resending
+from gossip.communication.host import daemon_threads
+from gossip.communication.host.tcp_options import with_resending
+from gossip.communication.liveness.progress_markers import STORE_IS_SILENT, STORE_PATIENCE_S, ProgressMarkers
+from gossip.communication.liveness.wait_for_graph import Arrival, Sighting, Verdict, find_blocking_ranks
 from gossip.errors import GossipError
 
 #: A wait is long, and reported to the others, after a tenth of the time-out, or after this.
@@ -62,7 +62,7 @@ class Failure(NamedTuple):
 
 def wait_for(
     awaited: Awaited,
-    roll_call: RollCall,
+    progress_markers: ProgressMarkers,
     timeout: timedelta,
     *,
     where: str,
@@ -82,7 +82,7 @@ def wait_for(
     ----------
     awaited : Awaited
         What this rank waits for.
-    roll_call : RollCall
+    progress_markers : ProgressMarkers
         The notes of all ranks.
     timeout : timedelta
         The time-out.
@@ -107,7 +107,7 @@ def wait_for(
         return None
     grace_s = max(_LEAST_GRACE_S, patience_s + (_NUM_BEATS_MISSED - 1) * beat_s)
     end: float | None = None
-    with Vigil(roll_call, where, ranks, beat_s) as vigil:
+    with WaitMonitor(progress_markers, where, ranks, beat_s) as monitor:
         while not awaited.wait(_GLANCE) or awaited.error is not None:
             error, now = awaited.error, time.monotonic()
             if error is not None and not is_lost_connection(error):
@@ -121,12 +121,12 @@ def wait_for(
                 end = now + grace_s
             elif end is None and now - began >= timeout_s:
                 end = max(began + with_resending(timeout).total_seconds(), now + grace_s)
-            verdict = vigil.verdict(sequence)
+            verdict = monitor.verdict(sequence)
             if verdict.ends_wait or (end is not None and (verdict.is_certain or now >= end)):
                 break
         else:
             return None
-    roll_call.note_giving_up(verdict.culprits, verdict.reason)
+    progress_markers.note_giving_up(verdict.failed_ranks, verdict.reason)
     return Failure(verdict, timeout_s, time.monotonic() - began >= timeout_s)
 
 
@@ -150,15 +150,15 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-class Vigil:
+class WaitMonitor:
     """A long wait: renews this rank's note and watches the others', in a separate thread.
 
     The thread is needed because a store whose host is cut off can block its caller for hours; a suspended process
     renews nothing.
     """
 
-    def __init__(self, roll_call: RollCall, where: str, ranks: Callable[[], Sequence[int]], beat_s: float) -> None:
-        self._roll_call = roll_call
+    def __init__(self, markers: ProgressMarkers, where: str, ranks: Callable[[], Sequence[int]], beat_s: float) -> None:
+        self._markers = markers
         self._where = where
         self._ranks = ranks
         self._beat_s = beat_s
@@ -167,16 +167,16 @@ class Vigil:
         self._answered_at = self._began
         self._failure = ""
         self._errors: list[Exception] = []
-        self._arrivals: list[Arrival | None] = [None] * roll_call.world_size
-        self._states = [""] * roll_call.world_size
+        self._arrivals: list[Arrival | None] = [None] * markers.world_size
+        self._states = [""] * markers.world_size
         self._changed_at: dict[int, float] = {}
         self._has_read = False
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Vigil:
-        if self._roll_call.has_store:
+    def __enter__(self) -> WaitMonitor:
+        if self._markers.has_store:
             self._thread = daemon_threads.start(
-                "gossip-vigil", self._watch, end=self._stop.set, failed=self._errors.append
+                "gossip-watch", self._watch, end=self._stop.set, failed=self._errors.append
             )
         return self
 
@@ -184,7 +184,7 @@ class Vigil:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STORE_PATIENCE_S)
-            self._roll_call.is_silent = self._thread.is_alive()
+            self._markers.is_silent = self._thread.is_alive()
 
     def verdict(self, sequence: int | None) -> Verdict:
         """Return the verdict by what is known now.
@@ -194,13 +194,13 @@ class Vigil:
         GossipError
             The thread has failed, which is no fault of the other ranks.
         """
-        roll_call = self._roll_call
+        markers = self._markers
         if self._errors:
             raise GossipError(
-                f"rank {roll_call.rank}: {self._where}: the thread that looks for the rank that causes a long wait has "
+                f"rank {markers.rank}: {self._where}: the thread that looks for the rank that causes a long wait has "
                 f"failed: {self._errors[0]!r}"
             ) from self._errors[0]
-        if not roll_call.has_store:
+        if not markers.has_store:
             return Verdict((), "this backend has no key-value store to tell who is absent", is_certain=True)
         now = time.monotonic()
         is_silent = bool(self._failure) or now - self._answered_at > STORE_PATIENCE_S
@@ -214,17 +214,17 @@ class Vigil:
                 self._arrivals[rank],
                 is_fresh=now - self._changed_at.get(rank, -freshness_s) < freshness_s,
                 state=states[rank],
-                pid=roll_call.processes[rank].pid,
+                pid=markers.processes[rank].pid,
             )
-            for rank in range(roll_call.world_size)
-            if rank != roll_call.rank
+            for rank in range(markers.world_size)
+            if rank != markers.rank
         }
-        verdict = find_culprits(
-            roll_call.rank,
+        verdict = find_blocking_ranks(
+            markers.rank,
             self._where,
             self._ranks(),
             sightings,
-            sequence=roll_call.sequence if sequence is None else sequence,
+            sequence=markers.sequence if sequence is None else sequence,
             is_collective=sequence is not None,
         )
         if verdict.is_certain or not is_silent:
@@ -233,11 +233,11 @@ class Vigil:
 
     def _live_states(self) -> list[str]:
         """Return the process states of ranks that this rank waits for, directly or through one other rank."""
-        roll_call = self._roll_call
+        markers = self._markers
         asked = set(self._ranks()).union(*(arrival.waits_for for arrival in self._arrivals if arrival is not None))
         return [
-            roll_call.state_of(rank) if rank in asked and rank != roll_call.rank else ""
-            for rank in range(roll_call.world_size)
+            markers.state_of(rank) if rank in asked and rank != markers.rank else ""
+            for rank in range(markers.world_size)
         ]
 
     def _watch(self) -> None:
@@ -245,9 +245,9 @@ class Vigil:
         try:
             while not self._stop.is_set():
                 beat += 1
-                self._roll_call.note_waiting(self._where, self._ranks(), beat)
+                self._markers.note_waiting(self._where, self._ranks(), beat)
                 states = self._live_states()
-                arrivals = self._roll_call.read()
+                arrivals = self._markers.read()
                 now = time.monotonic()
                 for rank, (old, new) in enumerate(zip(self._arrivals, arrivals, strict=True)):
                     if self._has_read and old != new:

@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gossip.communication import forks
-from gossip.communication.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.device_operations import Ended, OnDevice
 from gossip.communication.device_paths import DevicePaths, Tensors
+from gossip.communication.host import forks
+from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.host.open_files import check_open_files
+from gossip.communication.host.tcp_options import resending_soon
+from gossip.communication.host.worker_threads import Job, Operation, WorkerThreads, posted
+from gossip.communication.liveness.progress_markers import ProgressMarkers
 from gossip.communication.membership import (
     Group,
     Membership,
@@ -23,12 +28,7 @@ from gossip.communication.membership import (
     own_connection,
     registered_group,
 )
-from gossip.communication.open_files import check_open_files
-from gossip.communication.operations_on_devices import Ended, OnDevice
-from gossip.communication.roll_call import RollCall
-from gossip.communication.sockets import resending_soon
 from gossip.communication.waiting import Awaited, Failure, checked_timeout, wait_for
-from gossip.communication.worker_threads import Job, Operation, WorkerThreads, posted
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
 
@@ -77,7 +77,7 @@ class World:
         Carries all communication of this world from and to CPU memory, in one order.
     device_paths : DevicePaths or None
         The paths of a device's tensors into a communicator.
-    roll_call : RollCall
+    progress_markers : ProgressMarkers
         Tells the others how far this rank has come.
 
     Notes
@@ -95,7 +95,7 @@ class World:
         self._communicators: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._registered: list[dist.ProcessGroup] = []
         self._store: dist.Store | None = None
-        self.roll_call = RollCall(None, 0, 1)
+        self.progress_markers = ProgressMarkers(None, 0, 1)
         if dist.is_initialized():
             self.membership = Membership.of(process_group)
             self.rank, self.world_size = self.membership.rank, self.membership.world_size
@@ -124,16 +124,16 @@ class World:
         self._store = self.membership.store()
         with resending_soon(self.timeout):
             notes = None if self._store is None else self._guarded(own_connection(self._store), "roll call")
-        self.roll_call = RollCall(notes, self.rank, self.world_size)
-        self.roll_call.note("constructing the model")
+        self.progress_markers = ProgressMarkers(notes, self.rank, self.world_size)
+        self.progress_markers.note("constructing the model")
         absent: str | None = "interrupted"
         try:
-            absent = self.roll_call.wait_for_all(self.timeout)
+            absent = self.progress_markers.wait_for_all(self.timeout)
         except ExchangeError as error:
             raise ExchangeError(f"rank {self.rank}: constructing the model: {error}") from error
         finally:
             if absent is not None:
-                self.roll_call.note_giving_up()
+                self.progress_markers.note_giving_up()
         if absent is not None:
             raise ExchangeError(
                 f"rank {self.rank}: constructing the model: not all of the {self.world_size} ranks took part within "
@@ -170,7 +170,7 @@ class World:
         """Whether a collective operation may be undone and repeated."""
         return False
 
-    def jointly(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+    def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
         """Return the result of ``operation``, which consists of collectives and what is computed from them. Collective.
 
         If ranks continue without lost ones, it either completes on all of them, or the remaining ranks repeat it, after
@@ -243,21 +243,23 @@ class World:
         look: Callable[[], None] | None = None,
     ) -> Failure | None:
         """Wait for other ranks, within the time-out: see ``gossip.communication.waiting.wait_for``."""
-        return wait_for(awaited, self.roll_call, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look)
+        return wait_for(
+            awaited, self.progress_markers, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look
+        )
 
     def lost(self, failure: Failure, text: str, cause: Exception | None = None, advice: str = "") -> ExchangeError:
-        """Return the error for a failed wait, with ``text`` and the culprits; or ``cause``, if it is one already."""
+        """Return the error for a failed wait, with ``text`` and the failed ranks; or ``cause`` if it is one."""
         if isinstance(cause, ExchangeError):
             return cause
-        culprits = failure.verdict.culprits
+        failed_ranks = failure.verdict.failed_ranks
         if self.membership is not None:
-            culprits = tuple(self.membership.ranks[rank] for rank in culprits)
-        return ExchangeError(f"rank {self.rank}: {text}: {failure.verdict.text}{advice}", culprits=culprits)
+            failed_ranks = tuple(self.membership.ranks[rank] for rank in failed_ranks)
+        return ExchangeError(f"rank {self.rank}: {text}: {failure.verdict.text}{advice}", failed_ranks=failed_ranks)
 
     def lost_by(self, cause: Exception, text: str) -> ExchangeError:
         """Return the error for a failed operation of torch's own classes, whose peers leave no notes."""
         failure = self.wait_for(Ended(cause), text, lambda: self.others)
-        if failure is None or not (failure.verdict.is_certain and failure.verdict.culprits):
+        if failure is None or not (failure.verdict.is_certain and failure.verdict.failed_ranks):
             return ExchangeError(f"rank {self.rank}: {text}: the connection to another rank is closed")
         return self.lost(failure, text)
 
@@ -401,14 +403,14 @@ class World:
             forks.keep(*self._communicators.values())
         self._registered.clear()
         self._communicators.clear()
-        self.roll_call.close()
+        self.progress_markers.close()
         self.worker_threads = self.device_paths = self.group = self._store = None
 
     def leave_to_parent(self) -> None:
-        """Implement ``gossip.communication.forks.Inherited``."""
+        """Implement ``gossip.communication.host.forks.Inherited``."""
         _parents_groups.extend(known_groups())  # torch's own groups wait for threads, too, when the child ends
-        forks.keep(self._store, self.roll_call, *self._communicators.values(), *_parents_groups)
-        self.roll_call = RollCall(None, self.rank, self.world_size)
+        forks.keep(self._store, self.progress_markers, *self._communicators.values(), *_parents_groups)
+        self.progress_markers = ProgressMarkers(None, self.rank, self.world_size)
 
     @property
     def control_device(self) -> torch.device:
@@ -448,7 +450,7 @@ class World:
         device has ended its part, or else only what follows on the device.
         """
         assert self.device_paths is not None
-        self.roll_call.note(what)
+        self.progress_markers.note(what)
 
         def job(*tensors: Tensors) -> Job:
             for post in posts:
@@ -456,7 +458,7 @@ class World:
                 yield None
 
         pending = self.device_paths.submit(job, list(sent), list(received))
-        sequence = self.roll_call.sequence
+        sequence = self.progress_markers.sequence
 
         def wait() -> None:
             awaited = OnDevice(pending, received[0].device) if holds_host else pending

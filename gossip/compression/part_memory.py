@@ -1,4 +1,4 @@
-"""Scratch memory, and passes over memory."""
+"""StagedCollectives memory, and passes over memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     return pieces[dtype][:numel].view(shape)
 
 
-def scratch_bytes() -> int:
+def staging_bytes() -> int:
     """Return how many bytes of scratch this thread keeps: those of a few parts, whatever the size of the model."""
     pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.get("pieces", {})
     return sum(piece.nbytes for piece in pieces.values())

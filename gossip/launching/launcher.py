@@ -28,9 +28,9 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from gossip.communication.local_size import LOCAL_SIZE
-from gossip.communication.open_files import limit_named
-from gossip.communication.sealed_store import VARIABLE as KEY
+from gossip.communication.authenticated_store import VARIABLE as KEY
+from gossip.communication.host.local_size import LOCAL_SIZE
+from gossip.communication.host.open_files import limit_named
 from gossip.communication.waiting import checked_timeout
 from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
@@ -424,8 +424,8 @@ def _report_of(
 def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
     """Return the ranks that the error, or one of its causes, names as stopped."""
     while error is not None:
-        if isinstance(error, ExchangeError) and error.culprits:
-            return error.culprits
+        if isinstance(error, ExchangeError) and error.failed_ranks:
+            return error.failed_ranks
         error = error.__cause__ or error.__context__
     return ()
 

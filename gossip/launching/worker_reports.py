@@ -14,7 +14,7 @@ from typing import Any
 
 from loguru import logger
 
-from gossip.communication.process_states import is_suspended
+from gossip.communication.liveness.process_liveness import is_suspended
 from gossip.errors import LaunchError
 
 _SIBLING_GRACE_S = 0.5
@@ -119,13 +119,15 @@ def _first_cause(failures: Mapping[int, Failure], silent: Mapping[int, ForkServe
     """Return the error that names the rank that failed first: one with its own cause, or else the most blamed rank."""
     rank, failure = min(failures.items(), key=lambda item: item[1].secondary)
     text = f"rank {rank} failed: {failure.summary}"
-    blamed = Counter(culprit for other in failures.values() for culprit in other.blames if culprit in silent)
+    blamed = Counter(
+        failed_rank for other in failures.values() for failed_rank in other.blames if failed_rank in silent
+    )
     if failure.secondary and blamed:
-        ((culprit, _),) = blamed.most_common(1)
-        pid = silent[culprit].pid
+        ((failed_rank, _),) = blamed.most_common(1)
+        pid = silent[failed_rank].pid
         assert pid is not None
         how = f"its process {pid} is suspended (SIGSTOP, or a debugger)" if is_suspended(pid) else "it does not answer"
-        rank, text = culprit, f"rank {culprit} failed: {how}; {text}"
+        rank, text = failed_rank, f"rank {failed_rank} failed: {how}; {text}"
     error = LaunchError(text, rank=rank, worker_traceback=failure.traceback)
     error.add_note(failure.traceback)
     return error

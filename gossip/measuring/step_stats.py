@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,7 @@ class StepStats:
     mean_moved : float
         By how much clipping along directed edges has moved the mean over ranks: the sum of Euclidean norms, of which
         each rank counts those of its own edges.
-    epoch : int
+    generation : int
         The number of times that the set of training ranks has changed, with ``on_peer_loss="continue"``.
     is_store_lost : bool
         Whether the key-value store does not reply, with ``on_peer_loss="continue"``: the next rank that is lost or
@@ -79,8 +80,14 @@ class StepStats:
     unusual_by_peer: Mapping[int, int] = field(default_factory=dict)
     num_clipped: int = 0
     mean_moved: float = 0.0
-    epoch: int = 0
+    generation: int = 0
     is_store_lost: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """Deprecated: :attr:`generation`."""
+        warnings.warn("StepStats.epoch is deprecated; use generation", DeprecationWarning, stacklevel=2)
+        return self.generation
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for a record."""
@@ -115,7 +122,7 @@ class Meter:
     def __init__(self) -> None:
         self.forward_s = self.backward_s = self.update_s = 0.0
         self.exposed_wait_s = self.overlapped_s = 0.0
-        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.epoch = 0
+        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.generation = 0
         self.is_store_lost = False
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
@@ -168,6 +175,6 @@ class Meter:
             unusual_by_peer=dict(self.unusual_by_peer),
             num_clipped=self.num_clipped,
             mean_moved=self.mean_moved,
-            epoch=self.epoch,
+            generation=self.generation,
             is_store_lost=self.is_store_lost,
         )

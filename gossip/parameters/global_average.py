@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossip.communication.scratch import Scratch
+from gossip.communication.staged_collectives import StagedCollectives
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
 from gossip.parameters.buckets import Bucket, is_mixable
@@ -44,7 +44,7 @@ def average_module_(
         caller restores all values. Values that fit into 64 MiB are never mixed: they are all this rank's own, or, if
         the error occurred when another rank was about to assign them, all the mean.
     """
-    scratch = Scratch(world)
+    scratch = StagedCollectives(world)
     with torch.no_grad():
         try:
             _compare_buffers(module, world)
@@ -67,7 +67,7 @@ def average_module_(
             state = "parameters and buffers are as they were before"
             if scratch.num_assigned and not is_put_back:
                 state = f"{scratch.num_assigned} values of parameters and buffers are the mean, all others its own"
-            raise ExchangeError(f"{error}; on this rank {state}", culprits=error.culprits) from error
+            raise ExchangeError(f"{error}; on this rank {state}", failed_ranks=error.failed_ranks) from error
         finally:
             for bucket in buckets:
                 bucket.written()

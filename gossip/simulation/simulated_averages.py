@@ -19,7 +19,7 @@ from topologies.validation import check_integer
 
 @dataclass
 class _Rank:
-    """The state of a rank, with the rules of ``gossip.communication.survivors.averager``."""
+    """The state of a rank, with the rules of ``gossip.exchange.pair_averaging``."""
 
     step: int = 0  # the step that it computes
     shown: int = -1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gossip.communication.distributed_transport import PIECE_BYTES
-from gossip.communication.worker_threads import WINDOW_BYTES
+from gossip.communication.host.worker_threads import WINDOW_BYTES
+from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.simulation.cluster import Cluster
 from topologies import Round
 from topologies.matrix_storage import FloatArray, IntArray

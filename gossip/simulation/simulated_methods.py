@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from gossip.algorithms import Algorithm, Asynchronous
-from gossip.communication.distributed_transport import MIN_LARGE_BYTES, shared_groups
+from gossip.exchange.distributed_transport import MIN_LARGE_BYTES, shared_groups
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
 from gossip.simulation.workload import StepDraw, Workload

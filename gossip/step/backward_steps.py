@@ -10,12 +10,12 @@ import torch
 from loguru import logger
 from torch.optim import Optimizer
 
+from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.bucket_optimizer import fire_step_hooks
 from gossip.optimizers.closures import Closure
 from gossip.step.backward_pass import TWO_MODELS, steps_another_model
 from gossip.step.engine import StepEngine
 from gossip.step.gradient_hooks import GradientHooks
-from gossip.step.rank_exchanges import AnyBucket
 
 
 class BackwardSteps(StepEngine):
@@ -32,7 +32,7 @@ class BackwardSteps(StepEngine):
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         if self._optimizer_steps:
             return self._step_own(optimizer)
-        self._owner_calls.note(optimizer, closure, self.step, self._has_gradients)
+        self._optimizer_step_calls.note(optimizer, closure, self.step, self._has_gradients)
         return None  # the update has been made
 
     def _step_own(self, optimizer: Optimizer) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
-from gossip.step.joint_work import JointWork
 
 
 class CollectiveCalls:
     """The calls of the wrapper that every rank must make, between two steps."""
 
-    _joint_work: JointWork
+    _collective_operations: CollectiveOperations
     _live: Callable[[], StepEngine]
 
     @contextlib.contextmanager
@@ -31,7 +31,7 @@ class CollectiveCalls:
             The other ranks neither made a step nor left the block in time.
         """
         self._live()
-        with self._joint_work.join():
+        with self._collective_operations.join():
             yield
 
     @torch.inference_mode(False)
@@ -50,7 +50,7 @@ class CollectiveCalls:
             not at all.
         """
         self._live()
-        self._joint_work.average()
+        self._collective_operations.average()
 
     @contextlib.contextmanager
     def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
@@ -75,7 +75,7 @@ class CollectiveCalls:
             A rank is gone or did not take part in time; parameters and buffers have been restored.
         """
         self._live()
-        with self._joint_work.averaged(recalibrate):
+        with self._collective_operations.averaged(recalibrate):
             yield
 
     @torch.inference_mode(False)
@@ -88,4 +88,4 @@ class CollectiveCalls:
             The distance, and the distance divided by the norm of the mean; over parameters, not buffers.
         """
         self._live()
-        return self._joint_work.distance()
+        return self._collective_operations.distance()

@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.algorithms import Algorithm
-from gossip.communication.transport import Transport
 from gossip.errors import GossipError
+from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
+from gossip.exchange.transport import Transport
 from gossip.measuring.step_stats import Meter, StepStats
 from gossip.optimizers.closures import Closure
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
@@ -23,24 +24,23 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
-from gossip.step.algorithm_state import algorithm_state, load_algorithm_state, regroup
-from gossip.step.await_points import AwaitPoints, refuse_if_read
 from gossip.step.backward_pass import (
     BackwardPass,
     BackwardRange,
     refuse_compiled_autograd,
     tensors_in,
 )
-from gossip.step.liveness import Liveness
-from gossip.step.owner_calls import OwnerCalls
-from gossip.step.rank_exchanges import AnyBucket, RankExchanges
+from gossip.step.forward_waits import ForwardWaits, refuse_if_read
+from gossip.step.health_checks import Liveness
+from gossip.step.local_update import Updater
+from gossip.step.optimizer_step_calls import OptimizerStepCalls
+from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state, regroup
 from gossip.step.step_order import StepOrder
 from gossip.step.step_progress import StepProgress
-from gossip.step.updating import Updater
 from topologies import Topology
 
 if TYPE_CHECKING:
-    from gossip.parameters.sharding.local_group import LocalGroup
+    from gossip.sharding.local_group import LocalGroup
 
 #: After this number of consecutive steps with values that are not finite, training has failed permanently.
 MAX_NON_FINITE_STEPS = 16
@@ -80,8 +80,8 @@ class StepEngine(Liveness, ABC):
         The names of the parameters that have got buckets since the model was wrapped, grouped by step.
     step : int
         The number of steps made, which is also the index of the next round.
-    epoch : int
-        The number of the epoch of the training ranks.
+    generation : int
+        The number of the generation of the training ranks.
     synchronise : bool
         Whether a backward pass makes a step; if False, it only accumulates gradients.
     is_averaged : bool
@@ -121,7 +121,7 @@ class StepEngine(Liveness, ABC):
         self._order = StepOrder(exchanges)
         self.updater = updater
         self.rank = rank
-        self.step = self.epoch = 0
+        self.step = self.generation = 0
         self.synchronise = True
         self.is_averaged = self.is_in_join = False
         self.on_forward: Callable[[], None] | None = None
@@ -137,13 +137,13 @@ class StepEngine(Liveness, ABC):
         self.last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
-        self._owner_calls = OwnerCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
+        self._optimizer_step_calls = OptimizerStepCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
         self._backward_range = BackwardRange()
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = self._backward_began = 0.0
         self._places = ParameterSlots(module, None if shards is None else shards.module)
         self._hook_parameters(buckets)
-        self._await_points = self._make_await_points()
+        self._forward_waits = self._make_forward_waits()
 
     # ------------------------------------------------------------------ around a forward pass
 
@@ -181,7 +181,7 @@ class StepEngine(Liveness, ABC):
 
     def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return what calls the module; its first forward pass that trains shows who reads which parameters."""
-        return self._await_points.watched(module)
+        return self._forward_waits.watched(module)
 
     def end_forward(self, output: Any) -> None:
         """Watch for the backward pass from ``output``, which is seen here before any inner (checkpointing) one."""
@@ -236,7 +236,7 @@ class StepEngine(Liveness, ABC):
             self._complete_gradients()
         if progress.has_gradients:
             self.end_step()
-            self._owner_calls.count_step()
+            self._optimizer_step_calls.count_step()
         else:
             progress.backward = None  # only the inputs' gradients, or not a step of this model
         progress.meter.backward_s += time.perf_counter() - self._backward_began
@@ -315,12 +315,12 @@ class StepEngine(Liveness, ABC):
         self.updater.add(buckets)
         self._progress.awaited_gradients += [set(bucket.places) for bucket in buckets]
         self._hook_parameters(buckets)
-        self._await_points.close()
-        self._await_points = self._make_await_points()
+        self._forward_waits.close()
+        self._forward_waits = self._make_forward_waits()
 
-    def _make_await_points(self) -> AwaitPoints:
+    def _make_forward_waits(self) -> ForwardWaits:
         awaited = self.buckets if self.exchanges.algorithm.before_forward else ()
-        return AwaitPoints(self.module, awaited, self._combine)
+        return ForwardWaits(self.module, awaited, self._combine)
 
     @torch.no_grad()
     def _begin_all(self, *, looks_at_gradients: bool = True) -> None:
@@ -370,7 +370,7 @@ class StepEngine(Liveness, ABC):
         if self.shards is not None:
             self.shards.finish_step()
         progress = self._progress
-        progress.meter.epoch = self.epoch
+        progress.meter.generation = self.generation
         self.last_meter = progress.meter
         self.step += 1
         self._progress = StepProgress(self.buckets)
@@ -487,7 +487,7 @@ class StepEngine(Liveness, ABC):
 
     def close(self) -> None:
         """Remove the hooks; the model can no longer be trained. Local."""
-        self._await_points.close()
+        self._forward_waits.close()
         self._places.close()
         self._watch.close()
         self.frozen.close()

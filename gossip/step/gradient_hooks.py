@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gossip.step.rank_exchanges import AnyBucket
+from gossip.exchange.rank_exchanges import AnyBucket
 
 GradientHook = Callable[[torch.Tensor], None]
 

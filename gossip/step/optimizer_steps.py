@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError
+from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
 from gossip.step.engine import StepEngine
 from gossip.step.gradient_hooks import GradientHooks
-from gossip.step.rank_exchanges import AnyBucket
 
 
 class OptimizerSteps(StepEngine):

@@ -12,7 +12,7 @@ from types import FrameType
 
 from loguru import logger
 
-from gossip.communication import daemon_threads
+from gossip.communication.host import daemon_threads
 from gossip.errors import reason
 from gossip.step.engine import StepEngine
 

@@ -8,7 +8,7 @@ from typing import Generic
 import torch
 
 from gossip.algorithms import BucketView
-from gossip.step.exchanges import AnyInFlight, AnyMeter, Exchanges
+from gossip.exchange.exchanges import AnyInFlight, AnyMeter, Exchanges
 
 SkippedRows = Callable[[int], Sequence[torch.Tensor]]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter
 from gossip.step.backward_pass import BackwardPass
-from gossip.step.rank_exchanges import AnyBucket
 
 
 class StepProgress:

@@ -16,9 +16,9 @@ from gossip.compression.codec import BucketShape, Compression
 from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import StackedCodec
 from gossip.errors import GossipError
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
-from gossip.step.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.virtual.mixing_products import KnownRows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
 from gossip.virtual.shards import Shard, joined, mixed_buffers, stacked_views
@@ -236,7 +236,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         return [bucket for bucket, _ in self._blocks]
 
     def rank_states(self) -> Iterator[dict[str, Any]]:
-        """Yield for each rank what :meth:`gossip.step.rank_exchanges.RankExchanges.state_dict` would return."""
+        """Yield for each rank what :meth:`gossip.exchange.rank_exchanges.RankExchanges.state_dict` would return."""
         for number, shard in enumerate(self._shards):
             for row, rank in enumerate(shard.ranks):
                 yield {

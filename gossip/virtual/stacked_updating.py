@@ -29,7 +29,7 @@ from gossip.virtual.stacked_optimizers import (
 
 
 class StackedUpdater:
-    """The counterpart of :class:`gossip.step.updating.Updater` for all replicas at once.
+    """The counterpart of :class:`gossip.step.local_update.Updater` for all replicas at once.
 
     Parameters
     ----------

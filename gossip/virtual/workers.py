@@ -25,10 +25,10 @@ from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
 from gossip.step.backward_pass import refuse_compiled_autograd
-from gossip.step.kept_objects import KeepsObjects, KeptObjects
-from gossip.step.owner_calls import OwnerCalls
+from gossip.step.building.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
+from gossip.step.optimizer_step_calls import OptimizerStepCalls
+from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
-from gossip.step.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.own_attributes import OwnAttributes
@@ -209,7 +209,9 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None
-        self._owner_calls = OwnerCalls("", "train in processes, by GossipDataParallel(step_in_backward=False)")
+        self._optimizer_step_calls = OptimizerStepCalls(
+            "", "train in processes, by GossipDataParallel(step_in_backward=False)"
+        )
         for each in self._optimizers:
             replace_step(each, self._note_step, by_bucket=False)
         self.module = module  # set last: from here on only existing attributes can be set
@@ -369,10 +371,10 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
         if self._is_averaged:
             self._updater.drop_gradients()
         self._make_step()
-        self._owner_calls.count_step()
+        self._optimizer_step_calls.count_step()
 
     def _note_step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> None:
-        self._owner_calls.note(optimizer, closure, self.step, self._updater.has_gradients)
+        self._optimizer_step_calls.note(optimizer, closure, self.step, self._updater.has_gradients)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -46,8 +46,11 @@ ROOMS = (
     "compression",
     "algorithms",
     "communication",
+    "elastic",
     "parameters",
     "optimizers",
+    "exchange",
+    "sharding",
     "step",
     "wrapper",
     "virtual",
@@ -60,29 +63,29 @@ ROOMS = (
 )
 """A room imports rooms that stand before it, and itself."""
 
-MAX_ENTRIES = 19
+MAX_ENTRIES = 22
 INTERNALS_OF_LAB = {
     "gossip.checkpoints": "where a checkpoint is written, for faults",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
-    "gossip.communication": "the module of daemon threads",
-    "gossip.communication.distributed_transport": "when a traced exchange has ended",
-    "gossip.communication.plain_gathering": "what ranks have measured",
+    "gossip.communication.host": "the module of daemon threads",
+    "gossip.exchange.distributed_transport": "when a traced exchange has ended",
+    "gossip.communication.json_gathering": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
-    "gossip.communication.survivors": "where a state is handed over, for faults",
-    "gossip.communication.survivors.ballots": "where ranks agree, for faults",
-    "gossip.communication.survivors.edge_transport": "where messages leave and arrive, for faults and notes of them",
-    "gossip.communication.survivors.pair_transport": "the same, where ranks do not make their steps together",
-    "gossip.communication.survivors.handing_over": "where a state is given, for faults",
-    "gossip.communication.survivors.living_world": "where all ranks do things together, for faults",
-    "gossip.communication.survivors.mesh": "what serves connections, for links that are cut",
-    "gossip.communication.survivors.newcomer": "where a rank joins, for faults",
-    "gossip.communication.survivors.peer_connection": "where a message is sent in part, for faults",
+    "gossip.elastic": "where a state is handed over, for faults",
+    "gossip.elastic.consensus_store": "where ranks agree, for faults",
+    "gossip.exchange.edge_transport": "where messages leave and arrive, for faults and notes of them",
+    "gossip.exchange.pair_transport": "the same, where ranks do not make their steps together",
+    "gossip.elastic.state_transfer": "where a state is given, for faults",
+    "gossip.elastic.elastic_world": "where all ranks do things together, for faults",
+    "gossip.elastic.connections.mesh": "what serves connections, for links that are cut",
+    "gossip.elastic.joining_rank": "where a rank joins, for faults",
+    "gossip.elastic.connections.peer_connection": "where a message is sent in part, for faults",
     "gossip.communication.waiting": "whether DDP has lost a peer",
     "gossip.compression.compiled_passes": "what quantized the buckets of a record",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
-    "gossip.step.wrapper_arguments": "the wrapper's own check, before workers are started",
+    "gossip.step.building.wrapper_arguments": "the wrapper's own check, before workers are started",
 }
 """Where the applications take what is not public, and for what."""
 

@@ -28,7 +28,7 @@ class Course(NamedTuple):
     ----------
     values : list of Tensor
         By step, its parameters before it; then after the last one, and after the global average.
-    epochs : list of (int, tuple of int)
+    generations : list of (int, tuple of int)
         First steps and members.
     lost : dict of int to str
         Whom it has lost, and why.
@@ -37,7 +37,7 @@ class Course(NamedTuple):
     """
 
     values: list[torch.Tensor]
-    epochs: list[tuple[int, tuple[int, ...]]]
+    generations: list[tuple[int, tuple[int, ...]]]
     lost: dict[int, str]
     longest_s: float
 
@@ -49,7 +49,7 @@ Dropped = dict[tuple[int, int], list[int]]
 @contextmanager
 def recorded(file: Path) -> Iterator[None]:
     """Within the block it is noted whose messages are not mixed in, also for those who will end."""
-    from gossip.communication.survivors.edge_transport import EdgeExchange
+    from gossip.exchange.edge_transport import EdgeExchange
 
     finish = EdgeExchange.finish
 
@@ -98,7 +98,7 @@ def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Fault], 
     With ``shares_memory=False`` among the options all messages go over sockets. Whose messages rank r does not mix in
     is in ``folder/r``, for :func:`read_dropped`.
     """
-    from gossip.communication.survivors import living_world
+    from gossip.elastic import elastic_world
     from gossip.lab.faults.injection import injected  # it loads what a test shows not to be loaded otherwise
 
     rank = torch.distributed.get_rank()
@@ -108,16 +108,16 @@ def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Fault], 
     options = dict(options)
     shares_memory = options.pop("shares_memory", True)
     with (
-        mock.patch.object(living_world, "can_share", return_value=shares_memory),
+        mock.patch.object(elastic_world, "can_share", return_value=shares_memory),
         injected([deaths[rank]] if rank in deaths else []),
         recorded(Path(folder) / str(rank)),
     ):
         model = make_model(numel, options)
-        epochs: list[tuple[int, tuple[int, ...]]] = []
+        generations: list[tuple[int, tuple[int, ...]]] = []
 
         def note(step: int) -> None:
-            if not epochs or model.members != epochs[-1][1]:
-                epochs.append((step, model.members))
+            if not generations or model.members != generations[-1][1]:
+                generations.append((step, model.members))
             values.append(flat(model.module))
 
         for step in range(num_steps):
@@ -133,7 +133,7 @@ def train(folder: str, numel: int, num_steps: int, deaths: Mapping[int, Fault], 
         note(num_steps + 1)
         lost = dict(model.world.mesh.lost)
         model.close()
-    return Course(values, epochs, lost, longest_s)
+    return Course(values, generations, lost, longest_s)
 
 
 def flat(module: Any) -> torch.Tensor:

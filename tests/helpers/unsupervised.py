@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gossip import join_training
-from gossip.communication.process_states import is_suspended
+from gossip.communication.liveness.process_liveness import is_suspended
 from gossip.lab.benchmarks.namespaces import Namespace
 from gossip.lab.benchmarks.networks import store_at
 from gossip.lab.benchmarks.shaped_hosts import Lab

@@ -12,7 +12,7 @@ from programs import run_programs
 PROGRAM = """
 import ctypes
 
-from gossip.communication import daemon_threads
+from gossip.communication.host import daemon_threads
 
 STUCK_RANK = world_size - 1
 if not case["unloads"]:  # what C++ libraries do after the interpreter is gone takes most of the time

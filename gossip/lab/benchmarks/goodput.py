@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gossip.communication.plain_gathering import gather_plain
+from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.counters import InterfaceBytes
 
 _WARM_UP_S = 0.4  # TCP slow start, and the burst of a token bucket
@@ -54,7 +54,7 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float, loc
     with socket.create_server((address, 0)) as listener:
         listener.settimeout(timeout_s)
         patience = timedelta(seconds=timeout_s)
-        places = gather_plain(listener.getsockname(), "measuring what the links carry", patience)
+        places = all_gather_json(listener.getsockname(), "measuring what the links carry", patience)
         if peer < world_size:
             place = (str(places[peer][0]), int(places[peer][1]))
             connection = listener.accept()[0] if rank < peer else socket.create_connection(place, timeout=timeout_s)

@@ -24,7 +24,7 @@ from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.loggers.logger_choice import JSONL, logging_settings
-from gossip.step.wrapper_arguments import prepare_algorithm
+from gossip.step.building.wrapper_arguments import prepare_algorithm
 from topologies import Topology
 from topologies.registry import Registry
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from gossip import ExchangeError, GossipError, World
-from gossip.communication import daemon_threads
+from gossip.communication.host import daemon_threads
 from gossip.launching import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,7 +35,7 @@ _ASKED = "asked"
 
 
 class Stopping:
-    """Agreement of the ranks on a common last step, once any of them receives a signal.
+    """Consensus of the ranks on a common last step, once any of them receives a signal.
 
     A rank can be some steps ahead of another, and a rank-local decision would leave peers waiting. So each rank that
     learns of the signal publishes the number of steps that it is committed to (those that it has begun), and begins no

@@ -13,7 +13,7 @@ from typing import Any
 from torch.profiler import profile
 
 from gossip import Conversation, DistributedTransport, World
-from gossip.communication.distributed_transport import DistributedExchange
+from gossip.exchange.distributed_transport import DistributedExchange
 from topologies import Round, Topology
 
 FORWARD = "forward"

@@ -211,7 +211,6 @@ class GossipMethod:
             if isinstance(value, Mapping):
                 costs[key] = {str(peer): of_peer for peer, of_peer in sorted(value.items())}
         del costs["step"]
-        costs["membership_epoch"] = costs.pop("epoch")  # a record's "epoch" counts passes over the data
         return costs
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:

@@ -17,7 +17,7 @@ from gossip import GossipDataParallel, VirtualWorkers
 from gossip.lab.experiments.options import FAULTS, blaming, shown
 from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
 from gossip.lab.experiments.targets import TARGET
-from gossip.step.wrapper_arguments import Arguments, check_arguments
+from gossip.step.building.wrapper_arguments import Arguments, check_arguments
 
 SECTION = "wrapper"
 

@@ -73,7 +73,7 @@ def examine(folder: Path, ended: list[dict[str, Any]]) -> dict[str, Any]:
     torn = _torn(folder)
     drift, num_steps_with_drift = _drift(steps)
     times = [took_s for lines in steps.values() for _, _, _, _, took_s, *_ in lines]
-    members = {member for _, _, epoch in changes for member in epoch}
+    members = {member for _, _, generation in changes for member in generation}
     return {
         "num_ended": len(ended),
         "accuracies": sorted({round(one["accuracy"], 4) for one in ended}),
@@ -172,8 +172,8 @@ def _drift(steps: dict[int, list[Any]]) -> tuple[float, int]:
     largest, num_compared = 0.0, 0
     for step, told in by_step.items():
         window = [by_step.get(step + offset, {}) for offset in (-2, -1, 0, 1)]
-        epochs = {members for of_step in window for members, _, _ in of_step.values()}
-        if len(epochs) != 1 or any(set(of_step) != set(next(iter(epochs))) for of_step in window):
+        generations = {members for of_step in window for members, _, _ in of_step.values()}
+        if len(generations) != 1 or any(set(of_step) != set(next(iter(generations))) for of_step in window):
             continue
         before = sum(total for _, total, _ in told.values())
         after = sum(total for _, total, _ in window[3].values())

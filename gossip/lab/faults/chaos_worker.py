@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gossip import GossipDataParallel
-from gossip.communication.survivors.edge_transport import EdgeExchange
+from gossip.exchange.edge_transport import EdgeExchange
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.faults.fault import Fault, Kind

@@ -21,15 +21,15 @@ from unittest import mock
 import torch
 
 from gossip.checkpoints import saving
-from gossip.communication.survivors import handing_over
-from gossip.communication.survivors.ballots import Ballots
-from gossip.communication.survivors.edge_transport import EdgeTransport
-from gossip.communication.survivors.handing_over import StateGiver
-from gossip.communication.survivors.living_world import LivingWorld
-from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.newcomer import Newcomer
-from gossip.communication.survivors.pair_transport import PairTransport
-from gossip.communication.survivors.peer_connection import Kind, Outgoing, PeerConnection
+from gossip.elastic import state_transfer
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Kind, Outgoing, PeerConnection
+from gossip.elastic.consensus_store import ConsensusStore
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.joining_rank import JoiningRank
+from gossip.elastic.state_transfer import StateGiver
+from gossip.exchange.edge_transport import EdgeTransport
+from gossip.exchange.pair_transport import PairTransport
 from gossip.lab.faults.fault import Fault
 
 _SENDING_PATIENCE = timedelta(seconds=20)
@@ -255,14 +255,14 @@ def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
 _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
     "sending": ((EdgeTransport, PairTransport), "start", _sending),
     "sending a part": (Outgoing, "send", _sending_a_part),
-    "agreeing": (Ballots, "_set_once", _after),
-    "together": (LivingWorld, "exchange", _together),
+    "agreeing": (ConsensusStore, "_set_once", _after),
+    "together": (ElasticWorld, "exchange", _together),
     "telling": (Mesh, "send", _telling),
     "saving": (saving, "write_tensors", _before),
-    "listening": (LivingWorld, "_listen", _before),
+    "listening": (ElasticWorld, "_listen", _before),
     "calling": (Mesh, "connect", _before),
     "giving": (StateGiver, "_send", _giving),
-    "taking": (handing_over, "_pieces", _after),
-    "asking": (Newcomer, "be_admitted", _before),
-    "entering": (Newcomer, "be_admitted", _after),
+    "taking": (state_transfer, "_pieces", _after),
+    "asking": (JoiningRank, "be_admitted", _before),
+    "entering": (JoiningRank, "be_admitted", _after),
 }

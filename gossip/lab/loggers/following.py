@@ -17,7 +17,7 @@ from typing import Any
 
 from loguru import logger
 
-from gossip.communication import daemon_threads
+from gossip.communication.host import daemon_threads
 from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
 from gossip.lab.loggers.record_streams import MeanStream, RankStream, Stream

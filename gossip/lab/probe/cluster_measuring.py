@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip import Cluster, SlowRank, Workload
-from gossip.communication.plain_gathering import gather_plain
+from gossip.communication.json_gathering import all_gather_json
 from gossip.communication.shared_buffers import machine
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
@@ -77,7 +77,7 @@ def measure(
     if dist.is_initialized():
         dist.barrier()
     plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
-    measured = gather_plain(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
+    measured = all_gather_json(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
     steps = [StepTimes(**{**times, "bucket_bytes": tuple(times["bucket_bytes"])}) for times in measured]
     workload = workload_of(steps)
     device = next(module.parameters()).device
@@ -87,7 +87,7 @@ def measure(
         step_s = workload.compute_s + workload.mix_s
         contention = measure_contention(plain.make, step_s, message_bytes, device)
         workload = replace(workload, contention=contention)
-    machines = gather_plain(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
+    machines = all_gather_json(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     coding_s = {name: statistics.fmean(times.coding_s[name] for times in steps) for name in steps[0].coding_s}

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gossip.communication import daemon_threads
-from gossip.communication.plain_gathering import gather_plain
+from gossip.communication.host import daemon_threads
+from gossip.communication.json_gathering import all_gather_json
 from gossip.launching import DEFAULT_TIMEOUT
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
@@ -103,7 +103,7 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
             continue
         latency_s = _latency_s(peer, device)
         own.append(Link(rank, peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
-    everyone = gather_plain([asdict(link) for link in own], "gathering what the links took", DEFAULT_TIMEOUT)
+    everyone = all_gather_json([asdict(link) for link in own], "gathering what the links took", DEFAULT_TIMEOUT)
     return [Link(**link) for links in everyone for link in links]
 
 
@@ -158,7 +158,7 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     together_s = sending.result()
     steps_meanwhile = num_steps * together_s / computed_s
     own = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
-    everyone = gather_plain(own, "gathering what computing took from the links", DEFAULT_TIMEOUT)
+    everyone = all_gather_json(own, "gathering what computing took from the links", DEFAULT_TIMEOUT)
     return statistics.fmean(factor for factor in everyone if factor is not None)
 
 

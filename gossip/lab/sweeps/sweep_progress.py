@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from gossip.communication import daemon_threads
+from gossip.communication.host import daemon_threads
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
 
 PAUSE_S = 10.0

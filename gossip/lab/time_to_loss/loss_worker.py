@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 
 from gossip import World
-from gossip.communication.plain_gathering import gather_plain
+from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import METHODS, Method, make_optimizer
 from gossip.lab.benchmarks.bench_models import loss_of
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
@@ -58,7 +58,7 @@ class LossMeasurement:
             advice = advise(measured, "different")
             assert advice.choice is not None, "complete serves all ranks, and agrees at once"
             made = advice.choice.arguments(), advice.sentence
-        options, sentence = gather_plain(made, "telling what the probe chooses", self._timeout)[0]
+        options, sentence = all_gather_json(made, "telling what the probe chooses", self._timeout)[0]
         return MethodSpecification("gossip as probed", "gossip", options), sentence
 
     def measure(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:

@@ -19,8 +19,8 @@ from torch import nn
 import gossip
 from gossip import CheckpointError, GossipDataParallel, launch
 from gossip.checkpoints import rank_replica
-from gossip.communication.survivors.mesh import Mesh
-from gossip.communication.survivors.peer_connection import Key, Kind
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.step import engine
 
 WORLD_SIZE = 3

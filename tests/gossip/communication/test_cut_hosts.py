@@ -41,7 +41,7 @@ def train_until_one_is_cut_off(topology: str) -> tuple[str, tuple[int, ...]]:
             if model.rank == VICTIM and step == 5:
                 subprocess.run(["ip", "link", "set", Lab.interface, "down"], check=True)
             model(torch.ones(2, 4)).sum().backward()
-    return str(caught.value), caught.value.culprits
+    return str(caught.value), caught.value.failed_ranks
 
 
 def construct_on_machines_of_their_own_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
@@ -85,10 +85,10 @@ def wait_until_cut_off(hosts: Lab) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(found: dict[str, list[Any]], topology: str) -> None:
     by_rank = list(found[topology])
-    text, culprits = by_rank[VICTIM]
+    text, failed_ranks = by_rank[VICTIM]
     by_rank[VICTIM] = None
     assert_only_the_victim_is_blamed(by_rank, "absent (dead, frozen, cut off or busy)", TIMEOUT)
-    assert culprits == ()
+    assert failed_ranks == ()
     assert "the key-value store does not reply: this rank is cut off from it, or the process that holds it" in text
 
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import gossip.communication.world as worlds
 from gossip import ExchangeError, GossipDataParallel, LaunchError, World, launch
-from gossip.communication import roll_call
-from gossip.communication.process_states import Process, is_suspended
+from gossip.communication.liveness import progress_markers
+from gossip.communication.liveness.process_liveness import Process, is_suspended
 from gossip.launching import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deaths")]  # all worlds wait at the same time
@@ -49,7 +49,7 @@ def stop_here(how: str) -> None:
 
 def pretend_to_be_on_machines_of_their_own() -> None:
     rank = dist.get_rank()
-    roll_call.own_process = lambda: Process(f"machine {rank}", os.getpid(), 0)
+    progress_markers.own_process = lambda: Process(f"machine {rank}", os.getpid(), 0)
 
 
 def make_model(topology: str, timeout: timedelta) -> GossipDataParallel:
@@ -72,7 +72,7 @@ def error_of_a_survivor(topology: str, how: str, timeout: timedelta, *, together
     with pytest.raises(ExchangeError) as caught:
         train_until_one_stops(topology, how, timeout)
     assert isinstance(caught.value.__cause__, RuntimeError | None)
-    return str(caught.value), caught.value.culprits
+    return str(caught.value), caught.value.failed_ranks
 
 
 def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str, timeout: timedelta) -> None:
@@ -80,8 +80,8 @@ def assert_only_the_victim_is_blamed(by_rank: list[Any], why: str, timeout: time
         if rank == VICTIM:
             assert found is None
         else:
-            text, culprits = found
-            assert culprits == (VICTIM,), text
+            text, failed_ranks = found
+            assert failed_ranks == (VICTIM,), text
             assert text.startswith(f"rank {rank}: ")
             assert f": rank {VICTIM} is {why}" in text
             assert "gloo" not in text
@@ -101,7 +101,7 @@ def construct_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
             setattr(World, {"comparing manifests": "gather_bytes", "broadcasting": "broadcast_"}[where], stop)
     with pytest.raises(ExchangeError) as caught:
         make_model("ring", timedelta(minutes=5))
-    return str(caught.value), caught.value.culprits
+    return str(caught.value), caught.value.failed_ranks
 
 
 class Found(NamedTuple):

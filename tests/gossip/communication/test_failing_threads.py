@@ -17,12 +17,12 @@ from mortal_ranks import make_model, targets
 
 from gossip import GossipError
 from gossip.algorithms.asynchronous import Asynchronous
-from gossip.communication.roll_call import RollCall
-from gossip.communication.survivors.agreement import Agreement
-from gossip.communication.survivors.averager import Averager
-from gossip.communication.survivors.mesh import Mesh
+from gossip.communication.host.worker_threads import Operation, Ticket, WorkerThreads
+from gossip.communication.liveness.progress_markers import ProgressMarkers
 from gossip.communication.waiting import wait_for
-from gossip.communication.worker_threads import Operation, Ticket, WorkerThreads
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.consensus import Consensus
+from gossip.exchange.pair_averaging import PairAverager
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
 from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.loggers.following import Follower
@@ -54,8 +54,8 @@ def failing_beside(owner: Any, name: str) -> Any:
 PLACES: dict[str, tuple[type, str, dict[str, Any]]] = {
     "the mesh takes up changes": (Mesh, "_take_up_changes", {}),
     "the mesh handles a frame": (Mesh, "put", {}),
-    "the agreement looks": (Agreement, "_is_due", {}),
-    "averages": (Averager, "answer", {"algorithm": Asynchronous(max_staleness=1)}),
+    "the agreement looks": (Consensus, "_is_due", {}),
+    "averages": (PairAverager, "answer", {"algorithm": Asynchronous(max_staleness=1)}),
 }
 
 
@@ -117,16 +117,19 @@ class Never:
 
 
 def test_a_long_wait_ends_with_what_its_thread_raised() -> None:
-    roll_call = RollCall(dist.HashStore(), 0, 2)
-    with mock.patch.object(RollCall, "read", fail), pytest.raises(GossipError, match=r"rank 0: x: .*a bug") as caught:
-        wait_for(Never(), roll_call, TIMEOUT, where="x", ranks=lambda: [1])
+    progress_markers = ProgressMarkers(dist.HashStore(), 0, 2)
+    with (
+        mock.patch.object(ProgressMarkers, "read", fail),
+        pytest.raises(GossipError, match=r"rank 0: x: .*a bug") as caught,
+    ):
+        wait_for(Never(), progress_markers, TIMEOUT, where="x", ranks=lambda: [1])
     assert isinstance(caught.value.__cause__, InjectedError)
 
 
 def test_the_roll_call_raises_what_its_thread_raised() -> None:
-    roll_call = RollCall(dist.HashStore(), 0, 2)
-    with mock.patch.object(RollCall, "_meet", fail), pytest.raises(InjectedError):
-        roll_call.wait_for_all(TIMEOUT)
+    progress_markers = ProgressMarkers(dist.HashStore(), 0, 2)
+    with mock.patch.object(ProgressMarkers, "_meet", fail), pytest.raises(InjectedError):
+        progress_markers.wait_for_all(TIMEOUT)
 
 
 def test_a_signal_is_not_awaited_by_a_thread_that_has_failed() -> None:

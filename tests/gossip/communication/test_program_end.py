@@ -77,7 +77,7 @@ if case["end"] == "an exception":
 RELEASED_AT_THE_END = """
 import threading, time
 
-from gossip.communication.worker_threads import WorkerThreads, Operation
+from gossip.communication.host.worker_threads import WorkerThreads, Operation
 
 is_awaited = threading.Event()
 
@@ -111,7 +111,7 @@ sys.last_of_all.append(tell_what_is_left)
 RELEASED_BY_WHAT_IS_SAID = """
 import threading
 
-from gossip.communication.worker_threads import WorkerThreads, Operation
+from gossip.communication.host.worker_threads import WorkerThreads, Operation
 
 is_awaited = threading.Event()
 

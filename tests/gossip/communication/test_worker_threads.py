@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gossip.communication import worker_threads as module
 from gossip.communication.device_paths import Message, post_point_to_point
-from gossip.communication.worker_threads import Job, Operation, WorkerThreads
+from gossip.communication.host import worker_threads as module
+from gossip.communication.host.worker_threads import Job, Operation, WorkerThreads
 
 MANY_BYTES = module.WINDOW_BYTES // 2
 TIMEOUT = timedelta(seconds=30)

@@ -18,7 +18,7 @@ from replicas import SGD, TINY_BUCKETS, NormalisedNet, assert_equal_states, rank
 from torch import nn
 
 from gossip import DistributedTransport, ExchangeError, GossipDataParallel, LaunchError, World, launch
-from gossip.communication.roll_call import RollCall
+from gossip.communication.liveness.progress_markers import ProgressMarkers
 from gossip.communication.waiting import wait_for
 from topologies import build
 
@@ -173,7 +173,7 @@ def num_collectives(num_layers: int) -> int:
     for layer in module:
         layer[0].bias.requires_grad_(False)
     model = GossipDataParallel(module, SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
-    number = model._world.roll_call.sequence
+    number = model._world.progress_markers.sequence
     model.close()
     return number
 
@@ -353,22 +353,24 @@ class Never:
         return False
 
 
-def wait_in_vain(roll_call: RollCall, where: str = "averaging") -> str:
+def wait_in_vain(progress_markers: ProgressMarkers, where: str = "averaging") -> str:
     """What is found out, where rank 1 does not come to this rank's latest collective."""
-    failure = wait_for(Never(), roll_call, SHORT, where=where, ranks=lambda: [1], sequence=roll_call.sequence)
+    failure = wait_for(
+        Never(), progress_markers, SHORT, where=where, ranks=lambda: [1], sequence=progress_markers.sequence
+    )
     assert failure is not None
     return failure.verdict.text
 
 
 def test_store_that_is_gone_is_said_to_be() -> None:
-    roll_call = RollCall(BrokenStore(), 0, 2)
-    roll_call.note("averaging")
+    progress_markers = ProgressMarkers(BrokenStore(), 0, 2)
+    progress_markers.note("averaging")
     gone = (
         "the key-value store does not reply: this rank is cut off from it, or the process that holds it is gone (rank"
     )
-    assert wait_in_vain(roll_call).startswith(gone)
+    assert wait_in_vain(progress_markers).startswith(gone)
     with pytest.raises(ExchangeError, match=r"the key-value store does not reply: .* \(failed to recv, got 0 bytes\)"):
-        roll_call.wait_for_all(timedelta(seconds=5))
+        progress_markers.wait_for_all(timedelta(seconds=5))
 
 
 class SilentStore(dist.Store):
@@ -392,19 +394,19 @@ class SilentStore(dist.Store):
 def test_store_that_answers_nothing_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossip.communication.waiting.STORE_PATIENCE_S", 0.05)
     store = SilentStore()
-    roll_call = RollCall(store, 0, 2)
-    assert "does not reply" in wait_in_vain(roll_call)
-    assert roll_call.is_silent
+    progress_markers = ProgressMarkers(store, 0, 2)
+    assert "does not reply" in wait_in_vain(progress_markers)
+    assert progress_markers.is_silent
     store.released.set()
     for thread in threading.enumerate():
-        if thread.name == "gossip-vigil":
+        if thread.name == "gossip-watch":
             thread.join(10)
-    assert not any(thread.name == "gossip-vigil" for thread in threading.enumerate())
+    assert not any(thread.name == "gossip-watch" for thread in threading.enumerate())
 
 
 def test_arrivals_are_read_from_any_store(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    first, second = (RollCall(dist.PrefixStore("x", store), rank, 2) for rank in range(2))
+    first, second = (ProgressMarkers(dist.PrefixStore("x", store), rank, 2) for rank in range(2))
     first.note("here")
     absent = "rank 1 is absent (dead, frozen, cut off or busy); it was "
     assert wait_in_vain(first) == f"{absent}never seen"

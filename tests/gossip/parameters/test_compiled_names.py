@@ -17,7 +17,7 @@ from torch import nn
 import gossip
 from gossip import GossipDataParallel, VirtualWorkers
 from gossip.checkpoints import checkpoint_layout, rank_replica
-from gossip.step import replica_state
+from gossip.step.state import replica_state
 
 # Of the compiler itself, for the input of a compiled part.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")

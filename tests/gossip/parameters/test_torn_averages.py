@@ -14,7 +14,7 @@ from replicas import SGD, TINY_BUCKETS, assert_equal_states, gathered, rank_modu
 from torch import nn
 
 from gossip import ExchangeError, GossipDataParallel, World
-from gossip.communication import scratch
+from gossip.communication import staged_collectives
 
 NUM_SUMS = 9
 """Of a global average of the module: one for each of 5 buckets and 3 float buffers, and the confirmation."""
@@ -37,9 +37,9 @@ def leave_before(world: World, number: int) -> None:
     world.sum_ = sum_or_leave  # type: ignore[method-assign]
 
 
-def average_while_one_leaves(number: int, scratch_bytes: int, how: str) -> tuple[int, int, str]:
+def average_while_one_leaves(number: int, staging_bytes: int, how: str) -> tuple[int, int, str]:
     """How many values of those that differ have changed, of how many, and the error."""
-    scratch.SCRATCH_BYTES = scratch_bytes
+    staged_collectives.STAGING_BYTES = staging_bytes
     model = GossipDataParallel(
         rank_module(), SGD, "exponential", bucket_cap_mb=TINY_BUCKETS, timeout=timedelta(seconds=30)
     )
@@ -71,7 +71,7 @@ def average_while_one_leaves(number: int, scratch_bytes: int, how: str) -> tuple
 
 Torn = dict[tuple[int, int, str], list[tuple[int, int, str]]]
 CASES = [
-    *((number, scratch.SCRATCH_BYTES, "global_avg") for number in (0, 3, NUM_SUMS - 1)),
+    *((number, staged_collectives.STAGING_BYTES, "global_avg") for number in (0, 3, NUM_SUMS - 1)),
     (6, 128, "global_avg"),
     (6, 128, "averaged"),
 ]
@@ -91,7 +91,9 @@ def torn() -> Torn:
 @pytest.mark.xdist_group("torn_averages")
 @pytest.mark.parametrize("number", [0, 3, NUM_SUMS - 1])
 def test_average_that_fails_changes_nothing(torn: Torn, number: int) -> None:
-    for rank, (num_changed, num_values, text) in enumerate(torn[number, scratch.SCRATCH_BYTES, "global_avg"]):
+    for rank, (num_changed, num_values, text) in enumerate(
+        torn[number, staged_collectives.STAGING_BYTES, "global_avg"]
+    ):
         assert num_changed == 0
         if rank != 2:
             assert num_values > 100
@@ -116,7 +118,7 @@ def test_looking_at_an_average_that_fails_puts_all_back(torn: Torn) -> None:
 
 
 def average_in_pieces() -> None:
-    for dtype, numel, scratch_bytes in (
+    for dtype, numel, staging_bytes in (
         (torch.float32, 1, 2**13),
         (torch.float32, 12345, 2**13),
         (torch.float32, 2_000_003, 2**20),
@@ -129,7 +131,7 @@ def average_in_pieces() -> None:
             module[0].copy_(torch.randn(numel, generator=torch.Generator().manual_seed(model.rank)))
         whole = model._buckets[0].block.to(torch.promote_types(dtype, torch.float32), copy=True)
         model._world.average_(whole, "averaging as a whole")
-        with mock.patch.object(scratch, "SCRATCH_BYTES", scratch_bytes):
+        with mock.patch.object(staged_collectives, "STAGING_BYTES", staging_bytes):
             model.global_avg()
         assert torch.equal(module[0], whole[:numel].to(dtype))
         model.close()

@@ -167,7 +167,7 @@ def test_adapt_then_combine_on_the_complete_graph_is_all_reduce() -> None:
     run_ranks(follow_all_reduce, world_size=3)
 
 
-def await_points() -> dict[str, list[int]]:
+def forward_waits() -> dict[str, list[int]]:
     """Which buckets each module of the model awaits, once a training forward has been seen."""
     module = make_module()
     model = GossipDataParallel(
@@ -188,7 +188,7 @@ def await_points() -> dict[str, list[int]]:
 
 
 def test_buckets_are_awaited_by_the_lowest_module_that_holds_every_user() -> None:
-    for awaited in run_ranks(await_points, world_size=2):
+    for awaited in run_ranks(forward_waits, world_size=2):
         assert awaited["attention.out_proj.weight"] == ["attention", "attention.out_proj"]
         assert awaited["norm.weight"] == ["norm"]
         assert awaited["embed.weight"] == ["embed"]

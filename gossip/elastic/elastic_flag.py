@@ -1,0 +1,77 @@
+"""A boolean on which the remaining ranks agree while they train."""
+
+from __future__ import annotations
+
+import zlib
+
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.flag_votes import Position
+from gossip.errors import ExchangeError
+
+
+class ElasticFlag:
+    """A :class:`gossip.communication.flags.Flag` for ranks some of which may be lost.
+
+    What a rank had said before it was lost counts equally on all others, even if it had told only one of them: they
+    agree on it when they agree on the remaining ranks.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The ranks.
+    what : str
+        What is agreed on, for error texts; the same on all ranks.
+    """
+
+    def __init__(self, world: ElasticWorld, what: str) -> None:
+        self._world = world
+        self._what = what
+        self._question = zlib.crc32(what.encode())
+        self._pending: tuple[Position, bool, tuple[int, ...]] | None = None
+        self._answer: bool | None = None
+
+    def say(self, yes: bool) -> None:
+        """Take part in the next agreement, that of the ranks that make this step. Local."""
+        consensus = self._world.consensus
+        members = consensus.entered.members
+        self._pending = consensus.position, yes, members
+        others = (member for member in members if member != self._world.member)
+        consensus.board.tell(others, self._question, consensus.position, yes)
+
+    def wait(self) -> bool | None:
+        """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
+
+        If this rank cannot continue, which it learns at the end of its step, the answer has no meaning.
+        """
+        if self._pending is None:
+            return self._answer
+        position, answer, members = self._pending
+        consensus, mesh = self._world.consensus, self._world.mesh
+        missing = set(members) - {self._world.member}
+
+        def look() -> bool:
+            nonlocal answer
+            try:
+                left = consensus.latest.members
+            except ExchangeError:
+                return True  # this rank cannot continue: it raises, or comes back, at the end of its step
+            for member in list(missing):
+                word = consensus.board.word_of(member, self._question, position)
+                # A rank that leaves says goodbye after its last word.
+                if word is not None or (member in mesh.lost and member not in left):
+                    answer |= bool(word)
+                    missing.discard(member)
+            return not missing
+
+        num_loaded, step, _ = position
+        where = f"step {step}: {self._what}"
+        self._world.wait_until(look, lambda: sorted(missing), where, is_sent_at=(num_loaded, step + 1, 0))
+        self._pending, self._answer = None, answer
+        return answer
+
+    def restore(self, answer: bool | None) -> None:
+        """Set what :meth:`wait` returns, from a checkpoint. Local."""
+        self._pending, self._answer = None, answer
+
+    def close(self) -> None:
+        """Do nothing, as there is nothing to release."""

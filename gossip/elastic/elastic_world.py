@@ -1,0 +1,465 @@
+"""The world of the remaining ranks, in which collective operations complete or are repeated without lost ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gossip.communication import training_store
+from gossip.communication.authenticated_store import AuthenticatedStore, NotGenuine, derived, read, training_key, under
+from gossip.communication.host import forks
+from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
+from gossip.communication.host.tcp_options import resending_soon
+from gossip.communication.liveness.peer_liveness import own_address
+from gossip.communication.liveness.process_liveness import GONE, own_network
+from gossip.communication.membership import innermost, own_connection
+from gossip.elastic.connections.mesh import Mesh, in_words
+from gossip.elastic.connections.peer_connection import Frame, Kind
+from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
+from gossip.elastic.consensus import Consensus
+from gossip.elastic.failure_detector import FailureDetector
+from gossip.elastic.generations import Generation
+from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.store_host import is_kept_here
+from gossip.errors import ExchangeError, GenerationEndedError
+
+_ANNOUNCED = "gossip/trainings"
+_PAUSE_S = 0.005
+_OWN_HOST = "127.0.0.1"
+
+Questions = queue.SimpleQueue[tuple[int, Frame] | None]
+"""Frames about averages of two ranks, with the members that sent them; None at the end."""
+
+_Result = TypeVar("_Result")
+_num_trainings = itertools.count()  # of this process
+
+
+class ElasticWorld(FailureDetector):
+    """All remaining ranks of one wrapped model.
+
+    ``rank``, ``world_size`` and ``members`` refer to the remaining ranks: they change when a rank is lost. A collective
+    operation completes on all ranks or on none: the remaining ranks repeat it. After one, they refer to the ranks that
+    took part until the next step: all but those that start with this one, or are about to leave.
+
+    Parameters
+    ----------
+    timeout : timedelta
+        The time after which a rank that others wait for, and that waits for nobody itself, is dropped.
+    process_group : ProcessGroup, optional
+        The ranks at the beginning.
+    min_ranks : int, optional
+        Training ends with an error when fewer ranks remain; by default a majority of those at the beginning.
+    is_in_step : bool
+        Whether the ranks make their steps together.
+    authenticate : bool
+        Whether every frame is authenticated, and not only the beginning of a connection.
+
+    Attributes
+    ----------
+    mesh : Mesh
+        The connections to the other ranks.
+    giver : StateGiver
+        Gives this rank's state to joining ranks.
+    shared : SharedPayloads or None
+        Carries messages to ranks on this machine.
+    consensus : Consensus
+        Determines who trains.
+    questions : SimpleQueue
+        What ranks ask each other if they do not make their steps together; the thread that replies may start later.
+    is_joint : bool
+        Whether a collective operation is in progress.
+
+    Notes
+    -----
+    Construction is collective: every rank of the process group must construct it.
+    """
+
+    mesh: Mesh
+    giver: StateGiver
+    shared: SharedPayloads | None
+    consensus: Consensus
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        min_ranks: int | None = None,
+        is_in_step: bool = True,
+        authenticate: bool = True,
+    ) -> None:
+        self.is_in_step, self._authenticate = is_in_step, authenticate
+        self.questions: Questions = queue.SimpleQueue()
+        self._member = 0
+        self._min_ranks = min_ranks
+        self._generation = Generation(0, (0,))
+        self._members = self._generation.members
+        self._keys: Any = None
+        self._key, self._token = training_key(), ""
+        self._num_initial = 1
+        self.is_joint = False
+        self._num_primitives = 0
+        super().__init__(timeout, process_group)
+        training = training_store.joined()
+        if training is not None:
+            if process_group is not None:
+                raise ValueError(
+                    "process_group was passed, but a rank that joins a training joins all of its ranks; leave it out"
+                )
+            forks.watch(self)
+            try:
+                self._come(training)
+            except BaseException:
+                self.close()
+                raise
+
+    def _connect(self) -> None:
+        assert self.membership is not None
+        if not self.membership.is_gloo:
+            raise ValueError(
+                'on_peer_loss="continue" carries messages in host memory; initialise the process group '
+                f'with backend="gloo", got {self.membership.backend_name}'
+            )
+        assert self._store is not None
+        self._member = self.rank
+        store: Any = self._guarded(own_connection(self._store), "beginning")
+        _least(self._min_ranks, self.world_size)
+        if is_kept_here(self._store):
+            store.set("kept_by_a_rank", str(self.member))
+        self._token = hashlib.sha256("".join(self.progress_markers.nonces).encode()).hexdigest()
+        self._num_initial = self.world_size
+        self._keys = self._keys_at(innermost(store))
+        with resending_soon(self.timeout):
+            self._listen()
+            self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
+        if store.check(["kept_by_a_rank"]):
+            raise ValueError(
+                'on_peer_loss="continue" needs a key-value store that does not end with a rank, but it is served by '
+                f"the process of rank {store.get('kept_by_a_rank').decode()}; start the ranks with gossip.launch or "
+                "torchrun, which serve it from a separate process, or, on one machine, pass init_process_group "
+                "store=torch.distributed.FileStore(...)"
+            )
+        if not self.membership.is_given:
+            announced = json.dumps({"token": self._token, "num_ranks": self.world_size})
+            self._guarded(innermost(store), "").set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
+        self.agree()
+
+    def _listen(self) -> None:
+        host = own_address(self._keys)[1] or _OWN_HOST
+        # Without a key, whoever can read the store can join.
+        secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
+        self.mesh = Mesh(self.member, secret, host, self.timeout, authenticate=self._authenticate)
+        self.giver = StateGiver(self.mesh)
+        for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
+            self.mesh.handlers[kind] = functools.partial(_put, self.questions)
+        self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
+        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, own_network()]))
+
+    def agree(self) -> None:
+        """Start to agree with the others on who trains. Local."""
+        self._generation = Generation(0, tuple(range(self._num_initial)))
+        self._members = self._generation.members
+        least = _least(self._min_ranks, self._num_initial)
+        self.consensus = Consensus(
+            self._keys,
+            self.mesh,
+            self._generation.members,
+            min_ranks=least,
+            timeout=self.timeout,
+            is_in_step=self.is_in_step,
+        )
+
+    # ------------------------------------------------------------------ joining
+
+    def _come(self, training: Any) -> None:
+        """Find the training, and listen where its ranks can reach this one."""
+        where = f"{_ANNOUNCED}/{next(_num_trainings)}"
+        with resending_soon(self.timeout):
+            store: Any = self._guarded(own_connection(training), "")
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not store.check([where]):
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    "joining: the key-value store announced no training that can be joined within "
+                    f'{self.timeout.total_seconds():g} s; its ranks must wrap their model with on_peer_loss="continue"'
+                )
+            time.sleep(_PAUSE_S)
+        announced = read(store.get(where))
+        self._token, self._num_initial = announced["token"], announced["num_ranks"]
+        self.world_size, self._keys = self._num_initial, self._keys_at(innermost(store))
+        self._take_number()
+
+    def come_back(self) -> None:
+        """Close all connections, and become a rank that is about to join, with a new number. Local.
+
+        Raises
+        ------
+        RuntimeError
+            The key-value store cannot be reached.
+        """
+        self.consensus.close()
+        self.mesh.close()
+        while not self.questions.empty():
+            self.questions.get()  # these were addressed to the rank that this process was before
+        with resending_soon(self.timeout):
+            self._keys = own_connection(self._keys)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        number = self._keys.add("num_joining", 1)
+        if number < 1:
+            raise NotGenuine(f"joining: somebody else changed num_joining in the key-value store to {number - 1}")
+        self._member = self._num_initial + number - 1
+        self._listen()
+
+    def keys(self, name: str) -> dist.Store | None:
+        if self.is_alone:
+            return None
+        with resending_soon(self.timeout):
+            return own_connection(under(self._keys, name))
+
+    def _guarded(self, store: dist.Store, name: str) -> dist.Store:
+        return store if self._key is None else AuthenticatedStore(store, derived(self._key, "store"), name)
+
+    def _keys_at(self, store: dist.Store) -> dist.Store:
+        """Return the keys of this training."""
+        name = f"gossip/training/{hashlib.sha256(self._token.encode()).hexdigest()[:16]}"
+        return self._guarded(dist.PrefixStore(name, store), name)
+
+    def publish(self, manifest: Mapping[str, str]) -> None:
+        """Publish what joining ranks must build. Local."""
+        if not self._keys.check(["manifest"]):
+            self._keys.set("manifest", json.dumps(manifest))
+
+    def published(self) -> dict[str, str]:
+        """Return what a joining rank must build. Local."""
+        found: dict[str, str] = json.loads(self._keys.get("manifest"))
+        return found
+
+    # ------------------------------------------------------------------ connecting
+
+    def _addresses(self, members: Iterable[int]) -> dict[int, tuple[str, int]]:
+        """Return where members listen; a member whose process ends before it says so is lost.
+
+        Raises
+        ------
+        ExchangeError
+            A member did not say so in time.
+        """
+        found: dict[int, tuple[str, int]] = {}
+        missing = set(members)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while missing:
+            for rank in sorted(missing):
+                if self._keys.check([f"address{rank}"]):
+                    found[rank] = self.address_of(rank)
+                elif self._is_gone(rank):
+                    self.mesh.cut(rank, "its process ended before it was connected")
+            missing -= found.keys() | self.mesh.lost.keys()
+            if missing and time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"rank {self.member}: connecting to all others: {in_words(sorted(missing))} did not say where to "
+                    f"reach {'it' if len(missing) == 1 else 'them'} within {self.timeout.total_seconds():g} s"
+                )
+            if missing:
+                time.sleep(_PAUSE_S)
+        return found
+
+    def address_of(self, member: int) -> tuple[str, int]:
+        """Return where a member listens. Local.
+
+        Raises
+        ------
+        ValueError
+            It only listens on its own machine, and this is another one.
+        """
+        host, port, network = json.loads(self._keys.get(f"address{member}"))
+        if host == _OWN_HOST and network != own_network():
+            raise ValueError(
+                f'on_peer_loss="continue": rank {member} is on a different machine than rank {self.member}, but '
+                f"listens on {_OWN_HOST}, because its key-value store, {type(innermost(self._keys)).__name__}, has no "
+                "host by which it could be reached; pass init_process_group a torch.distributed.TCPStore"
+            )
+        return host, port
+
+    def _is_gone(self, rank: int) -> bool:
+        return self.progress_markers.state_of(rank) == GONE
+
+    @property
+    def member(self) -> int:
+        return self._member
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    @property
+    def is_alone(self) -> bool:
+        return not hasattr(self, "consensus")
+
+    @property
+    def may_repeat(self) -> bool:
+        return not self.is_alone
+
+    @property
+    def changes(self) -> bool:
+        return hasattr(self, "mesh")
+
+    @property
+    def can_split(self) -> bool:
+        return False
+
+    @property
+    def generation(self) -> Generation:
+        """The generation of collective operations; training enters it at the next step."""
+        return self._generation
+
+    @property
+    def control_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def enter(self, generation: Generation, members: tuple[int, ...] | None = None) -> None:
+        """Become a member of ``generation``, with those of its members that take part; by default all. Local."""
+        if generation.number != self._generation.number:
+            self.mesh.forget(
+                lambda member, key: (
+                    (member in self.mesh.lost and member not in self.mesh.left)
+                    or (key.kind == Kind.COLLECTIVE and key.first < generation.number)
+                )
+            )
+        self._generation, self._members = generation, generation.members if members is None else members
+        self.rank, self.world_size = self._members.index(self.member), len(self._members)
+
+    # ------------------------------------------------------------------ collective operations
+
+    def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+        """Carry out a collective operation, which completes on all ranks; after a loss the remaining ranks repeat it.
+
+        Parameters
+        ----------
+        operation : callable
+            Collectives of this world, and what is computed from their results.
+        undo : callable, optional
+            Called before a repetition, to restore the previous state.
+        """
+        if self.is_alone or self.is_joint:
+            return operation()
+        self.is_joint = self.consensus.is_joint = True
+        try:
+            while True:
+                self.enter(*self.consensus.begin_together())
+                self._num_primitives = 0
+                try:
+                    result = operation()
+                    self.exchange(dict.fromkeys(self._others), "ending it together")
+                except GenerationEndedError:
+                    if self._is_committed():
+                        return result
+                else:
+                    if self.consensus.commit(self._generation, self._members):
+                        return result
+                undo()
+        finally:
+            self.is_joint = self.consensus.is_joint = False
+
+    def _is_committed(self) -> bool:
+        """Return whether one that takes part has completed the operation: then all have its result, this one too."""
+        generation = self.consensus.wait_for_generation_after(self._generation.number)
+        has_ended = generation.furthest(self._members) > self.consensus.position
+        return has_ended and self.consensus.commit(self._generation, self._members)
+
+    def check_joint(self) -> None:
+        if not self.is_alone:
+            self.consensus.begin_together()
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        if self.is_alone:
+            return [payload]
+
+        def gather() -> list[bytes]:
+            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+            found = self.exchange(dict.fromkeys(self._others, own), what)
+            return [payload if member == self.member else found[member].numpy().tobytes() for member in self._members]
+
+        return self.collectively(gather)
+
+    @torch.no_grad()
+    def broadcast_(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        if self.is_alone:
+            return
+        held = list(tensors)
+
+        def broadcast() -> None:
+            is_first = self.rank == 0
+            for tensor in held:
+                row = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else None
+                sent, sources = dict.fromkeys(self._others if is_first else (), row), () if is_first else self._first
+                num_bytes = dict.fromkeys(sources, tensor.numel() * tensor.element_size())
+                found = self.exchange(sent, what, sources, num_bytes=num_bytes)
+                for payload in found.values() if row is not None else ():
+                    tensor.copy_(payload.view(tensor.dtype).view(tensor.shape))
+
+        self.collectively(broadcast)
+
+    @torch.no_grad()
+    def sum_(self, tensor: torch.Tensor, what: str, *, holds_host: bool = True) -> None:
+        del holds_host  # the host adds up
+        if self.is_alone or tensor.numel() == 0:
+            return
+        before = tensor.clone()
+
+        def add_up() -> None:
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            slices = dict(zip(self._members, flat.tensor_split(self.world_size), strict=True))
+            own = slices[self.member]
+            sent = {member: slices[member] for member in self._others}
+            shares = self.exchange(sent, what, num_bytes=dict.fromkeys(sent, own.nbytes))
+            rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._members]
+            total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
+            num_bytes = {member: slices[member].nbytes for member in self._others}
+            sums = self.exchange(dict.fromkeys(self._others, total), what, num_bytes=num_bytes)
+            parts = [total if member == self.member else sums[member].view(total.dtype) for member in self._members]
+            tensor.copy_(torch.cat(parts).view(tensor.shape))
+
+        self.collectively(add_up, lambda: tensor.copy_(before))
+
+    @property
+    def _first(self) -> Sequence[int]:
+        return self._members[:1]
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        if hasattr(self, "consensus"):
+            self.consensus.close()
+        if hasattr(self, "mesh"):
+            self.mesh.leave(CLOSING_PATIENCE)
+        super().close()
+
+
+def _put(questions: Questions, member: int, frame: Frame) -> None:
+    questions.put((member, frame))
+
+
+def _least(min_ranks: int | None, num_ranks: int) -> int:
+    """Return the number of ranks below which training ends.
+
+    Raises
+    ------
+    ValueError
+        ``min_ranks`` is out of range.
+    """
+    least = num_ranks // 2 + 1 if min_ranks is None else min_ranks
+    if not 1 <= least <= num_ranks:
+        raise ValueError(f"min_ranks must be from 1 to the number of ranks, {num_ranks}, got {least}")
+    return least

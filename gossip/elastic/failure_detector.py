@@ -1,0 +1,217 @@
+"""Waits for other ranks: a silent rank is suspected, then dropped at the time-out; a rank that itself waits is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from loguru import logger
+
+from gossip.communication.world import World
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.elastic.consensus import Consensus
+from gossip.elastic.flag_votes import Position
+from gossip.elastic.generations import Generation
+from gossip.errors import GenerationEndedError
+
+_NUM_BEATS_MISSED = 4
+_SUSPECTED = 0.25  # of the time-out
+_SILENT = 0.9
+_TIMEOUTS_OF_A_LOST_MESSAGE = 2
+_MOST_TIMEOUTS = 5
+_PRIMITIVES = 2**24  # per operation
+_STEPS = 2**40
+
+
+class FailureDetector(World):
+    """The part of :class:`gossip.elastic.elastic_world.ElasticWorld` that waits for other ranks.
+
+    Attributes
+    ----------
+    mesh : Mesh
+        The connections to the other ranks.
+    consensus : Consensus
+        Determines who trains.
+    is_in_step : bool
+        Whether the ranks make their steps together.
+    """
+
+    mesh: Mesh
+    consensus: Consensus
+    is_in_step: bool
+    _generation: Generation
+    _num_primitives = 0
+    _told_of_step_at = 0.0
+
+    @property
+    def is_store_lost(self) -> bool:
+        """Whether the key-value store does not reply."""
+        return hasattr(self, "consensus") and self.consensus.store_monitor.is_lost
+
+    @property
+    def _others(self) -> list[int]:
+        """The other ranks that take part in collective operations."""
+        return [member for member in self.members if member != self.member]
+
+    @property
+    def _all_others(self) -> list[int]:
+        """Besides these, one that has just joined: in its first step it waits for the ranks that operate without it."""
+        return [member for member in self._generation.members if member != self.member]
+
+    def wait_until(
+        self,
+        look: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        where: str,
+        *,
+        is_sent_at: Position | None = None,
+        looks_again_at: float | None = None,
+        looks_every_s: float | None = None,
+        lets_train: bool = False,
+    ) -> None:
+        """Wait until ``look()`` returns True; it is called with the mesh's lock held. Can be interrupted by Ctrl-C.
+
+        It is called whenever the mesh has something new, at ``looks_again_at`` (``time.monotonic()``), and every
+        ``looks_every_s``. A member that is waited for longer than the time-out, and does not itself wait for any rank,
+        is dropped. So is a member, after twice the time-out, that reports a position of at least ``is_sent_at``: what
+        is awaited was sent before that, and is lost. After five times the time-out every awaited member is dropped.
+        With ``lets_train``, members that have made a step within the time-out are waited for.
+
+        Raises
+        ------
+        GenerationEndedError
+            ``look`` has found that it never will be true.
+        GossipError
+            A thread that serves the other ranks has failed.
+        """
+        began = told_at = time.monotonic()
+        timeout_s, beat_s = self.timeout.total_seconds(), self.mesh.beat_s
+        is_warned = False
+        with self.mesh.changed:
+            while not look():
+                self.mesh.check()
+                missing = awaited()
+                left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
+                if left:
+                    self.consensus.miss(left)
+                ahead_s = 0.0 if looks_again_at is None else looks_again_at - time.monotonic()
+                self.mesh.changed.wait(min(looks_every_s or beat_s, ahead_s if ahead_s > 0 else beat_s))
+                now = time.monotonic()
+                if now - told_at >= beat_s:
+                    self._tell()
+                    told_at = now
+                waited_s = now - began
+                if waited_s > timeout_s * _SUSPECTED:
+                    suspects = [
+                        member
+                        for member in missing
+                        if self._is_suspect(member, waited_s, is_sent_at)
+                        and not (lets_train and now - self.mesh.stepped_at.get(member, began) <= timeout_s)
+                    ]
+                    if suspects and not is_warned:
+                        is_warned = True
+                        self._suspect(suspects, where, waited_s)
+                    if suspects and waited_s > timeout_s:
+                        self._give_up(suspects, where, waited_s)
+
+    def fail(self, error: Exception) -> None:
+        """Let the training thread raise an error of a thread that serves the other ranks. Local."""
+        self.mesh.fail(error)
+
+    def tell_of_step(self) -> None:
+        """Tell the others now and then that this rank makes steps, if ranks do not make them together. Local."""
+        now = time.monotonic()
+        if now >= self._told_of_step_at + self.mesh.beat_s:
+            self._told_of_step_at = now
+            for member in self._all_others:
+                self.mesh.send(member, Key(Kind.STEPPED))
+
+    def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
+        heard = (f"rank {member} (last heard from {self.mesh.silent_s(member):.3g} s ago)" for member in members)
+        logger.warning(
+            "rank {}: {}: has waited {:.3g} s for {}; continuing without after {:g} s",
+            self.member,
+            where,
+            waited_s,
+            ", ".join(heard),
+            self.timeout.total_seconds(),
+        )
+
+    def _give_up(self, members: Sequence[int], where: str, waited_s: float) -> None:
+        """Drop members, and all that have been silent for long: if these are most, it is this rank that is cut off."""
+        silence_s = self.timeout.total_seconds() * _SILENT
+        silent = [member for member in self._all_others if self.mesh.silent_s(member) > silence_s]
+        self.consensus.give_up(
+            dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing from it for {silence_s:.3g} s")
+            | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
+        )
+
+    def _tell(self) -> None:
+        """Tell the others that this rank waits, and where, so that none drops it because of another rank."""
+        place = torch.tensor(self.consensus.position, dtype=torch.int64)
+        for member in self._all_others:
+            self.mesh.send(member, Key(Kind.WAITING), place.clone())
+
+    def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
+        """Return whether a member itself is responsible for the wait, because it does not report that it waits."""
+        told_at, position = self.mesh.waiting.get(member, (0.0, (0, 0, 0)))
+        if told_at < time.monotonic() - _NUM_BEATS_MISSED * self.mesh.beat_s:
+            return True
+        num_timeouts = waited_s / self.timeout.total_seconds()
+        is_lost = is_sent_at is not None and position >= is_sent_at
+        return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else _MOST_TIMEOUTS)
+
+    def exchange(
+        self,
+        sent: Mapping[int, torch.Tensor | None],
+        what: str,
+        sources: Sequence[int] | None = None,
+        *,
+        num_bytes: Mapping[int, int] | None = None,
+        turn: int | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Send to some members, and return by member what some (by default all) others send.
+
+        A member that sends another number of bytes than ``num_bytes`` has for it is lost. Outside of collective
+        operations, when ranks enter a generation together, such exchanges are numbered by ``turn``.
+
+        Raises
+        ------
+        GenerationEndedError
+            A member was lost, or there is a later generation.
+        """
+        self._num_primitives += turn is None
+        num_loaded, step, num_ended = self.consensus.position
+        number = num_ended * _PRIMITIVES + (self._num_primitives if turn is None else _PRIMITIVES - turn)
+        key = Key(Kind.COLLECTIVE, self._generation.number, num_loaded * _STEPS + step, number)
+        outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
+        found: dict[int, torch.Tensor] = {}
+        awaited = self._others if sources is None else sources
+
+        def unfinished() -> list[int]:
+            unsent = (member for member, frame in outgoing.items() if not frame.has_ended)
+            return list({*unsent, *(member for member in awaited if member not in found)})
+
+        def look() -> bool:
+            for member in awaited:
+                payload = None if member in found else self.mesh.take(member, key)
+                if payload is not None and (
+                    num_bytes is None or self.mesh.is_of_size(member, key, payload, num_bytes[member])
+                ):
+                    found[member] = payload
+            missing = [member for member in awaited if member not in found]
+            if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
+                raise GenerationEndedError(what)
+            return not unfinished()
+
+        self.wait_until(
+            look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
+        )
+        return found
+
+    @property
+    def has_moved_on(self) -> bool:
+        """Whether there is a later generation than the one that this rank has entered."""
+        return self.consensus.latest.number != self._generation.number

@@ -1,0 +1,73 @@
+"""Which ranks train, and from which step on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gossip.elastic.connections.mesh import in_words
+from gossip.elastic.flag_votes import Position
+from gossip.errors import ExchangeError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Steps that the same ranks make.
+
+    Attributes
+    ----------
+    number : int
+        The number of the generation: 0 at the beginning, later ones increasing, not always by 1.
+    members : tuple of int
+        The ranks that train, numbered as at the beginning; their positions here are their ranks in the topology.
+    first_step : int
+        The step from which on steps belong to it, unless a later generation has them.
+    positions : tuple of (int, tuple of int)
+        The members that agreed on it, and their positions at the time.
+    has_first_steps : bool
+        Whether members join or leave with its first step, so that no rank may enter it before.
+    left : tuple of int
+        The ranks that left with its first step, and had announced it.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    first_step: int = 0
+    positions: tuple[tuple[int, Position], ...] = ()
+    has_first_steps: bool = False
+    left: tuple[int, ...] = ()
+
+    def followed_by(
+        self,
+        number: int,
+        members: Sequence[int],
+        leaving: Sequence[int],
+        positions: Iterable[tuple[int, Sequence[int]]],
+        *,
+        is_in_step: bool,
+    ) -> Generation:
+        """Return the generation of these members, which begins after the newest of the positions in the votes."""
+        noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
+        first_step = max(position for _, position in noted)[1] + 1 if is_in_step else 0
+        changes = bool(set(members) - set(self.members) or leaving)
+        is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
+        return Generation(
+            number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
+        )
+
+    def furthest(self, members: Collection[int]) -> Position:
+        """Return the position of the one of ``members`` that was furthest ahead at the time."""
+        return max(position for member, position in self.positions if member in members)
+
+
+def too_few(
+    member: int, left: Sequence[int], initial: Sequence[int], reasons: Mapping[int, str], min_ranks: int
+) -> ExchangeError:
+    """Return the error of a rank when fewer than ``min_ranks`` are left of the initial ranks."""
+    gone = [other for other in initial if other not in left]
+    missing = "; ".join(f"rank {other}: {reasons.get(other, 'dropped by others')}" for other in gone)
+    return ExchangeError(
+        f"rank {member}: {len(left)} of {len(initial)} ranks remain ({in_words(left)}), fewer than "
+        f"min_ranks={min_ranks}; missing: {missing}. Start again from the newest checkpoint, or pass a lower min_ranks",
+        failed_ranks=gone,
+    )

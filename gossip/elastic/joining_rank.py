@@ -1,0 +1,116 @@
+"""How a process becomes a rank of a running training: it takes a state, asks to be admitted, and is admitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gossip.elastic.connections.mesh import in_words
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.generations import Generation
+from gossip.elastic.state_transfer import take_state
+from gossip.errors import CannotJoinError, ExchangeError
+
+_PAUSE_S = 0.005
+
+
+class JoiningRank:
+    """A rank that is about to join the others, which continue training.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The world of a joining process.
+    returns : bool
+        Whether this rank is within its loop, at the end of a step, and not before its loop.
+    """
+
+    def __init__(self, world: ElasticWorld, *, returns: bool) -> None:
+        world.agree()
+        self._returns = returns
+        self._world, self._consensus, self._mesh = world, world.consensus, world.mesh
+
+    def take_state(self) -> tuple[int, str, torch.Tensor]:
+        """Connect to all ranks that train, and return the state of one of them: its rank, text and values.
+
+        Raises
+        ------
+        CannotJoinError
+            The training has ended, or each of its ranks says that it cannot give its state.
+        ExchangeError
+            No rank can be reached, or gives its state.
+        """
+        self._consensus.look_up()
+        members = self._reach(self._consensus.latest)
+        first = self._world.member % len(members)
+        at_step_end = self._returns or self._world.is_in_step
+        return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end, returns=self._returns)
+
+    def be_admitted(self, check_size: Callable[[int], None]) -> Generation | None:
+        """Join, and return the first generation of which this rank is a member; it makes steps from its first one on.
+
+        None if ranks do not make their steps together, and this rank's state is from a time other than that at which
+        they could admit it: it needs a new state.
+
+        Parameters
+        ----------
+        check_size : callable
+            Called with the number of ranks that there would be, before this rank asks to be one of them; raises if so
+            many cannot train together.
+
+        Raises
+        ------
+        ExchangeError
+            This rank was not admitted in time.
+        """
+        member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
+        deadline = time.monotonic() + timeout_s
+        checked: Generation | None = None
+        while True:
+            latest = self._consensus.latest
+            if (admitted := self._consensus.admitted_in) is not None:
+                return admitted
+            if has_asked and not self._world.is_in_step and not self._consensus.asks:
+                return None
+            self._consensus.look_up()
+            found = self._reach(latest)
+            if len(found) == len(latest.members):
+                if checked != latest:
+                    check_size(len(latest.members) + 1)
+                    checked = latest
+                self._consensus.ask_in(latest.number, returns=self._returns)
+                has_asked = True
+            if time.monotonic() > deadline:
+                missing = [f"rank {other}: {self._reason(other)}" for other in latest.members if other not in found]
+                raise ExchangeError(
+                    f"rank {member}: joining: {in_words(latest.members)} did not admit this rank within "
+                    f"{timeout_s:g} s; not connected: {'; '.join(missing) or 'none'}"
+                )
+            time.sleep(_PAUSE_S)
+
+    def _reach(self, generation: Generation) -> list[int]:
+        """Connect to all members of a generation that this rank is not in, and return those that are connected.
+
+        A member that cannot be reached will soon be lost for the others too; otherwise this rank cannot join.
+        """
+        mesh, members = self._mesh, generation.members
+        mesh.call({other: self._world.address_of(other) for other in members if not mesh.has_met(other)})
+        with mesh.changed:
+            mesh.changed.wait_for(
+                lambda: mesh.failure is not None or all(map(mesh.has_met, members)),
+                timeout=self._world.timeout.total_seconds(),
+            )
+            mesh.check()
+            found = [other for other in members if mesh.has_met(other) and other not in mesh.lost]
+            have_ended = mesh.ended.issuperset(members)
+        if not found:
+            whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
+            if have_ended:
+                raise CannotJoinError(f"{whom}: the training has ended ({self._reason(members[0])})")
+            raise ExchangeError(f"{whom}: this machine has no route to them ({self._reason(members[0])})")
+        return found
+
+    def _reason(self, other: int) -> str:
+        return self._mesh.lost.get(other, "it does not reply")

@@ -1,0 +1,273 @@
+"""The state of a rank for one that joins: taken between two steps, and sent in pieces while training continues.
+
+It has two parts. The joining rank asks for the first one, and trains from a later step than this state's: that to which
+it has been admitted. The second part is what must be of exactly that step; the rank that has given the first one sends
+it when it gets there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from loguru import logger
+
+from gossip.elastic.connections.mesh import Mesh, in_words
+from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.errors import CannotJoinError, ExchangeError, reason
+
+_PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
+_NUM_ASKED = 4  # number of pieces requested at a time
+_TICK_S = 1.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_LAST = 2**62  # requested last, in place of a piece: nothing more of this part and those before it is needed
+_FIRST, _SECOND = 0, 1  # parts of the state
+_REFUSES = 1  # in place of any piece of a part: the reason why there is none
+
+
+class StateGiver:
+    """Gives this rank's state to joining ranks, or the reason why they cannot have it. Errors here concern only them.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The connections to the other ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[bool, bool]] = {}  # joining ranks; has each ended a step, is it within its loop
+        self._begun: dict[int, bool] = {}  # joining ranks that have the first part; is each within its loop
+        self._taken: dict[tuple[int, int], torch.Tensor] = {}  # by joining rank and part, the values of a state
+        self._said: set[str] = set()
+        mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key)
+
+    def asked_by(self, *, at_step_end: bool) -> list[int]:
+        """Return the joining ranks that wait for a state as at the end of a step, or as at the beginning of one."""
+        with self._lock:
+            known = {*self._waiting, *self._begun, *(member for member, _ in self._taken)}
+        patience_s = self._mesh.timeout.total_seconds()
+        gone = [each for each in known if each in self._mesh.lost or self._mesh.silent_s(each) > patience_s]
+        with self._lock:
+            for member in gone:
+                self._forget(member, _SECOND)
+            return [member for member, (has_ended_step, _) in self._waiting.items() if has_ended_step == at_step_end]
+
+    def begun(self, members: Iterable[int], *, returning: bool) -> list[int]:
+        """Return those of ``members`` that wait for the second part, because they train from this step on.
+
+        Either those that are within their loop, at the end of the step before, or those that are before their loop.
+        """
+        return [member for member in members if self._begun.get(member) is returning]
+
+    def give(
+        self, joining: Sequence[int], state: Callable[[], tuple[str, torch.Tensor]], *, is_second: bool = False
+    ) -> None:
+        """Give them a state.
+
+        Parameters
+        ----------
+        joining : sequence of int
+            The joining ranks.
+        state : callable
+            Returns the structure of the state as text, and the values of its tensors, [nbytes], uint8, which must not
+            be changed afterwards.
+        is_second : bool
+            Whether it is the second part.
+        """
+        part = _SECOND if is_second else _FIRST
+        with self._lock:
+            for member in joining:
+                self._begun.pop(member, None)
+                if (asked := self._waiting.pop(member, None)) is not None:
+                    self._begun[member] = asked[1]
+        try:
+            text, values = state()
+            with self._lock:
+                self._taken |= {(member, part): values for member in joining}
+            head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
+            for member in joining:
+                self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8), part)
+        except Exception as error:
+            self._refuse(joining, part, error)
+
+    def _on_ask(self, member: int, key: Key) -> None:
+        """Handle a request, in the mesh's thread. Piece 0 describes the others, and makes this rank take its state."""
+        _, piece, second, third = key
+        with self._lock:
+            if piece == 0:
+                self._waiting[member] = bool(second), bool(third)
+            elif piece == _LAST:
+                self._forget(member, second)
+            values = self._taken.get((member, second))
+        if values is None or piece == 0:
+            return
+        try:
+            begin = (piece - 1) * _PIECE_BYTES
+            self._send(member, piece, values[begin : begin + _PIECE_BYTES], second)
+        except Exception as error:
+            self._refuse([member], second, error)
+
+    def _forget(self, member: int, part: int) -> None:
+        self._waiting.pop(member, None)
+        for number in (_FIRST, _SECOND)[: part + 1]:
+            self._taken.pop((member, number), None)
+        if part == _SECOND:
+            self._begun.pop(member, None)
+
+    def _refuse(self, joining: Sequence[int], part: int, error: Exception) -> None:
+        """Tell them why they do not get this rank's state, and log it once."""
+        why = reason(error)
+        with self._lock:
+            for member in joining:
+                self._forget(member, _SECOND)
+            is_new = why not in self._said
+            self._said.add(why)
+        if is_new:
+            logger.warning(
+                "rank {}: its state cannot be given to {}, which would join: {}; training continues without it",
+                self._mesh.member,
+                in_words(joining),
+                why,
+            )
+        for member in joining:
+            self._mesh.send(
+                member, Key(Kind.STATE, 0, part, _REFUSES), torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
+            )
+
+    def _send(self, member: int, piece: int, content: torch.Tensor, part: int) -> None:
+        digest = hashlib.sha256(content.numpy().data).digest()
+        payload = torch.cat([torch.frombuffer(bytearray(digest), dtype=torch.uint8), content])
+        self._mesh.send(member, Key(Kind.STATE, piece, part), payload)
+
+
+def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool, returns: bool) -> tuple[int, str, torch.Tensor]:
+    """Return the state of the first of ``givers`` that gives it: its rank, text and values.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The connections to the other ranks.
+    givers : sequence of int
+        The ranks to ask, in order.
+    at_step_end : bool
+        Whether to take the state at the end of a step; otherwise at the beginning of one, after everything that happens
+        between two steps.
+    returns : bool
+        Whether this rank is within its loop, and not before it.
+
+    Raises
+    ------
+    CannotJoinError
+        Each of them said that it cannot give its state, and why; or this rank cannot hold it.
+    ExchangeError
+        No rank gave its state; the text says why.
+    """
+    lost: list[str] = []
+    refused: dict[str, list[int]] = {}  # givers, by reason
+    for giver in givers:
+        needless = _SECOND
+        try:
+            mesh.send(giver, Key(Kind.ASK, 0, at_step_end, returns))
+            taken = _take_from(mesh, giver, _FIRST)
+            needless = _FIRST
+            return giver, *taken
+        except _RefusedError as error:
+            refused.setdefault(str(error), []).append(giver)
+        except CannotJoinError:
+            raise
+        except ExchangeError as error:
+            lost.append(str(error))
+        finally:
+            mesh.send(giver, Key(Kind.ASK, _LAST, needless))  # it need not keep the state any longer, nor take it
+    reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
+    text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
+    raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
+
+
+def take_second_part(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
+    """Return the second part of the state of ``giver``, which sends it unasked: its text and values.
+
+    Raises
+    ------
+    ExchangeError
+        It refused, was lost, or did not send it in time.
+    """
+    try:
+        return _take_from(mesh, giver, _SECOND)
+    finally:
+        mesh.send(giver, Key(Kind.ASK, _LAST, _SECOND))
+
+
+class _RefusedError(ExchangeError):
+    """A rank cannot give its state; the text is its reason."""
+
+
+def _take_from(mesh: Mesh, giver: int, part: int) -> tuple[str, torch.Tensor]:
+    (head,) = _pieces(mesh, giver, part, [0])
+    try:
+        described: dict[str, Any] = json.loads(head.numpy().tobytes())
+        text, num_bytes = str(described["text"]), int(described["num_bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExchangeError(f"what rank {giver} says of its state cannot be read: {reason(error)}") from error
+    try:
+        values = torch.empty(num_bytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise CannotJoinError(
+            f"rank {mesh.member}: joining: the state of rank {giver} has {num_bytes} bytes, for which there is no "
+            f"memory here: {reason(error)}"
+        ) from error
+    places = values.split(_PIECE_BYTES) if values.numel() else ()
+    for begin in range(0, len(places), _NUM_ASKED):
+        numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
+        for number, content in zip(numbers, _pieces(mesh, giver, part, numbers), strict=True):
+            if content.numel() != places[number - 1].numel():
+                raise ExchangeError(f"piece {number} of rank {giver}'s state has {content.numel()} bytes")
+            places[number - 1].copy_(content)
+    return text, values
+
+
+def _pieces(mesh: Mesh, giver: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
+    """Request pieces, but for the first one, and wait for them.
+
+    Raises
+    ------
+    ExchangeError
+        The giver refused, was lost or did not reply in time, or what arrived is not what was sent.
+    """
+    for number in filter(None, numbers):
+        mesh.send(giver, Key(Kind.ASK, number, part))
+    found: dict[int, torch.Tensor] = {}
+    timeout_s = mesh.timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
+    with mesh.changed:
+        while True:
+            for number in set(numbers) - found.keys():
+                payload = mesh.take(giver, Key(Kind.STATE, number, part))
+                if payload is not None:
+                    found[number] = payload
+            if len(found) == len(numbers):
+                break
+            mesh.check()
+            if (refusal := mesh.take(giver, Key(Kind.STATE, 0, part, _REFUSES))) is not None:
+                raise _RefusedError(refusal.numpy().tobytes().decode())
+            if giver in mesh.lost:
+                raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"rank {giver}, which gives its state between two steps, sent none for {timeout_s:g} s"
+                )
+            mesh.changed.wait(min(_TICK_S, timeout_s / 10))
+    contents = []
+    for number in numbers:
+        digest, content = found[number][:_DIGEST_BYTES], found[number][_DIGEST_BYTES:]
+        if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
+            raise ExchangeError(f"piece {number} of rank {giver}'s state is not what it sent")
+        contents.append(content)
+    return contents

@@ -1,0 +1,437 @@
+"""Exchange over ``torch.distributed``: in groups, point-to-point, and in the memory of one machine."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+
+from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
+from gossip.communication.host.worker_threads import Job, Operation, Works, posted
+from gossip.communication.shared_memory import LocalMessages, Reading, Readings, SharedMessage
+from gossip.communication.waiting import Failure
+from gossip.communication.world import World
+from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
+from gossip.errors import ExchangeError, GossipError
+from gossip.exchange.transport import Transport
+from topologies import Phase, Round, Topology
+
+_MAX_GROUPS_PER_RANK = 16
+_MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory for each
+_NUM_SAMPLED_ROUNDS = 8  # for a schedule without a period
+_TAG_STEPS = 2**10  # far more steps than two ranks can be apart
+#: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns; it pays from this size on.
+MIN_LARGE_BYTES = 2**16
+#: Messages are cut into pieces of this size, of which a few are in flight at a time.
+PIECE_BYTES = 2**19
+
+
+class DistributedTransport(Transport):
+    """Exchange over ``torch.distributed``.
+
+    Messages are sent point-to-point, each as a whole, to every rank that reads this one. Where three or more ranks
+    average uniformly in disjoint groups, messages of at least 64 KiB run as one all-reduce per group, over
+    communicators that are created here, once, for all rounds of the period and of a warm-up; unless that would give
+    some rank more than 16 communicators (4 with backends other than gloo, and only the group itself if such a group was
+    passed).
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    topology : Topology
+        The topology whose rounds are exchanged.
+    sums_on_wire : bool
+        Whether all-reduce may be used; compressed messages cannot be added before they are decoded.
+    shares_memory : bool
+        Whether messages of at least 64 KiB between ranks on one machine go through shared memory, on a CPU: whole
+        values are read in place, others are copied from there.
+
+    Notes
+    -----
+    Construction is collective: every rank must construct it, with the same topology.
+
+    Measurements on gloo (docs/performance.md): if the link is the bottleneck, a pair takes equally long either way, but
+    small messages take a third of the time point-to-point, and less processor time. Receives are posted before sends,
+    without which large messages would move in one direction at a time. Large messages are sent in pieces, and only as
+    many at a time as keep the link busy (``gossip.communication.host.worker_threads``): otherwise messages of several
+    buckets would compete, to the old peer and to the new one, and the resulting losses cost more than the pauses.
+    """
+
+    def __init__(
+        self, world: World, topology: Topology, *, sums_on_wire: bool = True, shares_memory: bool = True
+    ) -> None:
+        assert world.membership is not None
+        self._world = world
+        self._topology = topology
+        most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
+        self._shared = dict.fromkeys(shared_groups(topology, most) if sums_on_wire else ())
+        if not world.can_split:  # the group that was passed is the only one available
+            self._shared = {ranks: None for ranks in self._shared if len(ranks) == world.world_size}
+        for ranks in self._shared:
+            if world.rank in ranks or not world.membership.is_gloo:
+                world.communicator(ranks, "mixing")
+        self._local_messages = LocalMessages(world, shares_memory=shares_memory)
+        self._shared_messages: dict[int, SharedMessage] = {}
+        self._copies: dict[tuple[int, int, int], SharedMessage] = {}  # by bucket, number within it, and size
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        """Return memory that peers on this machine read, if any; waits until they have read its old content."""
+        if not self._local_messages.local or not _is_large(message):
+            return message
+        if bucket not in self._shared_messages:
+            self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
+        return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
+
+    @property
+    def num_communicators(self) -> int:
+        """The number of communicators of which this rank is a member, including the one over all ranks."""
+        return len(
+            {id(self._world.group)}
+            | {id(self._world.communicator(ranks, "mixing")) for ranks in self._shared if self._world.rank in ranks}
+        )
+
+    def describe(self) -> str:
+        """Describe the backend, the communicators, and how rounds are exchanged. Local."""
+        assert self._world.membership is not None
+        ways: dict[str, list[int]] = {}
+        for phase in self._topology.phases:
+            for exchange in range(phase.num_distinct(sampled=_NUM_SAMPLED_ROUNDS)):
+                ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
+        listed = ", ".join(ways)
+        number, others = self.num_communicators, len(self._local_messages.local)
+        size = f"{MIN_LARGE_BYTES // 2**10} KiB"
+        return (
+            f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
+            f"{self._world.rank}; rounds {listed}"
+            + f" (messages below {size} point-to-point)" * any("all-reduce" in way for way in ways)
+            + f"; with {others} rank{'s' * (others > 1)} on this machine messages from {size} on go through memory"
+            * bool(others)
+        )
+
+    def _way(self, round_: Round) -> str:
+        groups = [ranks for ranks in round_.uniform_groups or () if len(ranks) > 1]
+        if round_.uniform_groups is not None and not groups:
+            return "silent"
+        by_group = [ranks in self._shared for ranks in groups]
+        if groups and all(by_group):
+            return "by all-reduce in groups"
+        return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
+        turn = conversation.unmade_opening
+        check_device(self._world, turn, step, bucket)
+        rank = self._world.rank
+        # The members of a group decide equally, and the groups of a round are disjoint.
+        ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
+        exchange = DistributedExchange(self._world, conversation, tuple(round_.neighbours(rank)), step, bucket)
+        if ranks in self._shared and self._is_summed(turn, ranks, bucket):
+            self._start_all_reduce(exchange, conversation.opening, ranks)
+        else:
+            self._start_messages(exchange, turn)
+        return exchange
+
+    def _is_summed(self, turn: Turn, ranks: Sequence[int], bucket: int) -> bool:
+        """Return whether messages are added on the wire: large whole values that are not read in shared memory."""
+        if turn.make_accumulator is None or next(iter(turn.sent.values())).nbytes < MIN_LARGE_BYTES:
+            return False
+        return not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
+
+    def _start_all_reduce(self, exchange: DistributedExchange, turn: Turn, ranks: Sequence[int]) -> None:
+        assert self._world.device_paths is not None
+        assert turn.make_accumulator is not None
+        total = turn.make_accumulator()
+        # In the wide dtype, because mul(out=) would round in the narrow one.
+        total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
+        others = tuple(rank for rank in ranks if rank != self._world.rank)
+        exchange.sources = others
+        exchange.bytes_by_peer = {rank: 2 * total.nbytes // len(ranks) for rank in others}
+        exchange.total = total
+        group = self._world.communicator(ranks, "mixing")
+        name = f"the all-reduce with ranks {', '.join(map(str, others))}"
+
+        def post(_: Tensors, received: Tensors) -> Job:
+            yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
+            yield None
+            yield from exchange.proceed(Delivery({}, {}, total=total))
+
+        exchange.pending = self._world.device_paths.submit(post, [total], [total])
+
+    def _start_messages(self, exchange: DistributedExchange, turn: Turn) -> None:
+        assert self._world.device_paths is not None
+        in_place = exchange.read_in_place = self._shared_messages.get(exchange.bucket)
+        local = self._local_messages.local
+        if in_place is not None and local.issuperset((*exchange.sources, *turn.sent)):
+            exchange.received = {}
+        else:
+            exchange.received = dict(turn.receive_buffers)
+        exchange.local_messages = self._local_messages
+        exchange.readings = {
+            source: self._local_messages.expect(source, exchange.bucket)
+            for source in exchange.sources
+            if source in local and (in_place is not None or _is_large(exchange.received[source]))
+        }
+        if not local.isdisjoint(turn.sent) or not all(message.is_cpu for message in turn.sent.values()):
+            exchange.handed_out = self._hand_out(exchange, exchange.conversation.opening.sent)
+        exchange.pending = exchange.begin()
+        exchange.progress.follow(exchange.conversation.make_opening())
+
+    def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
+        """Let ranks on this machine read their message, in place or as a copy, and return these ranks."""
+        readers = {
+            target: message
+            for target, message in messages.items()
+            if target in self._local_messages.local and (exchange.read_in_place is not None or _is_large(message))
+        }
+        if exchange.read_in_place is not None:
+            exchange.read_in_place.publish(tuple(readers))
+            return frozenset(readers)
+        distinct = {id(message): message for message in readers.values()}
+        for number, message in enumerate(distinct.values()):
+            place = exchange.bucket, number, message.nbytes
+            if place not in self._copies:
+                self._copies[place] = SharedMessage(self._local_messages, _bytes_of(message), exchange.bucket)
+            where = f"step {exchange.step}, bucket {exchange.bucket}"
+            self._copies[place].take(where).copy_(_bytes_of(message))
+            self._copies[place].publish([target for target, same in readers.items() if same is message])
+        return frozenset(readers)
+
+
+class DistributedExchange:
+    """Messages in flight over ``torch.distributed``, see :class:`gossip.Exchange`."""
+
+    pending: Pending
+
+    def __init__(
+        self, world: World, conversation: Conversation, sources: tuple[int, ...], step: int, bucket: int
+    ) -> None:
+        self.world = world
+        self.conversation = conversation
+        self.step = step
+        self.bucket = bucket
+        self.sources = sources
+        self.sent = conversation.unmade_opening.sent
+        self.progress = Progress()
+        self.received: dict[int, torch.Tensor] = {}
+        self.total: torch.Tensor | None = None
+        self.local_messages: LocalMessages | None = None
+        self.readings: Mapping[int, Reading] = {}
+        self.handed_out: frozenset[int] = frozenset()
+        self.read_in_place: SharedMessage | None = None
+        self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
+        self._following: Works = ()
+
+    @property
+    def arrived_at(self) -> Mapping[int, float]:
+        times = self.pending.finished_at
+        if self.total is not None:
+            return dict.fromkeys(self.sources, max(times.values())) if times else {}
+        return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
+
+    def begin(self) -> Pending:
+        """Post the messages that go over a network; without any, whoever needs the local ones polls for them."""
+        if not self.received and self.readings:
+            return Readings({message_of(source): reading for source, reading in self.readings.items()}, self._take_in)
+        assert self.world.device_paths is not None
+        return self.world.device_paths.submit(self._post_all, list(self.sent.values()), list(self.received.values()))
+
+    def _post_all(self, sent: Tensors, received: Tensors) -> Job:
+        """Send and receive the messages, and those with which the codec follows up."""
+        wire_sent = dict(zip(self.sent, sent, strict=True))
+        wire_received = dict(zip(self.received, received, strict=True))
+        outgoing = {rank: message for rank, message in wire_sent.items() if rank not in self.handed_out}
+        incoming = {rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings}
+        if all(message.is_cpu for message in (*sent, *received)):
+            # All receives at once, so that a peer on a slow link learns early that there is room.
+            receives = [self._post({}, buffers) for buffers in _pieces(incoming)]
+            self._following = self._post({}, self.conversation.unmade_opening.following)
+            num_bytes = 0
+            for works, piece in zip_longest(receives, _pieces(outgoing)):
+                self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
+                yield [*(works or ()), *self._post(piece or {}, {})]
+        else:  # the host does not inspect them
+            self.progress.wait_for(sys.maxsize)
+            yield self._post(outgoing, incoming)
+        if self.local_messages is not None:
+            yield [
+                Operation(message_of(source), self.local_messages.arrival(reading))
+                for source, reading in self.readings.items()
+            ]
+        yield None
+        self.progress.wait_for(sys.maxsize)  # a rank that sends nothing decodes the others' messages by its own
+        for source, reading in self.readings.items():
+            if self.read_in_place is not None:
+                wire_received[source] = self.received[source] = self._in_place(reading)
+            else:
+                _bytes_of(wire_received[source]).copy_(reading.message)
+                reading.done()
+        yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
+
+    def _take_in(self) -> None:
+        """Read the messages, all in the memory of this machine; they are whole values, which need no follow-up."""
+        self.received = {source: self._in_place(reading) for source, reading in self.readings.items()}
+        for _ in self.proceed(Delivery(self.sent, self.received)):
+            pass
+
+    def _in_place(self, reading: Reading) -> torch.Tensor:
+        assert self.read_in_place is not None
+        return reading.message.view(self.read_in_place.message.dtype)
+
+    def proceed(self, delivery: Delivery) -> Job:
+        """Carry the turns after the opening, once that has been delivered."""
+        for turn in self.conversation.proceed(delivery):
+            for target, message in turn.sent.items():
+                self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
+            following, self._following = self._following, ()
+            yield [*following, *self._post(turn.sent, {} if following else turn.receive_buffers)]
+
+    def _post(self, sent: Messages, received: Messages) -> Works:
+        # Two buckets between two ranks must never be swapped.
+        tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS
+        return post_point_to_point(
+            self.world.group,
+            [Message(source, buffer, tag) for source, buffer in received.items()],
+            [Message(target, message, tag) for target, message in sent.items()],
+        )
+
+    def wait(self) -> Arrival:
+        where = f"step {self.step}, bucket {self.bucket}"
+        failure = self.world.wait_for(self.pending, where, self._awaited)
+        if failure is not None:
+            raise lost_exchange(self.world, failure, where, self.pending) from self.pending.error
+        arrival = self.conversation.arrival
+        return arrival._replace(parts=self._read(arrival.parts))
+
+    def _awaited(self) -> Sequence[int]:
+        """Return the ranks that the exchange currently waits for."""
+        return peers_in(self.pending.awaited, self.sources, self.sent) or self.sources
+
+    def _read(self, parts: Parts) -> Parts:
+        """Yield all parts, then tell the peers that this rank has read their messages."""
+        yield from parts
+        for reading in self.readings.values() if self.read_in_place is not None else ():
+            reading.done()
+
+
+class Progress:
+    """The number of bytes of a message that are complete, for the thread that sends them."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._has_ended = False
+
+    def follow(self, making: Iterator[int]) -> None:
+        """Run the iterator that makes the message."""
+        try:
+            for num_bytes in making:
+                with self._changed:
+                    self._num_bytes = num_bytes
+                    self._changed.notify()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when this number of bytes is complete, or the whole message.
+
+        Raises
+        ------
+        GossipError
+            The message could not be made.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._num_bytes >= num_bytes)
+        if self._error is not None:
+            raise GossipError(f"the message was not made: {self._error}")
+
+
+def peers_in(awaited: str, sources: Iterable[int], targets: Iterable[int]) -> Sequence[int]:
+    """Return the rank that ``awaited`` refers to, as sender or as receiver; empty if it refers to something else."""
+    ranks = {message_of(source): source for source in sources} | {taking_by(target): target for target in targets}
+    return (ranks[awaited],) if awaited in ranks else ()
+
+
+def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) -> ExchangeError:
+    """Return the error for an exchange whose messages did not arrive, naming rank, step, bucket and peers."""
+    if pending.error is not None:
+        return world.lost(failure, f"{where}: failed while waiting for {pending.awaited}", pending.error)
+    return world.lost(
+        failure,
+        f"{where}: {failure.of_waiting} for {pending.awaited}",
+        advice=" (GossipDataParallel's timeout sets how long to wait)",
+    )
+
+
+def _is_large(message: torch.Tensor) -> bool:
+    """Return whether the message is worth sharing in memory; equal at both ends of an edge."""
+    return message.is_cpu and message.nbytes >= MIN_LARGE_BYTES
+
+
+def _bytes_of(message: torch.Tensor) -> torch.Tensor:
+    return message.view(-1).view(torch.uint8)
+
+
+def _pieces(messages: Messages) -> Iterator[Messages]:
+    """Yield messages in host memory piece by piece, cut equally by all ranks."""
+    cut = {peer: message.split(PIECE_BYTES // message.element_size()) for peer, message in messages.items()}
+    for number in range(max(map(len, cut.values()), default=0)):
+        yield {peer: pieces[number] for peer, pieces in cut.items() if number < len(pieces)}
+
+
+def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK) -> list[tuple[int, ...]]:
+    """Return the groups of three or more ranks that get a communicator, in order of their first round."""
+    groups: dict[tuple[int, ...], None] = {}
+    for phase in topology.phases:
+        groups |= _groups_of(phase, groups, most_per_rank)
+    return list(groups)
+
+
+def _groups_of(
+    phase: Phase[Topology], known: Mapping[tuple[int, ...], None], most_per_rank: int
+) -> dict[tuple[int, ...], None]:
+    """Return the groups of a phase besides the known ones; none if some rank would then be in too many."""
+    memberships = Counter(rank for ranks in known for rank in ranks)
+    groups: dict[tuple[int, ...], None] = {}
+    for exchange in range(phase.num_distinct(sampled=0)):
+        for ranks in phase.topology.round(exchange).uniform_groups or ():
+            if len(ranks) > 2 and ranks not in known and ranks not in groups:
+                groups[ranks] = None
+                memberships.update(ranks)
+        if max(memberships.values(), default=0) > most_per_rank:
+            return {}
+    return groups
+
+
+def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
+    """Refuse a message that the backend cannot carry.
+
+    Raises
+    ------
+    ExchangeError
+        No backend serves the device; the text names the devices that are served.
+    """
+    assert world.device_paths is not None
+    assert world.membership is not None
+    device = device_of(turn)
+    if not world.device_paths.serves(device):
+        raise ExchangeError(
+            f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
+            f"group only has a backend for {', '.join(world.membership.backends)}; move the module there before "
+            'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
+        )
+
+
+def device_of(turn: Turn) -> torch.device:
+    """Return the device of the turn's messages."""
+    messages = turn.sent or turn.receive_buffers
+    return next(iter(messages.values())).device

@@ -1,0 +1,311 @@
+"""Messages over a separate connection for every edge: what is lost is left out, and delays no other rank."""
+
+from __future__ import annotations
+
+import queue
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from gossip.communication.host import daemon_threads
+from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
+from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
+from gossip.elastic.connections.shared_payloads import SharedPayloads
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange.late_messages import LateMessages
+from gossip.exchange.transport import LateDifference, Transport
+from topologies import Round, Topology
+
+_MIN_SHARED_BYTES = 2**16  # below this size a frame is as fast
+
+
+class EdgeTransport(Transport):
+    """Messages between the members of one generation, each edge independent of the others.
+
+    A message of a lost member is left out of the exchange, as if that rank had not been in the round. What the others
+    send each other is mixed as usual, so if a round is undirected their mean is kept exactly.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The ranks.
+    topology : Topology
+        The topology; its ranks are positions among the members.
+    members : sequence of int, optional
+        The members of the generation; by default of the first one.
+    follows_up : bool
+        Whether exchanges have turns after their opening, which run concurrently with training.
+    soft_deadline_s : float, optional
+        How long a step waits at most for a message that it mixes; a later message is mixed in when it arrives. Only for
+        messages that are plain values.
+    """
+
+    def __init__(
+        self,
+        world: ElasticWorld,
+        topology: Topology,
+        *,
+        members: Sequence[int] | None = None,
+        follows_up: bool,
+        soft_deadline_s: float | None = None,
+    ) -> None:
+        self._world = world
+        self._members = tuple(range(topology.world_size) if members is None else members)
+        self._place = self._members.index(world.member)
+        self._finisher = Finisher(world) if follows_up else None
+        self._soft_deadline_s = soft_deadline_s
+        self._late = LateMessages(world)
+
+    def describe(self) -> str:
+        return f"separate connections between {len(self._members)} ranks, which may be lost"
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
+        patience = None if self._soft_deadline_s is None else Patience(self._soft_deadline_s, self._late)
+        sources = round_.neighbours(self._place)
+        exchange = EdgeExchange(
+            self._world, self._members, conversation, sources, step, bucket, patience=patience, shared=self._shared
+        )
+        if self._finisher is not None:
+            self._finisher.submit(exchange)
+        return exchange
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        shared = self._shared
+        if shared is None or not message.is_cpu or message.nbytes < _MIN_SHARED_BYTES:
+            return message
+        return shared.take((bucket, "alike"), message, f"step {step}, bucket {bucket}")
+
+    @property
+    def _shared(self) -> SharedPayloads | None:
+        """Shared memory; None with a soft deadline, where steps must not wait for its readers either."""
+        return self._world.shared if self._soft_deadline_s is None else None
+
+    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        return self._late.arrived(bucket, waits=waits)
+
+
+class Patience(NamedTuple):
+    """How long an exchange waits once it is awaited, and where later messages are kept."""
+
+    seconds: float
+    late: LateMessages
+
+
+class EdgeExchange:
+    """Messages in flight between members of a generation, see :class:`gossip.Exchange`.
+
+    Attributes
+    ----------
+    dropped : set of int
+        Positions in the generation whose messages were left out; complete after :meth:`wait`.
+    delayed : set of int
+        Those of them whose messages are mixed in later.
+    """
+
+    def __init__(
+        self,
+        world: ElasticWorld,
+        members: Sequence[int],
+        conversation: Conversation,
+        sources: Mapping[int, float],
+        step: int,
+        bucket: int,
+        *,
+        patience: Patience | None,
+        shared: SharedPayloads | None,
+    ) -> None:
+        self.bytes_by_peer: dict[int, int] = {}
+        self.arrived_at: dict[int, float] = {}
+        self.dropped: set[int] = set()
+        self.delayed: set[int] = set()
+        self._patience, self._shared = patience, shared
+        self._world = world
+        self._members = members
+        self._conversation = conversation
+        self._sources = sources
+        self._step, self._bucket = step, bucket
+        self._where = f"step {step}, bucket {bucket}"
+        num_loaded, _, _ = world.consensus.position
+        self._is_sent_at = num_loaded, step + 1, 0
+        self._num_turns, self._number = 0, next_number()
+        self._outgoing: list[tuple[int, Outgoing]] = []
+        self._payloads: list[torch.Tensor] = []
+        self._finished: queue.SimpleQueue[BaseException | None] | None = None
+        self._opening = conversation.opening
+        self._send(self._opening)
+        alike = max((message.nbytes for message in self._opening.sent.values()), default=0)
+        for place in sources:
+            world.mesh.expect(members[place], self._key(), alike)
+
+    def hand_over(self) -> None:
+        """Prepare for another thread to finish the exchange."""
+        self._finished = queue.SimpleQueue()
+
+    def finish(self) -> None:
+        """Wait for the messages, and carry the exchange to its end.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue.
+        """
+        ends_at = None if self._patience is None else time.monotonic() + self._patience.seconds
+        received = self._receive(self._opening, tuple(self._sources), ends_at)
+        for turn in self._conversation.proceed(Delivery(self._opening.sent, received)):
+            self._send(turn)
+            turn_received = self._receive(turn, tuple(turn.receive_buffers))
+            for place, buffer in turn.receive_buffers.items():
+                if place in turn_received:
+                    buffer.copy_(turn_received[place])
+            turn.lost = frozenset(self.dropped)
+        self._await_sent(ends_at)
+
+    def run(self) -> None:
+        """Finish in the thread to which it was handed over, and report the outcome to :meth:`wait`."""
+        assert self._finished is not None
+        try:
+            self.finish()
+        except BaseException as error:
+            self._finished.put(error)
+        else:
+            self._finished.put(None)
+
+    def wait(self) -> Arrival:
+        if self._finished is None:
+            self.finish()
+        elif (error := self._finished.get()) is not None:
+            raise error
+        arrival = self._conversation.arrival
+        return arrival._replace(parts=self._read(arrival.parts))
+
+    def _read(self, parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
+        yield from parts
+        self._world.mesh.give_back(self._payloads)
+        self._payloads = []
+
+    def _key(self) -> Key:
+        return Key(Kind.MESSAGE, self._step, self._bucket, self._num_turns)
+
+    def _send(self, turn: Turn) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for place, message in turn.sent.items():
+            member, shared, lying = self._members[place], self._shared, message
+            is_near = shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.reaches(member)
+            if shared is not None and is_near and not shared.holds(message):
+                if id(message) not in copies:
+                    purpose = self._bucket, self._num_turns, len(copies)
+                    copies[id(message)] = shared.take(purpose, message, self._where).copy_(message)
+                lying = copies[id(message)]
+            if shared is not None and shared.can_send(member, lying):
+                shared.send(member, self._key(), lying)
+            else:
+                frame = self._world.mesh.send(member, self._key(), message.detach().cpu(), self._number)
+                self._outgoing.append((member, frame))
+            self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
+
+    def _receive(self, turn: Turn, sources: Sequence[int], ends_at: float | None = None) -> Messages:
+        """Return the messages of a turn, in the memory in which they arrived, without those of lost members."""
+        mesh, key = self._world.mesh, self._key()
+        self._num_turns += 1
+        found: dict[int, torch.Tensor] = {}
+        missing = {self._members[place]: place for place in sources if place not in self.dropped}
+
+        def look() -> bool:
+            for member, place in list(missing.items()):
+                payload = mesh.take(member, key)
+                if payload is not None and mesh.is_of_size(
+                    member, key, payload, self._expected(payload, turn, place).nbytes
+                ):
+                    found[place] = payload
+                    self.arrived_at[place] = time.perf_counter()
+                    del missing[member]
+                elif member in mesh.lost and member not in mesh.left:
+                    self.dropped.add(place)
+                    del missing[member]
+                elif ends_at is not None and time.monotonic() >= ends_at and self._puts_off(member, place, key):
+                    del missing[member]
+            return not missing
+
+        self._world.wait_until(
+            look, partial(list, missing), self._where, is_sent_at=self._is_sent_at, looks_again_at=ends_at
+        )
+        return {place: self._kept(payload, turn, place) for place, payload in found.items()}
+
+    def _puts_off(self, member: int, place: int, key: Key) -> bool:
+        """Return whether a message is mixed in later, when it arrives."""
+        assert self._patience is not None
+        late = self._patience.late
+        if not late.may_be_late(self._bucket, member):
+            return False
+        own = next(iter(self._opening.sent.values()))
+        late.await_later(self._bucket, member, key, self._sources[place], own.clone())
+        self.dropped.add(place)
+        self.delayed.add(place)
+        return True
+
+    def _kept(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
+        """Return a message in place, if that is this rank's own memory or it is only read; otherwise a copy."""
+        like, shared = self._expected(payload, turn, place), self._shared
+        message = payload.view(like.dtype).view(like.shape).to(like.device)
+        # The codec's messages are plain values.
+        reads_only = shared is None or any(map(shared.holds, turn.sent.values()))
+        if not reads_only and shared is not None and shared.is_lent(payload):
+            message = turn.receive_buffers[place].copy_(message)
+            self._world.mesh.give_back([payload])
+        else:
+            self._payloads.append(payload)
+        return message
+
+    def _expected(self, payload: torch.Tensor, turn: Turn, place: int) -> torch.Tensor:
+        """Return a tensor like the message that a payload must be."""
+        like = next(iter(turn.sent.values()), None)
+        if like is None or like.nbytes != payload.nbytes or turn is not self._opening:
+            like = turn.receive_buffers[place]
+        return like
+
+    def _await_sent(self, ends_at: float | None) -> None:
+        """Wait until the sent messages are no longer read, because their memory is reused for the next exchange."""
+        if ends_at is not None:
+            with self._world.mesh.changed:
+                self._world.mesh.changed.wait_for(
+                    lambda: all(frame.has_ended for _, frame in self._outgoing), max(0.0, ends_at - time.monotonic())
+                )
+            for _, frame in self._outgoing:
+                frame.copy()
+            self._outgoing = []
+            return
+
+        def unsent() -> list[int]:
+            return [member for member, frame in self._outgoing if not frame.has_ended]
+
+        self._world.wait_until(lambda: not unsent(), unsent, f"{self._where}: sending")
+        self._outgoing = []
+
+
+class Finisher:
+    """A thread in which exchanges proceed in the order in which they were started; it ends after the last of them."""
+
+    def __init__(self, world: ElasticWorld) -> None:
+        self._exchanges: queue.SimpleQueue[EdgeExchange | None] = queue.SimpleQueue()
+        end = weakref.finalize(self, self._exchanges.put, None)
+        daemon_threads.start(
+            f"gossip-exchanges-{world.member}",
+            partial(_finish, self._exchanges),
+            end=end,
+            failed=daemon_threads.weak_call(world, ElasticWorld.fail),
+            patience=world.timeout,
+        )
+
+    def submit(self, exchange: EdgeExchange) -> None:
+        """Finish the exchange after the previous ones."""
+        exchange.hand_over()
+        self._exchanges.put(exchange)
+
+
+def _finish(exchanges: queue.SimpleQueue[EdgeExchange | None]) -> None:
+    while (exchange := exchanges.get()) is not None:
+        exchange.run()

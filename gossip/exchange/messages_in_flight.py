@@ -1,0 +1,119 @@
+"""The messages of one rank that are in flight."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gossip.compression.conversation import Arrival, chunks, finite_on_host
+from gossip.exchange.exchanges import InFlight
+from gossip.exchange.transport import Exchange
+from gossip.measuring.step_stats import Meter
+from topologies import Round
+
+
+@dataclass
+class MessagesInFlight(InFlight):
+    """One bucket's messages in flight.
+
+    Attributes
+    ----------
+    exchanges : dict of str to Exchange
+        The exchanges, by channel.
+    launched_at : float
+        The time of launch, from ``time.perf_counter()``.
+    kinds : dict of str to (torch.Size, torch.dtype, torch.device)
+        Shape, dtype and device of a difference, by channel.
+    bytes_counted : Counter
+        The part of the exchanges' ``bytes_by_peer`` that the cost of some step already contains.
+    surplus : float
+        By how much the weights that this rank gives to all messages, its own included, exceed 1; codecs assume that
+        they sum to 1.
+    squares : dict of str to mapping of int to float or Tensor
+        The squared distances to the sources' messages, by channel, as far as the codecs tell them; complete when the
+        parts have been read.
+    """
+
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    launched_at: float = 0.0
+    kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)
+    bytes_counted: Counter[int] = field(default_factory=Counter)
+    surplus: float = 0.0
+    squares: dict[str, Mapping[int, float | torch.Tensor]] = field(default_factory=dict)
+    _differences: dict[str, torch.Tensor] | None = None
+
+    def differences(self) -> dict[str, list[torch.Tensor]]:
+        if self._differences is None:
+            self._differences = {channel: self.joined(channel, arrival) for channel, arrival in self._awaited().items()}
+            for channel, difference in self._differences.items() if self.surplus else ():
+                difference.add_(self.sent[channel][0], alpha=self.surplus)
+        return {channel: [difference] for channel, difference in self._differences.items()}
+
+    def _awaited(self) -> dict[str, Arrival]:
+        arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
+        self.squares = {channel: arrival.squares for channel, arrival in arrivals.items()}
+        return arrivals
+
+    def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
+        """Return everything that arrived in a channel, as a copy; zeros if nothing did."""
+        parts = [part.clone() for _, part in arrival.parts]
+        if parts:
+            return torch.cat(parts)
+        shape, dtype, device = self.kinds[channel]
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait, and return copies of the round, and of the differences and the sent messages by channel."""
+        return {
+            "round": self.round_index,
+            "differences": {channel: rows[0].clone() for channel, rows in self.differences().items()},
+            "sent": {channel: rows[0].clone() for channel, rows in self.sent.items()},
+        }
+
+    @classmethod
+    def known(cls, round_: Round, saved: Mapping[str, Any]) -> MessagesInFlight:
+        """Return what :meth:`state_dict` returned as an exchange whose outcome is already known."""
+        sent = {channel: [message] for channel, message in saved["sent"].items()}
+        exchanges: dict[str, Exchange] = {
+            channel: Known(difference) for channel, difference in saved["differences"].items()
+        }
+        return cls(round_, saved["round"], sent, exchanges, time.perf_counter())
+
+    def arrivals(self) -> dict[str, Arrival]:
+        """Wait, and return what arrived, piece by piece, by channel."""
+        if self._differences is None and not self.surplus:
+            return self._awaited()
+        return {channel: whole(difference) for channel, (difference,) in self.differences().items()}
+
+    def count_bytes(self, meter: Meter) -> None:
+        """Add what has been sent since the last call to the cost of a step."""
+        sent: Counter[int] = Counter()
+        for exchange in self.exchanges.values():
+            sent.update(exchange.bytes_by_peer)
+        for peer, num_bytes in (sent - self.bytes_counted).items():
+            meter.bytes_by_peer[peer] += num_bytes
+            meter.bytes_sent += num_bytes
+        self.bytes_counted = sent
+
+
+@dataclass
+class Known:
+    """An exchange whose outcome is already known, from a checkpoint."""
+
+    difference: torch.Tensor
+    bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
+    arrived_at: Mapping[int, float] = field(default_factory=dict)
+
+    def wait(self) -> Arrival:
+        return whole(self.difference)
+
+
+def whole(difference: torch.Tensor) -> Arrival:
+    """Return an arrival of a known difference; ``difference`` itself is not changed."""
+    parts = ((part, difference[part].clone()) for part in chunks(difference.numel(), difference.device))
+    return Arrival(parts, finite_on_host([difference]))

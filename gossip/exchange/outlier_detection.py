@@ -1,0 +1,292 @@
+"""Watches for ranks whose values are finite but wrong: what is usual along each edge, and what is far beyond it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from loguru import logger
+
+from gossip.measuring.step_stats import Meter
+
+Edge = tuple[int, ...]
+"""The ranks at the other end: one, or all whose messages arrive as one sum."""
+Place = tuple[int, str]
+"""A bucket and a channel."""
+
+WARNS_ABOVE = 10.0
+"""A message is unusual if its distance is more than this multiple of what is usual along its edge."""
+SHARE_OF_NORM = 0.25  # below this share of the values' own norm no distance is worth a warning
+_NUM_KNOWN = 4  # exchanges along an edge before anything is unusual there
+_DECAY = 0.98  # of what is usual, per exchange
+NUM_ASTRAY = 20  # exchanges without a break that are unusual; after as many it is not one rank, but a change for all
+_GROWTH = 1.05  # of what is usual, per exchange from then on
+_NUM_STUCK = 20
+SAMPLE_NUMEL = 512
+OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
+
+
+class Usual:
+    """What is usual along one edge: the largest distance in recent exchanges, which decays from one to the next.
+
+    Both ends of an edge that exchange with each other compute the same from the distances that they have in common.
+
+    Attributes
+    ----------
+    distance : float
+        What is usual.
+    num_known : int
+        The number of exchanges in which the two messages differed as usual.
+    num_unusual : int
+        The number of exchanges without a break that have been unusual.
+    """
+
+    def __init__(self, distance: float = 0.0, num_known: int = 0, num_unusual: int = 0) -> None:
+        self.distance = distance
+        self.num_known = num_known
+        self.num_unusual = num_unusual
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been enough exchanges to tell what is usual."""
+        return self.num_known >= _NUM_KNOWN
+
+    def learn(self, distance: float, *, is_unusual: bool) -> None:
+        """Take a distance into account; what is usual stays as it is while all are unusual, and then grows slowly."""
+        self.num_unusual = self.num_unusual + 1 if is_unusual else 0
+        if self.num_unusual > NUM_ASTRAY:
+            self.distance *= _GROWTH
+        elif distance > 0 and not is_unusual:
+            self.distance = max(distance, self.distance * _DECAY)
+            self.num_known += 1
+
+
+class _Seen(NamedTuple):
+    """The distances in one bucket and channel of one exchange, squared, and how far this rank's own message moved."""
+
+    place: Place
+    round_index: int
+    squares: Mapping[Edge, float]
+    moved: float
+
+
+class _Later(NamedTuple):
+    """The same on a device: a copy that is under way to the host."""
+
+    place: Place
+    round_index: int
+    edges: tuple[Edge, ...]
+    values: torch.Tensor
+    is_complete: torch.Event
+
+
+class OutlierDetector:
+    r"""Compares each message that arrives with what is usual along its edge, and names the rank that is far off.
+
+    The distance of an edge is :math:`\|m_j - m_i\|`, the Euclidean distance of the two ranks' messages in a bucket.
+    Usual is the largest distance of recent exchanges along that edge, which decays by 2 % from one exchange to the
+    next; along an edge that is new, what is usual for this rank. A message is unusual if its distance exceeds
+    :const:`WARNS_ABOVE` times that, and a quarter of the norm of this rank's own values, less what these have moved,
+    so that no change of the learning rate is mistaken for a fault. Where only the sum of several messages is known (an
+    all-reduce, or a compression that sends increments), that sum is compared.
+
+    Of the two ends of an edge the one whose own message has moved since its last exchange is the one that is off; how
+    far is estimated from a sample of the values. A rank also notices if its own messages stay the same to the bit.
+
+    Everything is local. On a GPU distances are read one exchange later, when they have long been computed, so that the
+    host need not wait for the device.
+
+    Parameters
+    ----------
+    rank : int
+        This rank in the topology.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._usual: dict[Place, dict[Edge, Usual]] = {}
+        self._messages: dict[int, OwnMessages] = {}
+        self._later: dict[Place, _Later] = {}
+        self._warned_at = -_NUM_STUCK
+
+    # ------------------------------------------------------------------ this rank's own messages
+
+    def moved(self, bucket: int) -> float:
+        """Return an estimate of how far this rank's newest message for a bucket is from the one before."""
+        return float(self._messages[bucket].moved) if bucket in self._messages else 0.0
+
+    def send(
+        self, bucket: int, message: torch.Tensor, step: int, meter: Meter, was_updated: Callable[[], bool]
+    ) -> None:
+        """Note the message that this rank sends for a bucket of parameters.
+
+        Parameters
+        ----------
+        bucket, step : int
+            The bucket and the step.
+        message : Tensor, [numel]
+            The message.
+        meter : Meter
+            Counts what is unusual.
+        was_updated : callable
+            Returns whether this step was to change the values; one with a learning rate of 0 or without gradients was
+            not. Called if they are the same.
+        """
+        own = self._messages.setdefault(bucket, OwnMessages())
+        own.note(message, was_updated)
+        if min(messages.num_equal for messages in self._messages.values()) == _NUM_STUCK:
+            meter.unusual_by_peer[self._rank] += 1
+            for messages in self._messages.values():
+                messages.num_equal += 1  # it is said once
+            logger.warning(
+                "rank {}: step {}: rank {} is stuck: it has sent the same message, to the bit, in {} exchanges, though "
+                "it has a learning rate and gradients, and its peers differ from it; check what its optimizer and its "
+                "hooks do, and its device",
+                self._rank,
+                step,
+                self._rank,
+                _NUM_STUCK,
+            )
+
+    # ------------------------------------------------------------------ what arrives
+
+    def judge(
+        self,
+        place: Place,
+        round_index: int,
+        squares: Mapping[Edge, float | torch.Tensor],
+        norm: Callable[[], float],
+        meter: Meter,
+    ) -> None:
+        """Compare what has arrived with what is usual, and warn.
+
+        Parameters
+        ----------
+        place : (int, str)
+            The bucket and the channel.
+        round_index : int
+            The index of the round.
+        squares : mapping of Edge to float or Tensor
+            The squared distances.
+        norm : callable
+            Returns the norm of this rank's own values; called if a distance is unusual.
+        meter : Meter
+            Counts what is unusual.
+        """
+        own = self._messages.setdefault(place[0], OwnMessages())
+        if (later := self._later.pop(place, None)) is not None:
+            later.is_complete.synchronize()
+            moved, *known = later.values.tolist()
+            seen = _Seen(place, later.round_index, dict(zip(later.edges, known, strict=True)), moved)
+            self._judge(seen, norm, meter)
+        device = next((square.device for square in squares.values() if isinstance(square, torch.Tensor)), None)
+        if device is None:
+            self._judge(_Seen(place, round_index, dict(squares), float(own.moved)), norm, meter)  # type: ignore[arg-type]
+            return
+        numbers = [
+            torch.as_tensor(value, device=device, dtype=torch.float64) for value in (own.moved, *squares.values())
+        ]
+        values = torch.stack(numbers).to("cpu", non_blocking=True)
+        is_complete = torch.Event(device)
+        is_complete.record()
+        self._later[place] = _Later(place, round_index, tuple(squares), values, is_complete)
+
+    def _judge(self, seen: _Seen, norm: Callable[[], float], meter: Meter) -> None:
+        edges = self._usual.setdefault(seen.place, {})
+        unusual: dict[Edge, float] = {}
+        for edge, square in seen.squares.items():
+            distance = math.sqrt(square)
+            usual, anywhere = edges.setdefault(edge, Usual()), edges.setdefault((), Usual())
+            measure = usual if usual.is_known else anywhere
+            is_far = measure.is_known and not distance <= WARNS_ABOVE * measure.distance
+            if is_far and distance > SHARE_OF_NORM * (norm() - seen.moved):
+                unusual[edge] = distance / measure.distance
+            for known in (usual, anywhere):
+                known.learn(distance, is_unusual=edge in unusual)
+        self._messages[seen.place[0]].differs_by = max(map(math.sqrt, seen.squares.values()), default=0.0)
+        if unusual:
+            largest = math.sqrt(max(seen.squares[edge] for edge in unusual))
+            is_own = seen.moved > OWN_SHARE * largest
+            self._warn(seen, unusual, meter, is_own=is_own)
+
+    def _warn(self, seen: _Seen, unusual: Mapping[Edge, float], meter: Meter, *, is_own: bool) -> None:
+        step, (bucket, _) = seen.round_index + 1, seen.place
+        for rank in (self._rank,) if is_own else [rank for edge in unusual for rank in edge]:
+            meter.unusual_by_peer[rank] += 1
+        if 0 < step - self._warned_at < _NUM_STUCK:
+            return  # what has been mixed in is passed on
+        self._warned_at = step
+        for edge, multiple in unusual.items():
+            other = f"that of rank {edge[0]}" if len(edge) == 1 else "the mean of their messages"
+            others = f"rank {edge[0]}" if len(edge) == 1 else f"one of the ranks {', '.join(map(str, edge))}"
+            logger.warning(
+                "rank {}: step {}, bucket {}: the values of {} have jumped: rank {}'s message and {} are {:.3g} times "
+                "as far apart as is usual along this edge; check {}, its learning rate and whatever else writes "
+                "its parameters",
+                self._rank,
+                step,
+                bucket,
+                f"rank {self._rank}" if is_own else others,
+                self._rank,
+                other,
+                multiple,
+                "the device of that rank, which says so itself" if len(edge) > 1 and not is_own else "its device",
+            )
+
+    # ------------------------------------------------------------------ saving
+
+    def state_dict(self) -> list[Any]:
+        """Return what is usual, as plain data; this rank's own messages are not part of it."""
+        return [
+            [*place, list(edge), usual.distance, usual.num_known, usual.num_unusual]
+            for place, edges in self._usual.items()
+            for edge, usual in edges.items()
+        ]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._usual = {}
+        for bucket, channel, edge, *numbers in state:
+            self._usual.setdefault((bucket, channel), {})[tuple(edge)] = Usual(*numbers)
+
+
+class OwnMessages:
+    """This rank's messages for one bucket, one exchange after the other.
+
+    Attributes
+    ----------
+    moved : float or Tensor
+        An estimate of how far the newest message is from the one before.
+    num_equal : int
+        In how many exchanges without a break the message has been the same to the bit as in the one before, although
+        the values were to be updated and what arrived was different.
+    differs_by : float
+        The largest distance to a peer's message in the newest exchange.
+    """
+
+    def __init__(self) -> None:
+        self.moved: float | torch.Tensor = 0.0
+        self.num_equal = 0
+        self.differs_by = 0.0
+        self._sample: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
+
+    def note(self, message: torch.Tensor, was_updated: Callable[[], bool]) -> None:
+        """Compare a message with the one before."""
+        stride = -(-message.numel() // SAMPLE_NUMEL)
+        sample = message[::stride].clone()
+        before, self._sample = self._sample, sample
+        if before is None or before.shape != sample.shape:
+            return
+        moved = torch.dist(sample, before)
+        scale = math.sqrt(message.numel() / sample.numel())
+        self.moved = float(moved) * scale if moved.is_cpu else moved * scale
+        # What is below this share of the values may be lost when it is added to them.
+        is_equal = moved.is_cpu and self.moved == 0.0 and self.differs_by > 1e-5 * scale * float(sample.norm())
+        if is_equal and was_updated() and (self._copy is None or torch.equal(self._copy, message)):
+            self.num_equal += 1
+            self._copy = message.clone() if self._copy is None else self._copy
+        else:
+            self.num_equal, self._copy = 0, None

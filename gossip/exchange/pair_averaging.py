@@ -1,0 +1,349 @@
+"""Averages of two ranks, made whenever one of them asks for one, concurrently with their computation.
+
+A rank *shows* a bucket: a copy of its values after their newest update, with all averages since. It asks another rank
+by sending what it shows, m. The other rank moves what it shows itself, z, half of the way to m, and replies with this
+difference d = (m - z) / 2, which the first rank subtracts. After that both show their mean. What is shown is changed
+with the bucket locked, for the duration of one pass over it; parameters and optimizer are never locked. The differences
+are also accumulated separately, in ``pending``, until the training thread adds them to the parameters right before it
+updates these: what one rank adds the other subtracts, bit for bit, so the mean over ranks is exact.
+
+While a rank waits for a reply, what it shows does not change. A rank that asks it meanwhile has to wait if its own
+number is the higher one, and is refused otherwise; so ranks never wait for each other in a circle, on any graph. Two
+ranks that have asked each other notice this as each gets the other's question, which serves as the reply.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from loguru import logger
+
+from gossip.algorithms.asynchronous import Average
+from gossip.communication.host import daemon_threads
+from gossip.communication.world import accumulation_dtype
+from gossip.compression.conversation import chunks, finite_on_host
+from gossip.elastic.connections.peer_connection import Frame, Key, Kind, Outgoing
+from gossip.elastic.elastic_world import ElasticWorld, Questions
+
+
+@dataclass
+class Asked:
+    """An unanswered question to another rank.
+
+    Attributes
+    ----------
+    member : int
+        The rank that was asked.
+    step : int
+        The step of this rank after which it asked.
+    frame : Outgoing or None
+        The question.
+    """
+
+    member: int
+    step: int
+    frame: Outgoing | None = None
+
+
+@dataclass
+class Shown:
+    """One bucket as other ranks see it. Everything except ``lock`` is only changed with the lock held.
+
+    Attributes
+    ----------
+    lock : Lock
+        The lock of the bucket.
+    values : Tensor, [numel]
+        The values that are shown, in host memory.
+    following : Tensor, [numel]
+        Memory for the values that are shown next.
+    step : int
+        The step after which the values were shown, apart from averages since; -1 if nothing is shown.
+    pending : Tensor, [numel]
+        What averages have added and the parameters have not received yet, in the accumulation dtype.
+    has_pending : bool
+        Whether ``pending`` holds anything.
+    asked : Asked or None
+        The question of this rank that has no reply yet.
+    waiting : list of (int, Frame)
+        The questions of ranks that wait until this rank has its own reply.
+    made : list of Average
+        The averages in ``pending``.
+    have_asked : set of int
+        The ranks that have averaged with these values at their own request.
+    answered : Counter of int
+        By member, the bytes of the replies sent to it since the counter was last read.
+    device : torch.device
+        The device of the parameters.
+    """
+
+    values: torch.Tensor
+    following: torch.Tensor
+    pending: torch.Tensor
+    taken: torch.Tensor
+    device: torch.device
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    step: int = -1
+    has_pending: bool = False
+    asked: Asked | None = None
+    waiting: list[tuple[int, Frame]] = field(default_factory=list)
+    made: list[Average] = field(default_factory=list)
+    have_asked: set[int] = field(default_factory=set)
+    answered: Counter[int] = field(default_factory=Counter)
+
+
+class PairAverager:
+    """The averages of one rank; it lives as long as its model, across generations.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The ranks.
+    history : list of Average, optional
+        A list to which every average is added when it enters the parameters; those of a bucket in the order in which
+        they were made.
+
+    Attributes
+    ----------
+    num_steps : int
+        The number of steps that have been shown.
+    """
+
+    def __init__(self, world: ElasticWorld, history: list[Average] | None = None) -> None:
+        self.num_steps = 0
+        self._history = history
+        self._world = world
+        self._shown: dict[int, Shown] = {}
+        self._making = threading.Lock()  # held while a bucket is shown for the first time
+        run = partial(_answer_all, world.questions, weakref.ref(self))
+        end = weakref.finalize(self, world.questions.put, None)
+        daemon_threads.start(
+            f"gossip-averages-{world.member}",
+            run,
+            end=end,
+            failed=daemon_threads.weak_call(world, ElasticWorld.fail),
+            patience=world.timeout,
+        )
+
+    # ------------------------------------------------------------------ used by the training thread
+
+    def memory(self, bucket: int, like: torch.Tensor) -> torch.Tensor:
+        """Return where the values that are shown next are to be written: in host memory, or ``like`` itself."""
+        shown = self._shown_of(bucket, like)
+        return shown.following if like.is_cpu else like
+
+    def show(self, bucket: int, values: torch.Tensor, step: int, partner: int | None) -> int:
+        """Show the values after step ``step``, and ask ``partner`` for an average; return how many bytes it is sent.
+
+        While a reply is outstanding neither is done: the partner averages with what was shown before. A partner that
+        has itself asked for an average with what was shown before is not asked. ``values`` are in :meth:`memory`, and
+        must not be used after this.
+        """
+        self._world.mesh.check()
+        shown = self._shown_of(bucket, values)
+        if not values.is_cpu:
+            shown.following.copy_(values)
+        with shown.lock:
+            self._end_if_lost(shown)
+            if shown.asked is not None:
+                return 0
+            shown.values, shown.following = shown.following, shown.values
+            if shown.has_pending:
+                shown.values.add_(shown.pending)
+            shown.step = step
+            has_met, shown.have_asked = partner in shown.have_asked, set()
+            if partner is None or has_met or partner in self._world.mesh.lost:
+                return 0
+            shown.asked = Asked(partner, step)
+            shown.asked.frame = self._world.mesh.send(partner, Key(Kind.PAIR, step, bucket), shown.values)
+            return shown.values.nbytes
+
+    def wait(self, bucket: int, latest_step: int) -> None:
+        """Wait for the reply to a question that was asked after step ``latest_step``, or before.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue.
+        """
+        shown = self._shown.get(bucket)
+        asked = None if shown is None else shown.asked
+        if shown is None or asked is None or asked.step > latest_step:
+            return
+        lost = self._world.mesh.lost
+        where = f"step {asked.step}, bucket {bucket}: average"
+
+        def look() -> bool:
+            return shown.asked is not asked or asked.member in lost
+
+        self._world.wait_until(look, lambda: [asked.member], where)
+        with shown.lock:
+            self._end_if_lost(shown)
+
+    def take(self, bucket: int, step: int, *, is_read: bool = False) -> torch.Tensor | None:
+        """Return the sum of averages since the last call on the parameters' device, or None; valid until the next call.
+
+        Parameters
+        ----------
+        bucket : int
+            The bucket.
+        step : int
+            The step before whose update it enters the parameters.
+        is_read : bool
+            Whether the gradient of that step is still to be computed.
+        """
+        shown = self._shown.get(bucket)
+        if shown is None:
+            return None
+        with shown.lock:
+            if not shown.has_pending:
+                return None
+            shown.taken, shown.pending, shown.has_pending = shown.pending, shown.taken, False
+            if self._history is not None:
+                self._history += [average._replace(entered=step, is_read=is_read) for average in shown.made]
+            shown.made = []
+            return shown.taken.to(shown.device)
+
+    def answered(self, bucket: int) -> Counter[int]:
+        """Return by member the bytes of replies that it was sent since the last call."""
+        shown = self._shown[bucket]
+        with shown.lock:
+            found, shown.answered = shown.answered, Counter()
+        return found
+
+    def hide(self, bucket: int) -> None:
+        """Refuse averages until values are shown again, and drop what has not been taken."""
+        shown = self._shown.get(bucket)
+        if shown is not None:
+            with shown.lock:
+                shown.step = -1
+                shown.has_pending, shown.made = False, []
+
+    def _shown_of(self, bucket: int, values: torch.Tensor) -> Shown:
+        with self._making:
+            if bucket not in self._shown:
+                shown = torch.empty(2, *values.shape, dtype=values.dtype)
+                pending = torch.empty(2, *values.shape, dtype=accumulation_dtype(values.dtype))
+                self._shown[bucket] = Shown(shown[0], shown[1], pending[0], pending[1], values.device)
+            return self._shown[bucket]
+
+    # ------------------------------------------------------------------ questions and replies
+
+    def answer(self, member: int, frame: Frame) -> None:
+        """Make the average that a frame asks for, or complete the one to which it replies."""
+        _, asked_at, bucket, shown_at = frame.key
+        with self._making:  # a question of this rank must not overtake its refusal
+            shown = self._shown.get(bucket)
+            if shown is None:
+                self._refuse(member, frame)
+                return
+        nbytes, is_refusal = shown.values.nbytes, frame.key.kind == Kind.AVERAGE and not frame.payload.nbytes
+        if not is_refusal and not self._world.mesh.is_of_size(member, frame.key, frame.payload, nbytes):
+            return
+        with shown.lock:
+            if frame.key.kind == Kind.PAIR:
+                self._on_question(shown, member, frame)
+            elif shown.asked is not None and (shown.asked.member, shown.asked.step) == (member, asked_at):
+                if frame.payload.nbytes:
+                    difference = frame.payload.view(shown.values.dtype)
+                    self._add(shown, difference, -1.0)
+                    self._note(shown, bucket, member, shown_at)
+                self._end(shown)
+        with self._world.mesh.changed:
+            self._world.mesh.changed.notify_all()
+        if frame.key.kind == Kind.AVERAGE:
+            self._world.mesh.give_back([frame.payload])
+
+    def _on_question(self, shown: Shown, member: int, frame: Frame) -> None:
+        asked = shown.asked
+        if asked is not None and asked.member == member:  # each of the two ranks gets the other's question
+            assert asked.frame is not None
+            asked.frame.copy()  # the rest of it may still be unsent
+            self._average(shown, member, frame)
+            self._world.mesh.give_back([frame.payload])
+            self._end(shown)
+        elif shown.step < 0 or (asked is not None and member < self._world.member):
+            self._refuse(member, frame)
+        elif asked is not None:
+            shown.waiting.append((member, frame))
+        else:
+            self._average_and_answer(shown, member, frame)
+
+    def _average_and_answer(self, shown: Shown, member: int, frame: Frame) -> None:
+        difference = self._average(shown, member, frame)
+        if difference is None:
+            self._refuse(member, frame)
+            return
+        shown.have_asked.add(member)
+        shown.answered[member] += difference.nbytes
+        key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
+        self._world.mesh.send(member, key, difference)
+
+    def _average(self, shown: Shown, member: int, frame: Frame) -> torch.Tensor | None:
+        """Move half of the way to what another rank shows; return the difference, or None if it is not finite."""
+        difference = frame.payload.view(shown.values.dtype)
+        is_finite = True
+        for part in chunks(difference.numel(), difference.device):
+            half = difference[part].to(shown.pending.dtype).sub_(shown.values[part]).mul_(0.5)
+            is_finite = is_finite and finite_on_host([half])
+            if half.dtype != difference.dtype:
+                difference[part] = half
+        _, step, bucket, _ = frame.key
+        if not is_finite:
+            logger.warning(
+                "rank {}: step {}, bucket {}: the difference between rank {} and this rank is not finite; they do "
+                "not average",
+                self._world.member,
+                shown.step,
+                bucket,
+                member,
+            )
+            return None
+        self._add(shown, difference, 1.0)
+        self._note(shown, bucket, member, step)
+        return difference
+
+    def _add(self, shown: Shown, difference: torch.Tensor, sign: float) -> None:
+        for part in chunks(difference.numel(), difference.device):
+            change = difference[part]
+            shown.values[part].add_(change, alpha=sign)
+            if shown.has_pending:
+                shown.pending[part].add_(change, alpha=sign)
+            else:
+                torch.mul(change, sign, out=shown.pending[part])
+        shown.has_pending = True
+
+    def _note(self, shown: Shown, bucket: int, member: int, step: int) -> None:
+        if self._history is not None:
+            shown.made.append(Average(self._world.member, shown.step, bucket, member, step))
+
+    def _refuse(self, member: int, frame: Frame) -> None:
+        self._world.mesh.send(member, Key(Kind.AVERAGE, frame.key.first, frame.key.second))
+        self._world.mesh.give_back([frame.payload])
+
+    def _end(self, shown: Shown) -> None:
+        """Note that this rank has its reply, and answer the ranks that have waited for it."""
+        shown.asked = None
+        waiting, shown.waiting = shown.waiting, []
+        for member, frame in waiting:
+            self._on_question(shown, member, frame)
+
+    def _end_if_lost(self, shown: Shown) -> None:
+        asked = shown.asked
+        if asked is not None and asked.member in self._world.mesh.lost:
+            assert asked.frame is not None
+            asked.frame.copy()
+            self._end(shown)
+
+
+def _answer_all(frames: Questions, reference: weakref.ReferenceType[PairAverager]) -> None:
+    """Run the thread that replies, in the order in which the frames arrived."""
+    with torch.no_grad():
+        while (came := frames.get()) is not None and (averager := reference()) is not None:
+            averager.answer(*came)
+            del averager, came

@@ -1,0 +1,110 @@
+"""The transport for averages of pairs of ranks that do not make their steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+
+from gossip.compression.conversation import Arrival, Conversation
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange.pair_averaging import PairAverager
+from gossip.exchange.transport import LateDifference, Transport
+from topologies import Round, Topology
+
+
+class PairTransport(Transport):
+    """Averages between the members of a generation, see ``gossip.exchange.pair_averaging``.
+
+    An exchange asks for an average with the peer of a round; its result is what all averages have added to the bucket
+    since the previous exchange, whoever asked for them.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The ranks.
+    topology : Topology
+        A topology with rounds in which every rank has at most one peer; its ranks are positions among the members.
+    members : sequence of int, optional
+        The members of the generation; by default of the first one.
+    averager : PairAverager
+        The averager, the same in all generations.
+    max_staleness : int
+        The number of steps after which an average that was asked for is awaited.
+    """
+
+    publishes: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: ElasticWorld,
+        topology: Topology,
+        *,
+        members: Sequence[int] | None = None,
+        averager: PairAverager,
+        max_staleness: int,
+    ) -> None:
+        self.averager = averager
+        self._world = world
+        self._members = tuple(range(topology.world_size) if members is None else members)
+        self._place = self._members.index(world.member)
+        self._max_staleness = max_staleness
+        self._messages: dict[int, torch.Tensor] = {}
+
+    def describe(self) -> str:
+        return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another's step"
+
+    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
+        del step
+        memory = self._messages[bucket] = self.averager.memory(bucket, message)
+        return memory
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> PairExchange:
+        _ = conversation.opening  # makes the message
+        place = next(iter(round_.peers(self._place)), None)
+        partner = None if place is None else self._members[place]
+        num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
+        self._world.tell_of_step()
+        self.averager.num_steps = step + 1
+        exchange = PairExchange(self.averager, bucket, step, self._max_staleness, self._members)
+        if num_bytes and partner is not None:
+            exchange.count(partner, num_bytes)
+        return exchange
+
+    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        """Yield, with ``waits``, what averages have added, once this rank has the reply to its own question."""
+        if waits:
+            self.averager.wait(bucket, latest_step=2**62)
+            added = self.averager.take(bucket, self.averager.num_steps, is_read=True)
+            if added is not None:
+                yield LateDifference(0, added)
+
+    def drop(self, bucket: int) -> None:
+        self.averager.wait(bucket, latest_step=2**62)
+        self.averager.hide(bucket)
+
+
+class PairExchange:
+    """What averages add to a bucket in a step, see :class:`gossip.Exchange`."""
+
+    def __init__(
+        self, averager: PairAverager, bucket: int, step: int, max_staleness: int, members: Sequence[int]
+    ) -> None:
+        self.bytes_by_peer: dict[int, int] = {}
+        self._members = members
+        self.arrived_at: dict[int, float] = {}
+        self._averager, self._bucket, self._step, self._max_staleness = averager, bucket, step, max_staleness
+
+    def count(self, member: int, num_bytes: int) -> None:
+        """Count what was sent to a member, if it still is one."""
+        if member in self._members:
+            place = self._members.index(member)
+            self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + num_bytes
+
+    def wait(self) -> Arrival:
+        self._averager.wait(self._bucket, self._step + 1 - self._max_staleness)
+        for member, num_bytes in self._averager.answered(self._bucket).items():
+            self.count(member, num_bytes)
+        added = self._averager.take(self._bucket, self._step + 1)
+        return Arrival(iter(()), is_finite=True) if added is None else Arrival.of(added)

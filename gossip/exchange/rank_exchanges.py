@@ -1,0 +1,453 @@
+"""The exchanges of one rank, over a transport."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from loguru import logger
+from torch.optim import Optimizer
+
+from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.communication.world import accumulation_dtype
+from gossip.compression.codec import BucketShape, Clip, Codec, Compression
+from gossip.compression.conversation import Arrival, finite_on_host, squared_norm
+from gossip.errors import GossipError
+from gossip.exchange.clipping import Clipping
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, row_sum
+from gossip.exchange.messages_in_flight import Known, MessagesInFlight
+from gossip.exchange.outlier_detection import NUM_ASTRAY, Edge, OutlierDetector
+from gossip.exchange.transport import Transport
+from gossip.measuring.step_stats import Meter
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
+from gossip.private_torch import fast_range
+from topologies import Round, Topology
+
+AnyBucket = Bucket | BufferBucket
+
+
+class RankExchanges(Exchanges[MessagesInFlight, Meter]):
+    """The exchanges of one rank.
+
+    Parameters
+    ----------
+    buckets : sequence of Bucket or BufferBucket
+        The buckets, by index.
+    optimizers : sequence of Optimizer
+        The optimizers.
+    topology : Topology
+        The rounds that end the steps.
+    transport : Transport or None
+        The transport; None in a world of one.
+    algorithm : Algorithm
+        The algorithm.
+    compression : Compression
+        The compression.
+    rank : int
+        This rank in the topology.
+    watches : bool
+        Whether a message far beyond what is usual is named, see :class:`OutlierDetector`.
+    clips_above : float, optional
+        The multiple of what is usual along an edge to which differences are clipped, see :class:`Clipping`.
+
+    Attributes
+    ----------
+    on_astray : callable
+        Called, with a text that says why, when this rank has gone so far astray that it does not come back by being
+        mixed; by default it raises.
+    codecs : list of dict of str to Codec
+        The codecs, by bucket and then by channel; empty in a world of one that does not read what it sends.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[AnyBucket],
+        optimizers: Sequence[Optimizer],
+        topology: Topology,
+        transport: Transport | None,
+        algorithm: Algorithm,
+        compression: Compression,
+        rank: int,
+        *,
+        watches: bool = True,
+        clips_above: float | None = None,
+    ) -> None:
+        super().__init__(optimizers, topology, algorithm, compression)
+        self.transport = transport
+        self._watch = OutlierDetector(rank) if watches else None
+        self._clipping = None if clips_above is None else Clipping(rank, clips_above)
+        self.on_astray = self._end_astray
+        self._rank = rank
+        self._optimizers = optimizers
+        self._buckets: list[AnyBucket] = []
+        self._views: list[BucketView] = []
+        self.codecs: list[dict[str, Codec]] = []
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[AnyBucket]) -> None:
+        """Exchange these buckets too, from the round of this step on. Local; on all ranks before the same step."""
+        self._buckets += buckets
+        self.in_flight += [None] * len(buckets)
+        for bucket in buckets:
+            view = BucketView(bucket.block)
+            if isinstance(bucket, Bucket):
+                view = BucketView(
+                    bucket.block, bucket.parameters, bucket.views, self._optimizers, range(self._rank, self._rank + 1)
+                )
+                self._begin(view)
+            self._views.append(view)
+        self.codecs += self._make_codecs(buckets)
+
+    def _make_codecs(self, buckets: Sequence[AnyBucket]) -> list[dict[str, Codec]]:
+        if self.transport is None and not self.algorithm.reads_sent:
+            return []
+        return [self._codecs_of(bucket) for bucket in buckets]
+
+    def _codecs_of(self, bucket: AnyBucket) -> dict[str, Codec]:
+        index = bucket.index
+        codecs = {}
+        for number, channel in enumerate(self._channels(index)):
+            example = self._like(self._views[index], channel)
+            is_number = channel in self.algorithm.numbers
+            views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
+            place = index + CHANNEL_STRIDE * number
+            memory = functools.partial(_memory, self.transport, place)
+            shape = BucketShape(
+                place,
+                example,
+                views,
+                memory=memory,
+                start=example,
+                measures=self._watch is not None and self._clipping is None,
+                clip=None if views is None or self._clipping is None else self._clip(index, channel),
+            )
+            codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
+        return codecs
+
+    def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
+        """Exchange along another topology, where this rank has another position, from the next step on. Local.
+
+        Nothing may be in flight; codecs start anew.
+        """
+        self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
+        if self._watch is not None:
+            self._watch = OutlierDetector(rank)
+        if self._clipping is not None:
+            self._clipping = Clipping(rank, self._clipping.multiple)
+        for view in self._views:
+            view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
+        self.codecs = self._make_codecs(self._buckets)
+
+    # ------------------------------------------------------------------ late messages
+
+    def combine_(self, index: int, meter: Meter) -> None:
+        super().combine_(index, meter)
+        self._combine_late(index, meter, waits=False)
+
+    def drop(self) -> None:
+        super().drop()
+        if self.transport is not None:
+            for index in range(len(self._buckets)):
+                self.transport.drop(index)
+
+    def combine_late(self, meter: Meter) -> None:
+        """Await all messages that steps did not wait for, and combine them.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue.
+        """
+        for index in range(len(self._buckets)):
+            self._combine_late(index, meter, waits=True)
+
+    def _combine_late(self, index: int, meter: Meter, *, waits: bool) -> None:
+        for round_index, difference in self.transport.late(index, waits=waits) if self.transport is not None else ():
+            meter.num_late += 1
+            if finite_on_host([difference]):
+                self.algorithm.combine_(self._views[index].values, difference, round_index)
+                self._written(index)
+            else:
+                logger.warning(
+                    "rank {}: step {}, bucket {}: a late message is not finite and is refused",
+                    self._rank,
+                    round_index + 1,
+                    index,
+                )
+                meter.num_refused += 1
+
+    # ------------------------------------------------------------------ hooks of the policy
+
+    def views(self, index: int) -> Sequence[BucketView]:
+        return self._views[index : index + 1]
+
+    def holds_parameters(self, index: int) -> bool:
+        return isinstance(self._buckets[index], Bucket)
+
+    def _takes_part(self, step: int, round_: Round) -> bool:
+        if self.transport is None:
+            return self.algorithm.steps_alone(step, round_)
+        return self._is_in(step, round_, self._rank)
+
+    def _start(
+        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
+    ) -> MessagesInFlight:
+        in_flight = MessagesInFlight(round_, step)
+        if self.algorithm.requires.stochastic != "doubly":
+            in_flight.surplus = row_sum(round_, self._rank) - 1
+        with fast_range("gossip::send"):
+            for number, (channel, (message,)) in enumerate(messages.items()):
+                edges = self._edges(index, channel, round_)
+                if self.transport is None or not (edges.peers(self._rank) or self.transport.publishes):
+                    nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
+                    in_flight.exchanges[channel] = Known(nothing)
+                    if self._keeps_sent:
+                        in_flight.sent[channel] = [self._as_decoded(index, channel, message, edges, step)]
+                    continue
+                codec = self.codecs[index][channel]
+                in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
+                if self._clipping is not None:
+                    self._clipping.expect((index, channel), edges, step)
+                conversation = codec.begin(message, edges, step)
+                in_flight.launched_at = in_flight.launched_at or time.perf_counter()
+                in_flight.exchanges[channel] = self.transport.start(
+                    conversation, edges, step=step, bucket=index + CHANNEL_STRIDE * number
+                )
+                if codec.sent is not None:
+                    in_flight.sent[channel] = [codec.sent]
+                if self._watch is not None and channel == VALUES and self.holds_parameters(index):
+                    made = message if codec.sent is None else codec.sent
+                    self._watch.send(index, made, step, meter, functools.partial(self._was_updated, meter))
+        in_flight.count_bytes(meter)
+        return in_flight
+
+    def _as_decoded(self, index: int, channel: str, message: torch.Tensor, edges: Round, step: int) -> torch.Tensor:
+        """Return a message that no rank receives, as ranks would decode it if the algorithm reads that."""
+        if not self.algorithm.reads_sent:
+            return message.clone()
+        codec = self.codecs[index][channel]
+        codec.exchange(message, edges, step)
+        assert codec.sent is not None
+        return codec.sent
+
+    def _accepted(
+        self, index: int, in_flight: MessagesInFlight, meter: Meter
+    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
+        arrivals = self._await(in_flight, meter)
+        with fast_range("gossip::mix"):
+            self._show(index, in_flight)
+            if not all(arrival.is_finite for arrival in arrivals.values()):
+                for arrival in arrivals.values():
+                    collections.deque(arrival.parts, maxlen=0)  # codec and transport rely on the iteration
+                self._refuse(index, in_flight, meter)
+                return
+            watched = self._watched(index, in_flight)
+            squares: dict[str, float | torch.Tensor] = dict.fromkeys((VALUES, *watched), 0.0)
+            view = self._views[index]
+            sent = in_flight.sent if self.algorithm.reads_sent else {}
+            for part, got in _pieces(in_flight, arrivals, sent):
+                for channel in squares:
+                    squares[channel] += squared_norm(got[channel].difference)
+                square = squares[VALUES]
+                if not isinstance(square, torch.Tensor) and not math.isfinite(square):
+                    self._refuse(index, in_flight, meter)  # it is this rank's own message: all others are finite
+                yield view if part is None else view.part(part), got
+            if self.transport is None or not self.transport.publishes:  # otherwise it involves any number of ranks
+                meter.squared_distances.append(squares[VALUES] * self._squared_distance_scale(in_flight.round))
+            if self._watch is not None:
+                for channel, edges in watched.items():
+                    by_edge = self._squares_by_edge(edges, squares[channel], in_flight.squares.get(channel, {}))
+                    if self._clipping is not None:
+                        by_edge = {**self._clipping.squares((index, channel))}
+                    place, norm = (index, channel), functools.partial(self._norm, index)
+                    self._watch.judge(place, in_flight.round_index, by_edge, norm, meter)
+            if self._clipping is not None:
+                self._settle_clipping(index, in_flight, meter)
+
+    def _watched(self, index: int, in_flight: MessagesInFlight) -> dict[str, Round]:
+        """Return the channels that are compared with what is usual, with their edges: of each edge the first one."""
+        is_watched = self._watch is not None and self.holds_parameters(index)
+        if not is_watched or (self.transport is not None and self.transport.publishes):
+            return {}
+        by_channel = {channel: self._edges(index, channel, in_flight.round) for channel in self.algorithm.sends}
+        return {
+            channel: edges
+            for channel, edges in by_channel.items()
+            if edges.peers(self._rank) and (channel == VALUES or edges is not in_flight.round)
+        }
+
+    def _squares_by_edge(
+        self, edges: Round, square: float | torch.Tensor, squares: Mapping[int, float | torch.Tensor]
+    ) -> dict[Edge, float | torch.Tensor]:
+        """Return the squared distances by edge, or that to all sources together if no more is known."""
+        weights = edges.neighbours(self._rank)
+        if squares or len(weights) != 1:
+            return {(source,): each for source, each in squares.items()} or {tuple(weights): square}
+        ((source, weight),) = weights.items()
+        return {(source,): square / weight**2}
+
+    def _clip(self, index: int, channel: str) -> Clip:
+        """Return what clips a channel of a bucket; the rank's position may change."""
+
+        def clip(
+            distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
+        ) -> Mapping[int, float]:
+            assert self._clipping is not None
+            return self._clipping.factors((index, channel), distances, smaller_norm)
+
+        return clip
+
+    def _settle_clipping(self, index: int, in_flight: MessagesInFlight, meter: Meter) -> None:
+        assert self._clipping is not None
+        assert self._watch is not None
+        moved, norm = self._watch.moved(index), functools.partial(self._norm, index)
+        for channel in in_flight.exchanges:
+            world_size = self._topology.world_size
+            is_astray = self._clipping.settle((index, channel), world_size, moved, norm, meter)
+            if is_astray and channel == VALUES:
+                self.on_astray(
+                    f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}: whatever arrived in "
+                    f"{NUM_ASTRAY} exchanges was far beyond what is usual and has been clipped: the values of this "
+                    "rank are wrong, and do not come back by being mixed"
+                )
+
+    def _end_astray(self, why: str) -> None:
+        raise GossipError(f"{why}; check its device, and start again from a checkpoint")
+
+    def _norm(self, index: int) -> float:
+        block = self._buckets[index].block.detach()
+        return float(torch.linalg.vector_norm(block, dtype=torch.float64))  # the squares of finite values may overflow
+
+    def _was_updated(self, meter: Meter) -> bool:
+        rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups if "lr" in group]
+        return not meter.num_skipped and bool(meter.gradient_norm()) and any(float(rate) > 0 for rate in rates)
+
+    def _written(self, index: int) -> None:
+        self._buckets[index].written()
+
+    def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return rows[0].clone()
+
+    def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [values]
+
+    def names(self, index: int) -> Sequence[str]:
+        return self._buckets[index].names
+
+    # ------------------------------------------------------------------ saving
+
+    def arrive(self) -> None:
+        """Await what is in flight, without applying it.
+
+        Late messages of earlier rounds have been combined before. Late messages of rounds in flight are awaited and
+        belong to these: if the rounds are dropped, so are they, as on the peers.
+        """
+        for index, in_flight in enumerate(self.in_flight):
+            if in_flight is not None and self.transport is not None:
+                (difference,) = in_flight.differences()[VALUES]
+                for late in self.transport.late(index, waits=True):
+                    difference.add_(late.difference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what is in flight, which has arrived, and of the codecs' states, by bucket. Local.
+
+        Training continues as if nothing had been read.
+        """
+        return {
+            "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
+            "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],
+            "usual": [] if self._watch is None else self._watch.state_dict(),
+            "clipping": None if self._clipping is None else self._clipping.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Drop what is in flight and restore what was, as exchanges that have arrived; None starts anew."""
+        self.drop()
+        if state is None:
+            self.codecs = self._make_codecs(self._buckets)
+            return
+        for index, saved in enumerate(state["in_flight"]):
+            if saved is not None:
+                self.in_flight[index] = MessagesInFlight.known(self._topology.round(saved["round"]), saved)
+        if self.codecs:  # a rank alone has none; virtual workers have some even then
+            for codecs, states in zip(self.codecs, state["codecs"], strict=True):
+                for channel, codec in codecs.items():
+                    codec.load_state_dict(states[channel])
+        if self._watch is not None:
+            self._watch.load_state_dict(state.get("usual", []))
+        if self._clipping is not None and state.get("clipping") is not None:
+            self._clipping.load_state_dict(state["clipping"])
+
+    # ------------------------------------------------------------------ waiting, refusing
+
+    def _await(self, in_flight: MessagesInFlight, meter: Meter) -> dict[str, Arrival]:
+        start = time.perf_counter()
+        with fast_range("gossip::wait"):
+            if self._readers:
+                in_flight.differences()
+            arrivals = in_flight.arrivals()
+        waited_s = time.perf_counter() - start
+        meter.exposed_wait_s += waited_s
+        last: dict[int, float] = {}
+        for exchange in in_flight.exchanges.values():
+            for peer, arrived_at in exchange.arrived_at.items():
+                last[peer] = max(arrived_at, last.get(peer, arrived_at))
+        for peer, arrived_at in last.items():
+            meter.wait_by_peer_s[peer] += max(0.0, arrived_at - start)
+        if last:
+            meter.overlapped_s += max(0.0, min(start, max(last.values())) - in_flight.launched_at)
+        in_flight.count_bytes(meter)
+        return arrivals
+
+    def _refuse(self, index: int, in_flight: MessagesInFlight, meter: Meter) -> None:
+        """Count messages that are not finite, and raise if one is this rank's own."""
+        where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}"
+        own = [sent for rows in in_flight.sent.values() for sent in rows]
+        if not all(bool(tensor.isfinite().all()) for tensor in own or [self._buckets[index].block]):
+            raise GossipError(
+                f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
+                "are corrupted, and its peers have refused them; start again from a checkpoint, with a smaller "
+                "learning rate"
+            )
+        sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
+        logger.warning("{}: a message from one of the ranks {} is not finite and is refused", where, sources)
+        meter.num_refused += 1
+
+    def _squared_distance_scale(self, round_: Round) -> float:
+        r"""Return the factor that turns :math:`\|\sum_j W_{ij} m_j - m_i\|^2` into the estimated squared distance.
+
+        If the replicas' deviations from their mean are independent and identically distributed, with variance
+        :math:`s^2`, then the expectation of that square is :math:`s^2 (\sum_{j \ne i} W_{ij}^2 + (1 - W_{ii})^2)`, and
+        the squared consensus distance is :math:`s^2 (n - 1) / n`. For W = J / n the estimate is exact.
+        """
+        weights = round_.neighbours(self._rank).values()
+        size = self._topology.world_size
+        spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
+        return (size - 1) / size / spread if spread else 0.0
+
+
+def _pieces(
+    in_flight: MessagesInFlight, arrivals: Mapping[str, Arrival], sent: Mapping[str, Sequence[torch.Tensor]]
+) -> Iterator[tuple[slice | None, Mapping[str, Arrived]]]:
+    """Yield what has arrived, part by part for one channel, as a whole for several."""
+    if len(arrivals) == 1:
+        for part, difference in arrivals[VALUES].parts:
+            yield part, {VALUES: Arrived(difference, sent[VALUES][0][part] if sent else None)}
+        return
+    yield (
+        None,
+        {
+            channel: Arrived(in_flight.joined(channel, arrival), sent[channel][0] if sent else None)
+            for channel, arrival in arrivals.items()
+        },
+    )
+
+
+def _memory(transport: Transport | None, bucket: int, message: torch.Tensor, step: int) -> torch.Tensor:
+    return message if transport is None else transport.memory(message, step=step, bucket=bucket)

@@ -1,0 +1,245 @@
+"""The ranks that train one replica together, on a node: one gossip worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gossip.communication.row_collectives import RowCollectives
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.exchange.transport import Transport
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import is_averaged
+from gossip.parameters.names import named_buffers, named_parameters
+from gossip.sharding.shard_mesh import DIMENSIONS
+
+
+class Steps(Protocol):
+    """What a group needs of the engine that makes the steps."""
+
+    def combine_if_due(self) -> None:
+        """Combine what must be combined before values are read."""
+
+    def on_shared_gradient(self) -> bool:
+        """React to a gradient of the module that becomes one of the replica only later, averaged over the group.
+
+        Returns whether the backward pass makes a step.
+        """
+
+    def refuse_late_gradient(self, index: int, name: str) -> NoReturn:
+        """Raise because a parameter has got a gradient when its bucket had been handled."""
+
+
+class LocalGroup:
+    """The group of this rank, and what of its replica this rank trains and exchanges.
+
+    The methods here are those of a group whose ranks each have the whole replica and equal gradients.
+
+    Parameters
+    ----------
+    module : Module
+        The module that is wrapped.
+    replica : Module
+        What this rank trains and exchanges of it.
+    world : World
+        The ranks of the group.
+
+    Attributes
+    ----------
+    module : Module
+        The module that is wrapped.
+    num_shards, place : int
+        Into how many shards the replica is divided, and which of them this rank holds.
+    rows : RowCollectives
+        Gathers and sums rows of the ranks, from :meth:`start_equal_` on.
+    averages_gradients : bool
+        Whether :meth:`reduce_` has anything to do.
+    """
+
+    num_shards, place = 1, 0
+    rows: RowCollectives
+    averages_gradients: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
+        self.module = module
+        self.replica = replica
+        self.world = world
+
+    # ------------------------------------------------------------------ construction
+
+    def start_equal_(self) -> None:
+        """Copy what every rank has whole from the group's first rank to the others. Collective over the group."""
+        shares_memory = all(parameter.is_cpu for parameter in self.module.parameters())
+        self.rows = RowCollectives(self.world, shares_memory=shares_memory)
+        self.world.broadcast_(
+            [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
+        )
+
+    def _wholes(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that every rank has whole. Local."""
+        return (parameter.data for parameter in self.module.parameters())
+
+    def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
+        """Begin to train. Collective over the group.
+
+        Parameters
+        ----------
+        buckets : iterable of Bucket
+            Of what this rank trains.
+        steps : Steps
+            What makes the steps.
+        """
+
+    def divided(self, compression: Compression) -> Compression:
+        """Return how a rank of this group encodes a bucket of the replica. Local."""
+        return compression
+
+    def carried(self, transport: Transport | None) -> Transport | None:
+        """Return what carries the messages of this rank and hands what arrived to its group. Local."""
+        return transport
+
+    # ------------------------------------------------------------------ steps
+
+    def take_edits(self) -> None:
+        """Take over what was written to the module since the last step. Local."""
+
+    def before_forward(self, step: int) -> None:
+        """Prepare the module for a forward pass before this step. Local."""
+
+    def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
+        """Give the replica the gradients of a backward pass that has ended. Collective over the group.
+
+        Parameters
+        ----------
+        where : str
+            The step, for error texts.
+        is_idle : bool
+            Whether this rank has made no backward pass for the step.
+        """
+
+    def drop_gradients(self) -> bool:
+        """Drop what a backward pass that an exception ended has left of gradients that were to be averaged. Local.
+
+        Returns whether that was possible: some may already have been averaged with those of the other ranks.
+        """
+        return True
+
+    def updated(self, index: int) -> None:
+        """React to the update of a bucket in this step. Collective over the group."""
+
+    def finish_step(self) -> None:
+        """Wait until the module has the values of this step. Collective over the group."""
+
+    def changed(self) -> None:
+        """React to values that were replaced outside a step. Collective over the group."""
+
+    def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
+        """Replace gradients by their means over the group, where nothing else has done so. Collective over the group.
+
+        Parameters
+        ----------
+        parameters : iterable of Parameter
+            The same on all ranks of the group; those without a gradient on some ranks count as zero there, and those
+            without one on all ranks stay without.
+        what : str
+            What it is done for, for error texts.
+        """
+
+    def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+        """Return the norm of the whole replica's gradients from that of this rank's. Collective over the group."""
+        del order
+        return norm
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on any rank of the group. Collective over the group."""
+        return flag
+
+    # ------------------------------------------------------------------ between steps
+
+    def unreduced(self) -> dict[str, torch.Tensor]:
+        """Return by name the gradients of whole parameters that were accumulated and not averaged yet. Local."""
+        return {}
+
+    def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Continue with what :meth:`unreduced` returned. Local."""
+
+    def sums(self, values: Iterable[float], what: str) -> list[float]:
+        """Return the sums of what shards contribute. Collective over the group."""
+        del what
+        return list(values)
+
+    def lengths(self) -> Mapping[str, tuple[int, int]]:
+        """Return by a divided parameter's name the dimension along which it is, and its length there. Local."""
+        return {}
+
+    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
+        """Return all shards of a tensor as one on the group's first rank, None elsewhere. Collective over the group.
+
+        Parameters
+        ----------
+        shard : Tensor
+            This rank's, padded to the size of the first rank's.
+        dimension, length : int
+            The dimension along which the tensor is divided, and its length there.
+        what : str
+            What it is done for, for error texts.
+        """
+        del dimension, length, what
+        return shard if self.world.rank == 0 else None
+
+    def average_buffers_(self) -> None:
+        """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
+        for name, buffer in named_buffers(self.module):
+            if is_averaged(buffer):
+                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                self.world.average_(values, f"averaging buffer {name!r} over the shard group")
+            else:
+                self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
+
+    def close(self) -> None:
+        """End communication within the group. Local."""
+        self.world.close()
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse anything that is not a mesh of the two dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is refused; the text says how to make one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    if mesh.mesh_dim_names != DIMENSIONS:
+        raise ValueError(
+            f"mesh must have the dimensions {DIMENSIONS}, got {mesh.mesh_dim_names}; make it by "
+            "gossip.make_shard_mesh(local_size)"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh: this rank is not among its ranks, {mesh.mesh.tolist()}; wrap the module only on these, or make a "
+            "mesh of all ranks"
+        )
+
+
+def check_dense(module: nn.Module) -> None:
+    """Refuse sparse gradients, which cannot be averaged over a group.
+
+    Raises
+    ------
+    ValueError
+        Names the parameter.
+    """
+    for prefix, part in module.named_modules():
+        for key, parameter in named_parameters(part, prefix, recurse=False):
+            if getattr(part, "sparse", False) is True and parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {key!r} has sparse gradients, which cannot be averaged over the ranks of a group; "
+                    f"build module {prefix or 'itself'!r} with sparse=False"
+                )

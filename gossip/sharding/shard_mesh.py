@@ -1,0 +1,88 @@
+"""The mesh of shard groups: who shares a replica, and who gossips with whom."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gossip.communication.host.local_size import started_local_size
+from gossip.communication.world import World
+
+DIMENSIONS = ("gossip", "shard")
+_TIMEOUT = timedelta(minutes=5)
+
+
+def make_shard_mesh(local_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
+    """Return the mesh whose groups are consecutive ranks, [world_size / local_size, local_size]. Collective.
+
+    Parameters
+    ----------
+    local_size : int, optional
+        Ranks per group. By default the ``local_size`` of :func:`gossip.launch`, which the environment variable
+        ``GOSSIP_LOCAL_SIZE`` says too, or as many as torchrun, SLURM or ``launch`` have started on each node, by
+        ``LOCAL_WORLD_SIZE``.
+    device_type : str, optional
+        "cuda" or "cpu"; by default "cuda" where torch has it.
+
+    Returns
+    -------
+    DeviceMesh
+        With the dimensions "gossip" and "shard": ``mesh["shard"]`` is for ``fully_shard``, the whole for
+        :class:`gossip.GossipDataParallel`.
+
+    Raises
+    ------
+    RuntimeError
+        ``torch.distributed`` is not initialised.
+    ValueError
+        ``local_size`` does not divide the number of ranks, is not the same on all of them, or is not known, or there is
+        no such device. Raised on every rank if ranks differ.
+
+    Examples
+    --------
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = make_shard_mesh(local_size=1, device_type="cpu")
+    >>> mesh.mesh_dim_names, tuple(mesh.shape)
+    (('gossip', 'shard'), (1, 1))
+    >>> dist.destroy_process_group()
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "make_shard_mesh needs torch.distributed; call torch.distributed.init_process_group first, or start the "
+            "function with gossip.launch"
+        )
+    world_size = dist.get_world_size()
+    if local_size is None:
+        local_size = started_local_size()
+    if type(local_size) is not int or local_size < 1 or world_size % local_size:
+        raise ValueError(
+            f"local_size must be a number of ranks that divides the {world_size} there are, got {local_size!r}; start "
+            "as many ranks on every node"
+        )
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(
+            f'device_type must be "cpu", or "cuda" where torch finds a GPU, got {device_type!r}; leave it out for the '
+            "one that there is"
+        )
+    _compare(f"local_size={local_size}, device_type={device_type!r}")
+    return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)
+
+
+def _compare(chosen: str) -> None:
+    """Refuse meshes that differ between ranks, whose ranks would wait for each other. Collective."""
+    world = World(_TIMEOUT)
+    try:
+        found = [each.decode() for each in world.gather_bytes(chosen.encode(), "comparing meshes")]
+    finally:
+        world.close()
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"make_shard_mesh must be called alike on all ranks, but rank 0 has {found[0]}, and rank {rank} has "
+                f"{other}; pass the same arguments, and start as many ranks on every node"
+            )

@@ -1,0 +1,337 @@
+"""Construction of a model's parts from the wrapper's arguments, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.optim import Optimizer
+
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.communication import training_store
+from gossip.communication.authenticated_store import VARIABLE
+from gossip.communication.flags import AgreedFlag, Flag
+from gossip.communication.host import forks
+from gossip.communication.host.open_files import limit_named
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.compression.compression_names import resolve_compression
+from gossip.errors import GossipError
+from gossip.exchange.clipping import check_clipping, clips_above
+from gossip.exchange.distributed_transport import DistributedTransport
+from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
+from gossip.exchange.transport import TransportFactory, make_transport
+from gossip.exchange.transport_names import resolve_transport
+from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
+from gossip.optimizers.foreign_optimizers import OptimizerWatch
+from gossip.optimizers.loss_scale import SharedScaler
+from gossip.parameters.buckets import check_parameters, make_buckets
+from gossip.parameters.buffers import make_buffer_buckets
+from gossip.parameters.frozen_parameters import FrozenParameters
+from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.parameters.names import named_parameters
+from gossip.parameters.parameter_slots import check_not_wrapped
+from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
+from gossip.step.building.announcement import announce
+from gossip.step.building.compilation import keep_out_of_graphs
+from gossip.step.building.wrapper_arguments import (
+    Arguments,
+    check_arguments,
+    check_asynchronous,
+    check_divided,
+    check_follow_ups,
+    check_mesh_arguments,
+    check_soft_deadline,
+    check_undivided,
+    prepare_algorithm,
+    resolve_topology,
+)
+from gossip.step.engine import StepEngine
+from gossip.step.local_update import Updater
+from gossip.step.optimizer_steps import OptimizerSteps
+from topologies import Topology
+
+if TYPE_CHECKING:
+    from gossip.sharding.local_group import LocalGroup
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a wrapped model.
+
+    Attributes
+    ----------
+    topology : Topology
+        The topology that was passed or built.
+    algorithm : Algorithm
+        The algorithm, bound to the topology.
+    compression : Compression
+        The compression of the messages.
+    optimizers : tuple of Optimizer
+        The optimizers that were passed or made.
+    engine : StepEngine
+        Makes the steps, including those of buckets of buffers.
+    manifest : dict of str to str
+        The description that all ranks have in common.
+    """
+
+    topology: Topology
+    algorithm: Algorithm
+    compression: Compression
+    optimizers: tuple[Optimizer, ...]
+    engine: StepEngine
+    manifest: Manifest
+
+
+@limit_named()
+def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
+    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument, or a parameter of the module, cannot be used on this rank.
+    ManifestError
+        The ranks differ, or another rank has refused; raised on every rank.
+    """
+    shards: LocalGroup | None = None
+    local = World(world.timeout, arguments.mesh.get_group("shard")) if arguments.mesh is not None else None
+    has_compared = False
+    try:
+        check_mesh_arguments(arguments)
+        check_not_wrapped(module, may_be_sharded=local is not None)
+        if local is not None:
+            shards = _make_local_group(module, arguments, local)
+            module = shards.replica
+        topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
+        if shards is not None:
+            has_compared = True
+            compare_manifests(shards.world, manifest)
+    except Exception as error:
+        # The other ranks are about to compare manifests: tell them, so that they do not wait.
+        refusal = {CONSTRUCTION: f"refused ({error})"}
+        if local is not None and not has_compared:
+            with contextlib.suppress(GossipError):
+                compare_manifests(local, refusal)
+        with contextlib.suppress(GossipError):
+            compare_manifests(world, refusal)
+        if shards is not None:
+            shards.close()
+        elif local is not None:
+            local.close()
+        raise
+    compare_manifests(world, manifest)
+
+    trained = [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
+    frozen = [(name, parameter) for name, parameter in named_parameters(module) if not parameter.requires_grad]
+    bucket_cap_bytes = arguments.bucket_cap_bytes // (1 if shards is None else shards.num_shards)
+    buckets = make_buckets(trained, bucket_cap_bytes)
+    values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
+    if shards is not None:
+        shards.start_equal_()
+    world.broadcast_(values, "broadcasting parameters and buffers from rank 0")
+    schedule = algorithm.schedule(topology)
+    everything: tuple[AnyBucket, ...] = buckets
+    if arguments.buffers == "average":
+        everything += make_buffer_buckets(module, len(buckets))
+
+    transport = None
+    if schedule.world_size > 1 and not world.is_alone:
+        transport = make_transport(_transport_factory(arguments, algorithm, compression), world, schedule)
+    scaler = None
+    if arguments.open_scaler is not None:
+        flag = make_flag(world, "agreeing on the loss scale")
+        scaler = SharedScaler(arguments.open_scaler, flag, steps_in_backward=arguments.step_in_backward)
+    updater = Updater(
+        optimizers,
+        everything,
+        list(module.parameters()),
+        clip_grad_norm=arguments.clip_grad_norm,
+        clip=arguments.clip,
+        scaler=scaler,
+        rank=world.member,
+        shards=shards,
+    )
+    # The position among the ranks at the beginning, even if some have been lost since.
+    place = world.rank if world.is_alone else world.member
+    encoding = compression
+    if shards is not None:
+        transport, encoding = shards.carried(transport), shards.divided(compression)
+    exchanges = RankExchanges(
+        everything,
+        optimizers,
+        schedule,
+        transport,
+        algorithm,
+        encoding,
+        place,
+        watches=arguments.max_difference is not None,
+        clips_above=clips_above(arguments.max_difference),
+    )
+    keep_out_of_graphs()
+    if not arguments.step_in_backward:
+        make_engine: type[StepEngine] = OptimizerSteps
+    else:
+        make_engine = BucketwiseSteps if arguments.updates_by_bucket else GatheredSteps
+    engine = make_engine(
+        module,
+        everything,
+        FrozenParameters(frozen, world),
+        exchanges,
+        updater,
+        rank=world.member,
+        bucket_cap_bytes=bucket_cap_bytes,
+        watch=OptimizerWatch(named_parameters(module), optimizers),
+        shards=shards,
+    )
+    if shards is not None:
+        shards.attach(buckets, engine)
+    if not world.is_alone:
+        forks.watch(engine)
+    for optimizer in optimizers:
+        replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
+    if world.rank == 0 and (shards is None or shards.world.rank == 0):
+        announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
+    return Parts(topology, algorithm, compression, optimizers, engine, manifest)
+
+
+@limit_named()
+def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
+    """Return the ranks that train together. Collective."""
+    if arguments.mesh is not None:
+        from gossip.sharding.local_group import check_mesh
+
+        if process_group is not None:
+            raise ValueError(
+                "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
+            )
+        check_mesh(arguments.mesh)
+        process_group = arguments.mesh.get_group("gossip")
+    if arguments.continues:
+        from gossip.elastic.elastic_world import ElasticWorld
+
+        return ElasticWorld(
+            timeout,
+            process_group,
+            min_ranks=arguments.min_ranks,
+            is_in_step=not arguments.is_asynchronous,
+            authenticate=arguments.authenticate,
+        )
+    if training_store.joined() is not None:
+        raise ValueError(
+            'this process joins a training; pass on_peer_loss="continue", as on the ranks that train, got "raise"'
+        )
+    world = World(timeout, process_group)
+    if world.rank == 0 and VARIABLE in os.environ:
+        logger.warning(
+            '{} has no effect with on_peer_loss="raise": messages go through torch.distributed, which authenticates '
+            'none; pass on_peer_loss="continue"',
+            VARIABLE,
+        )
+    return world
+
+
+def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
+    """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
+    from gossip.sharding.local_group import check_dense
+    from gossip.sharding.replica_group import ReplicaGroup
+    from gossip.sharding.row_group import RowGroup
+    from gossip.sharding.shard_group import ShardGroup
+
+    assert arguments.mesh is not None
+    check_dense(module)
+    if arguments.shard is None:
+        return ShardGroup(module, arguments.mesh, world)
+    return RowGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
+
+
+def make_flag(world: World, what: str) -> Flag:
+    """Return a flag on which the ranks of a world agree while they train, even if some are lost. Collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    what : str
+        What is agreed on, for error texts; the same on all ranks.
+    """
+    if not world.changes:
+        return AgreedFlag(world, what)
+    from gossip.elastic.elastic_flag import ElasticFlag
+    from gossip.elastic.elastic_world import ElasticWorld
+
+    assert isinstance(world, ElasticWorld)
+    return ElasticFlag(world, what)
+
+
+def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
+    """Undo what :func:`construct` set up: hooks, threads, communicators, and the optimizers' own ``step()``."""
+    engine.close()
+    if engine.shards is not None:
+        engine.shards.close()
+    if engine.updater.scaler is not None:
+        engine.updater.scaler.close()
+    world.close()
+    for optimizer in optimizers:
+        restore_step(optimizer)
+
+
+def _check(
+    module: nn.Module, arguments: Arguments, world: World
+) -> tuple[Topology, Algorithm, Compression, tuple[Optimizer, ...], Manifest]:
+    topology = resolve_topology(arguments.topology, world.world_size)
+    algorithm = resolve_algorithm(arguments.algorithm)
+    compression = resolve_compression(arguments.compression)
+    if compression.follows_up and world.membership is not None:
+        check_follow_ups(compression, world.membership)
+    check_arguments(arguments, module)
+    check_parameters(module)
+    in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
+    optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
+    if arguments.shard == "none":
+        check_undivided(algorithm, optimizers)
+    elif arguments.mesh is not None:
+        check_divided(optimizers)
+    if not optimizers and not arguments.step_in_backward:
+        raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
+    averages_buffers = arguments.buffers == "average"
+    algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
+    if algorithm.is_asynchronous:
+        check_asynchronous(arguments, algorithm, compression, optimizers)
+    elif arguments.soft_deadline_s is not None:
+        check_soft_deadline(algorithm, compression, optimizers)
+    if arguments.max_difference is not None and clips_above(arguments.max_difference) is not None:
+        has_soft_deadline = arguments.soft_deadline_s is not None
+        check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
+    settings = {
+        "algorithm": algorithm.describe(),
+        "compression": compression.describe(),
+        **arguments.describe(),
+        **describe_optimizers(optimizers),
+    }
+    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings, arguments.replica)
+
+
+def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: Compression) -> TransportFactory:
+    if arguments.continues:
+        from gossip.exchange.generation_transport import make_generation_transport
+
+        return functools.partial(
+            make_generation_transport,
+            algorithm=algorithm,
+            compression=compression,
+            soft_deadline_s=arguments.soft_deadline_s,
+        )
+    factory = resolve_transport(arguments.transport)
+    if factory is DistributedTransport:
+        adds_on_wire = (algorithm.compression or compression).adds_on_wire
+        clips = clips_above(arguments.max_difference) is not None
+        return functools.partial(DistributedTransport, sums_on_wire=adds_on_wire and not clips)
+    return factory

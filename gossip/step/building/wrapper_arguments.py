@@ -1,0 +1,482 @@
+"""The wrapper's arguments, checked before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+import topologies
+from gossip.algorithms import VALUES, Algorithm, Asynchronous, Kept, resolve_algorithm
+from gossip.communication.membership import Membership
+from gossip.compression.codec import Compression
+from gossip.compression.value_codecs import Cast, Uncompressed
+from gossip.exchange.clipping import check_max_difference
+from gossip.exchange.exchanges import UsesExchange
+from gossip.exchange.transport import TransportFactory
+from gossip.exchange.transport_names import name_of, resolve_transport
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.optimizers.closures import requires_closure
+from gossip.parameters.names import named_parameters
+from topologies import Topology
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a model updates and exchanges; see :class:`gossip.GossipDataParallel` for each."""
+
+    optimizer: OptimizerArgument
+    topology: str | Topology
+    algorithm: str | Algorithm
+    compression: str | Compression | None
+    step_in_backward: bool
+    clip_grad_norm: float | None
+    clip: str
+    scaler: GradScaler | None
+    buffers: str
+    bucket_cap_mb: float
+    transport: str | TransportFactory
+    on_peer_loss: str = "raise"
+    min_ranks: int | None = None
+    fallback_topology: str = "base"
+    soft_deadline: timedelta | float | None = None
+    partition_timeout: timedelta | float | None = None
+    authenticate: bool = True
+    mesh: DeviceMesh | None = None
+    shard: str | None = None
+    max_difference: str | float | None = "warn"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the ranks continue without those that are lost."""
+        return self.on_peer_loss == "continue"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the ranks make their steps independently; False too if there is no such algorithm."""
+        with contextlib.suppress(ValueError, TypeError):
+            return resolve_algorithm(self.algorithm).is_asynchronous
+        return False
+
+    @property
+    def soft_deadline_s(self) -> float | None:
+        """The soft deadline in seconds."""
+        return _in_seconds(self.soft_deadline)
+
+    @property
+    def partition_timeout_s(self) -> float | None:
+        """The partition time-out in seconds."""
+        return _in_seconds(self.partition_timeout)
+
+    @property
+    def open_scaler(self) -> GradScaler | None:
+        """The scaler, if there is one and it is enabled."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+
+    @property
+    def updates_by_bucket(self) -> bool:
+        """Whether each bucket is updated as soon as its own gradients are complete."""
+        waits = self.open_scaler is not None or (self.clip_grad_norm is not None and self.clip == "global")
+        return self.step_in_backward and not waits
+
+    @property
+    def replica(self) -> str:
+        """Who holds a replica, in words."""
+        if self.mesh is None:
+            return "one rank's"
+        return f"a group's, with {'fully_shard' if self.shard is None else f'shard={self.shard!r}'}"
+
+    @property
+    def bucket_cap_bytes(self) -> int:
+        """The size of a bucket in bytes."""
+        return int(self.bucket_cap_mb * 2**20)
+
+    def describe(self) -> dict[str, str]:
+        """Return the settings that are not described elsewhere, in words, to be compared between ranks."""
+        described = {
+            "step_in_backward": str(self.step_in_backward),
+            "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
+            "buffers": self.buffers,
+            "bucket_cap_mb": f"{self.bucket_cap_mb:g}",
+            "transport": name_of(self.transport),
+            "on_peer_loss": self.on_peer_loss
+            + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
+            "soft_deadline": "none" if self.soft_deadline_s is None else f"{self.soft_deadline_s:g} s",
+            "max_difference": str(self.max_difference),
+        }
+        scaler = self.open_scaler
+        if scaler is None:
+            return described | {"scaler": "none"}
+        state = scaler.state_dict()
+        constants = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
+
+
+def _in_seconds(given: timedelta | float | None) -> float | None:
+    return given.total_seconds() if isinstance(given, timedelta) else given
+
+
+def check_arguments(arguments: Arguments, module: nn.Module) -> None:
+    """Refuse values that are out of range, and combinations that cannot work.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is refused; the text names it, its value and what is allowed.
+    """
+    check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
+    check_max_difference(arguments.max_difference)
+    resolve_transport(arguments.transport)
+    _check_peer_loss(arguments)
+    if arguments.clip_grad_norm is not None:
+        if not arguments.step_in_backward:
+            raise ValueError(
+                f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
+                "model.clip_grad_norm_(...) before model.optimizer.step()"
+            )
+        _refuse_sparse(module)
+    if not isinstance(arguments.scaler, GradScaler | None):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
+    if arguments.open_scaler is not None and arguments.step_in_backward:
+        for name, parameter in named_parameters(module):
+            if parameter.dtype == torch.float16 and parameter.requires_grad:
+                raise ValueError(
+                    f"scaler: parameter {name!r} is float16, whose gradients a GradScaler cannot unscale; keep the "
+                    "parameters in float32 and compute under torch.autocast"
+                )
+
+
+def check_mesh_arguments(arguments: Arguments) -> None:
+    """Refuse what does not go with groups of ranks that train a replica together.
+
+    Raises
+    ------
+    ValueError
+        An argument is refused; the text names it, its value and what is allowed.
+    """
+    if arguments.shard is not None:
+        check_choice("shard", arguments.shard, ("optimizer", "none"))
+        if arguments.mesh is None:
+            raise ValueError(
+                f'shard="{arguments.shard}" needs mesh, which says which ranks share a replica; pass '
+                "mesh=gossip.make_shard_mesh(local_size)"
+            )
+    is_built = arguments.optimizer is not None and not callable(arguments.optimizer)
+    if arguments.mesh is not None and arguments.shard != "none" and is_built:
+        raise ValueError(
+            f"optimizer must be a function that builds it, since each rank of mesh trains its part of every "
+            f"parameter, got {type(arguments.optimizer).__name__}; pass for example "
+            "functools.partial(torch.optim.AdamW, lr=0.001)"
+        )
+    if arguments.mesh is not None and arguments.is_asynchronous:
+        raise ValueError(
+            "algorithm asynchronous cannot be combined with mesh: the shards of a replica would be averaged at "
+            "different times; choose another algorithm"
+        )
+    if arguments.mesh is not None and arguments.continues:
+        raise ValueError(
+            'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
+            "its replica; leave one of them out"
+        )
+
+
+def _check_peer_loss(arguments: Arguments) -> None:
+    check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
+    if not arguments.continues:
+        for name in ("min_ranks", "soft_deadline", "partition_timeout"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ValueError(
+                    f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, and '
+                    "the first loss of a rank ends the training; leave it out"
+                )
+        if not arguments.authenticate:
+            raise ValueError(
+                f'authenticate={arguments.authenticate} is for on_peer_loss="continue"; with "raise" messages go '
+                "through torch.distributed, which authenticates none; leave it out"
+            )
+        return
+    for name, seconds in (
+        ("soft_deadline", arguments.soft_deadline_s),
+        ("partition_timeout", arguments.partition_timeout_s),
+    ):
+        if seconds is not None:
+            check_positive(name, seconds, "number of seconds, or timedelta")
+    if arguments.transport != "distributed":
+        raise ValueError(
+            'on_peer_loss="continue" has a transport of its own, but transport is '
+            f"{name_of(arguments.transport)!r}; leave it out"
+        )
+    if arguments.fallback_topology not in topologies.available():
+        raise ValueError(
+            f"fallback_topology must be one of topologies.available(), got {arguments.fallback_topology!r}"
+        )
+
+
+def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
+    """Refuse values of those arguments that virtual workers have as well.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is refused; the text names it, its value and what is allowed.
+    """
+    check_choice("clip", clip, ("global", "bucket"))
+    check_choice("buffers", buffers, ("local", "average"))
+    check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
+    if not math.isfinite(bucket_cap_mb):
+        raise ValueError(f"bucket_cap_mb must be finite, got {bucket_cap_mb}; sys.maxsize has the effect of inf")
+    if clip_grad_norm is not None:
+        check_positive("clip_grad_norm", clip_grad_norm, "norm")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of ``choices``."""
+    if value not in choices:
+        allowed = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
+    """Return ``topology`` itself, or the one of that name for ``world_size`` ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is neither a name nor a topology, or it is for another number of ranks.
+    """
+    if isinstance(topology, str):
+        topology = topologies.build(topology, world_size)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a name or a topologies.Topology, got {type(topology).__name__}")
+    if topology.world_size != world_size:
+        raise ValueError(
+            f"topology {topology.name!r} is for {topology.world_size} ranks, but there are {world_size}; "
+            f"build it with world_size={world_size}"
+        )
+    return topology
+
+
+def prepare_algorithm(
+    algorithm: Algorithm,
+    topology: Topology,
+    compression: Compression,
+    optimizers: tuple[Optimizer, ...],
+    *,
+    averages_buffers: bool,
+) -> Algorithm:
+    """Return the algorithm bound to the topology.
+
+    Algorithms, topologies, compressions and optimizers that cannot work together are refused.
+
+    Raises
+    ------
+    ValueError
+        One of them is refused; the text says what it needs, and what to choose.
+    TypeError
+        The algorithm does not say what becomes of its state when the ranks change.
+    """
+    for name, how in algorithm.keeps.items():
+        if not isinstance(how, Kept):
+            raise TypeError(
+                f"algorithm {algorithm.describe()}: keeps[{name!r}] must say what becomes of this state when the ranks "
+                f'change, as gossip.Kept("mean" or "zero", "joint", "own" or "common"), got {how!r}'
+            )
+    algorithm.requires.check(topology, algorithm.describe())
+    algorithm.check_optimizers(optimizers)
+    if algorithm.compression is not None and not isinstance(compression, Uncompressed):
+        raise ValueError(
+            f"algorithm {algorithm.describe()} encodes its messages itself, and cannot be combined with compression "
+            f"{compression.describe()}; choose compression=None"
+        )
+    compression.check(algorithm.schedule(topology))
+    if algorithm.requires.prompt and compression.delivers < 1:
+        raise ValueError(
+            f"compression {compression.describe()} delivers a part of a difference at a time, with which algorithm "
+            f'{algorithm.describe()} diverges; choose int8 or int4, or algorithm="integral_correction", whose gain '
+            "is adapted to it"
+        )
+    if not compression.shows_messages:
+        _refuse_readers_of_messages(algorithm, compression, optimizers)
+    if averages_buffers and topology.stochasticity != "doubly":
+        raise ValueError(
+            f'buffers="average" needs a doubly stochastic topology, but {topology.name!r} is only '
+            f'{topology.stochasticity}-stochastic, and nothing corrects buffers for it; choose buffers="local"'
+        )
+    for optimizer in optimizers if algorithm.directs else ():
+        if requires_closure(optimizer):
+            raise ValueError(
+                f"algorithm {algorithm.describe()} replaces each gradient, but "
+                f"{type(optimizer).__name__} evaluates its closure several times per step; choose another algorithm "
+                "or optimizer"
+            )
+    return algorithm.on(topology, compression.delivers)
+
+
+def check_asynchronous(
+    arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
+) -> None:
+    """Refuse settings that do not work if ranks do not make their steps together.
+
+    Raises
+    ------
+    ValueError
+        A setting is refused; the text says what to choose.
+    """
+    what = f"algorithm {algorithm.describe()}"
+    if not arguments.continues:
+        raise ValueError(
+            f"{what} averages with any rank that is ready, over connections that survive the loss of a rank; pass "
+            f'on_peer_loss="continue", got "{arguments.on_peer_loss}"'
+        )
+    if isinstance(algorithm, Asynchronous) and algorithm.replay is not None:
+        raise ValueError(f"{what}: a replay is for gossip.VirtualWorkers; leave it out")
+    if not isinstance(compression, Uncompressed):
+        raise ValueError(
+            f"{what} sends uncompressed values and differences, got compression {compression.describe()}; leave it out"
+        )
+    if arguments.soft_deadline_s is not None:
+        raise ValueError(f"{what} waits max_staleness steps for a peer, got a soft_deadline as well; leave it out")
+    if arguments.open_scaler is not None:
+        raise ValueError(
+            f"{what}: a loss scale needs steps that all ranks make together, got a GradScaler; train in bfloat16 "
+            "or float32"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"{what} has no round that {type(optimizer).__name__}'s pre_average_hook could be shown; choose "
+                "another optimizer, or another algorithm"
+            )
+
+
+_NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
+
+
+def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse optimizers that need more than the elements that they update, where each rank has a part of a parameter.
+
+    Raises
+    ------
+    ValueError
+        An optimizer is refused; the text says what to choose.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _NEEDS_MATRICES) or requires_closure(optimizer):
+            needed = "whole matrices" if isinstance(optimizer, _NEEDS_MATRICES) else "all parameters of a replica"
+            raise ValueError(
+                f"mesh: {type(optimizer).__name__} computes its update from {needed}, but each rank of a group has a "
+                "part of every parameter; choose an optimizer that updates each element by itself (SGD, AdamW), or "
+                'shard="none"'
+            )
+
+
+def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse what needs a rank's whole message, where each rank of a group sends a part of it.
+
+    Raises
+    ------
+    ValueError
+        A setting is refused; the text says what to choose.
+    """
+    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
+    if needs_message or algorithm.requires.stochastic != "doubly":
+        raise ValueError(
+            f'shard="none": algorithm {algorithm.describe()} needs the whole message that a rank has sent, but each '
+            'rank of a group sends a part of it; choose another algorithm, or shard="optimizer"'
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f'shard="none": {type(optimizer).__name__} has a pre_average_hook, which needs the whole message that '
+                "a rank has sent, but each rank of a group sends a part of it; choose another optimizer"
+            )
+
+
+def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
+    """Refuse settings that cannot mix a message that arrives late.
+
+    Raises
+    ------
+    ValueError
+        A setting is refused; the text says what to choose.
+    """
+    if not isinstance(compression, Uncompressed | Cast):
+        raise ValueError(
+            f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
+            "choose "
+            "none, bf16 or fp16, or no soft_deadline"
+        )
+    mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
+    if not mixes_as_ever or algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None:
+        raise ValueError(
+            f"soft_deadline: algorithm {algorithm.describe()} needs all messages of a step at once, beyond mixing "
+            "them; "
+            'choose "adapt_while_communicating" or "adapt_then_combine", or no soft_deadline'
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"soft_deadline: {type(optimizer).__name__} has a pre_average_hook, which needs all messages of a step "
+                "together; choose another optimizer, or no soft_deadline"
+            )
+
+
+def _refuse_readers_of_messages(
+    algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
+) -> None:
+    if algorithm.weighs_by is not None:
+        raise ValueError(
+            f"compression {compression.describe()} cannot serve algorithm {algorithm.describe()}, which must know what "
+            "was sent; choose none, bf16, fp16, int8 or int4"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, UsesExchange):
+            raise ValueError(
+                f"compression {compression.describe()} cannot serve {type(optimizer).__name__}: its pre_average_hook "
+                "needs what every rank sent, but these messages only contain what has changed along an edge; choose "
+                "none, "
+                "bf16, fp16, int8 or int4, or an optimizer without the hook"
+            )
+
+
+def check_follow_ups(compression: Compression, membership: Membership) -> None:
+    """Refuse a compression whose messages are checked on the host if the host does not see messages.
+
+    Raises
+    ------
+    ValueError
+        A device is served by a backend other than gloo.
+    """
+    others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
+    if others:
+        kind, name = next(iter(others.items()))
+        raise ValueError(
+            f"compression {compression.describe()} checks every message on the host, but {name} keeps messages on "
+            f"{kind} "
+            "devices; choose bf16 or fp16, or initialise with backend='gloo'"
+        )
+
+
+def check_positive(name: str, value: object, what: str) -> None:
+    """Refuse anything that is not a positive number; ``what`` describes it for the error."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a {what}, got {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name} must be a positive {what}, got {value}")
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
+            raise ValueError(
+                f"clip_grad_norm: module {name!r} has sparse=True, and sparse gradients cannot be clipped; build it "
+                "with sparse=False, or train without clipping"
+            )

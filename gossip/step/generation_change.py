@@ -1,0 +1,488 @@
+"""The transition of a model from one generation to the next: other ranks, another topology, what depends on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from loguru import logger
+from torch.optim import Optimizer
+
+import topologies
+from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
+from gossip.elastic.connections.mesh import in_words
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.generations import Generation
+from gossip.elastic.joining_rank import JoiningRank
+from gossip.elastic.state_transfer import take_second_part
+from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
+from gossip.exchange.generation_transport import make_generation_transport
+from gossip.parameters.flat_state import flatten, unflatten
+from gossip.parameters.manifest import check_manifest
+from gossip.parameters.names import named_parameters
+from gossip.step.building.construction import Parts
+from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
+from gossip.step.preemption import Preemption
+from gossip.step.state.algorithm_state import algorithm_state, common_state
+from gossip.step.state.common_state import agree_on_
+from gossip.step.state.kept_objects import START_AGAIN, GivenObjects, KeptObjects, group_options
+from gossip.step.state.replica_state import module_state, optimizer_state, own_options, restore_replica
+from topologies import Topology
+
+_PAUSE_S = 0.1
+_PATIENCE_TIMEOUTS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the ranks of a generation exchange.
+
+    Attributes
+    ----------
+    topology : Topology
+        A topology with as many ranks as the generation has members.
+    algorithm : Algorithm
+        The algorithm, bound to the topology.
+    """
+
+    topology: Topology
+    algorithm: Algorithm
+
+    @classmethod
+    def make(
+        cls,
+        topology: Topology,
+        world_size: int,
+        arguments: Arguments,
+        compression: Compression,
+        optimizers: tuple[Optimizer, ...],
+    ) -> Plan:
+        """Return the plan for ``world_size`` ranks, with the algorithm and the compression of the arguments.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The topology cannot serve this number of ranks, or not with these.
+        """
+        resized = topology.resized(world_size)
+        algorithm = resolve_algorithm(arguments.algorithm)
+        averages_buffers = arguments.buffers == "average"
+        return cls(
+            resized,
+            prepare_algorithm(algorithm, resized, compression, optimizers, averages_buffers=averages_buffers),
+        )
+
+
+class GenerationChange:
+    """Takes a model from generation to generation.
+
+    Parameters
+    ----------
+    world : ElasticWorld
+        The ranks that train.
+    parts : Parts
+        The parts of the model in its first generation.
+    arguments : Arguments
+        The wrapper's arguments.
+    kept : KeptObjects
+        What the model keeps; not owned, because it may refer to the model.
+
+    Attributes
+    ----------
+    generation : Generation
+        The generation along whose topology the model exchanges; its members are the ranks that train.
+    rank : int
+        This rank's place among them.
+    on_change : callable
+        Called with every new topology and algorithm.
+    """
+
+    def __init__(self, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
+        assert isinstance(world, ElasticWorld)
+        self.generation, self.rank = Generation(0, tuple(range(parts.topology.world_size))), world.rank
+        self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
+        self._world, self._parts, self._arguments = world, parts, arguments
+        self._kept = weakref.proxy(kept)
+        self._joined_at: int | None = None
+        self._astray: str | None = None
+        self._is_checked = False
+        self._own_options: set[tuple[str, int, str]] = set()  # of which it has been said that they are not given
+        self._has_common_state = True
+
+    def begin(self) -> None:
+        """Enter the first generation, or join the ranks that train."""
+        end_joining = None
+        if self._world.is_alone:
+            end_joining = self._join(returns=False)
+        else:
+            self._world.publish(self._parts.manifest)
+            self._tell_what_is_not_given()
+        self._parts.engine.on_step_end = self.begin_step
+        self._parts.engine.exchanges.on_astray = self._note_astray
+        self._parts.engine.on_step_begin = self._end_pause
+        self.begin_step()
+        if end_joining is not None:
+            end_joining()
+
+    # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a rank
+    # that returns does so within its loop, where its giver ends a step. If ranks make their steps together, they take
+    # most of the state earlier, at the end of any step, and the rest, whose history matters, at this point.
+
+    def _end_pause(self) -> None:
+        """Act at the beginning of a step, after everything that happens between two steps."""
+        self._give(at_step_end=False)
+        self._kept.end_joining()
+
+    def begin_step(self) -> None:
+        """Enter the generation of the next step; waits while the ranks agree on one.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue.
+        """
+        step, end_joining = self._step, None
+        if self._parts.engine.last_meter is not None:
+            self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
+        self._world.consensus.is_new &= self._parts.engine.step == self._joined_at
+        if self._world.is_joint:  # a checkpoint is being loaded: ranks in a collective operation are in a generation
+            self._world.consensus.note_loaded(step)
+            return
+        try:
+            if self._astray is not None:
+                raise ExchangeError(self._astray)
+            generation = self._world.consensus.enter_step(step)
+        except ExchangeError as lost:
+            end_joining = self._come_back(lost)
+            generation = self._world.consensus.enter_step(self._step)
+        if self._world.member not in generation.members:
+            return  # this rank leaves: this was its last step
+        if generation.number >= self._world.generation.number:
+            self._world.enter(generation)
+        self._follow(generation)
+        self._check_state()
+        self._give(at_step_end=True)
+        if end_joining is not None:
+            end_joining()
+
+    def _note_astray(self, why: str) -> None:
+        """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
+        self._astray = why
+
+    def _tell_what_is_not_given(self) -> None:
+        options = {
+            (type(optimizer).__name__, group, key) for optimizer, group, key in own_options(self._parts.optimizers)
+        }
+        for kind, group, key in sorted(options - self._own_options) if self.rank == 0 else ():
+            logger.warning(
+                "option {!r} of parameter group {} of {} is not plain data (numbers, strings, tensors, lists, dicts): "
+                "a rank that joins keeps its own, if it has set it, and gossip.save will refuse it",
+                key,
+                group,
+                kind,
+            )
+        self._own_options |= options
+
+    def _check_state(self) -> None:
+        """Say after the first step if no rank will be able to join, because this rank cannot give its state."""
+        if self._is_checked or self._parts.engine.step == 0:
+            return
+        self._is_checked = True
+        if self.rank != 0:
+            return
+        self._tell_what_is_not_given()
+        try:
+            self._state()
+            self._kept.states()
+        except Exception as error:
+            logger.warning("no rank can join this training or come back, and gossip.save will fail: {}", reason(error))
+
+    def _give(self, *, at_step_end: bool) -> None:
+        """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
+        giver, in_step = self._world.giver, self._world.is_in_step
+        if joining := giver.asked_by(at_step_end=at_step_end):
+            giver.give(joining, lambda: flatten(self._state() | ({} if in_step else {"second": self._second_part()})))
+        if in_step and (joining := giver.begun(self.generation.members, returning=at_step_end)):
+            giver.give(joining, lambda: flatten(self._second_part()), is_second=True)
+
+    @property
+    def _step(self) -> int:
+        """The step by which the ranks agree on generations; always 0 if they do not make their steps together."""
+        return self._parts.engine.step if self._world.is_in_step else 0
+
+    def catch_up(self) -> None:
+        """Exchange along the topology of the generation of this collective operation, if it may begin. Local."""
+        generation = self._world.generation
+        all_are_here = self._world.members == generation.members  # a rank that joins may be ahead, in its first step
+        if all_are_here and (not generation.has_first_steps or self._step >= generation.first_step):
+            self._follow(generation)
+
+    def leave(self) -> None:
+        """Tell the others, and make the steps that they still make with this rank, without updates. Local.
+
+        Raises
+        ------
+        ExchangeError
+            This rank cannot continue, or no other rank agrees.
+        GossipError
+            Too few ranks would remain.
+        """
+        engine = self._parts.engine
+        last = self._world.consensus.leave()
+        while engine.step < last:
+            engine.end_step()
+
+    def _join(self, *, returns: bool) -> Callable[[], None]:
+        """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
+
+        A rank that ``returns`` is at the end of a step of its loop, and any other before its loop. Once it has entered
+        its first step, it must call the function that this method returns, which takes the rest of the state.
+
+        Raises
+        ------
+        ExchangeError
+            There is no rank to join, or this rank is not admitted.
+        ManifestError
+            This rank has built something different from the others.
+        """
+        world, engine = self._world, self._parts.engine
+        check_manifest(world.published(), self._parts.manifest, world.member)
+        joining_rank, generation = JoiningRank(world, returns=returns), None
+        patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
+        deadline = time.monotonic() + patience_s
+        while generation is None:
+            giver, text, values = joining_rank.take_state()
+            try:
+                state = unflatten(text, values)
+                for names in state["unfrozen"]:
+                    engine.unfreeze(names)
+                restore_replica(engine, self._parts.optimizers, state)
+            except Exception as error:
+                raise CannotJoinError(
+                    f"rank {world.member}: joining: what rank {giver} gave cannot be loaded here: {reason(error)}"
+                ) from error
+            self._has_common_state = False  # it is from an earlier step
+            given_at = self._joined_at = engine.step
+            num_loaded, step, num_ended = state["position"]
+            world.consensus.position = num_loaded, step, num_ended
+            generation = joining_rank.be_admitted(self._check_size)
+            if generation is None:
+                if time.monotonic() > deadline:
+                    raise ExchangeError(
+                        f"rank {world.member}: joining: whenever this rank asked within {patience_s:g} s, the others "
+                        "were in a collective operation, or had completed one since this rank was given its state"
+                    )
+                time.sleep(_PAUSE_S)  # each attempt delays the others for a moment
+        if world.is_in_step:
+            engine.step = generation.first_step
+        self.generation, self.rank = Generation(-1, (world.member,)), 0
+        logger.info(
+            "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
+        )
+        return partial(self._end_joining, giver, state.get("second"), returns=returns)
+
+    def _end_joining(self, giver: int, second: dict[str, Any] | None, *, returns: bool) -> None:
+        """Take the second part of the state of ``giver``, if it is not ``second``.
+
+        Nobody can take the place of a giver that is lost: the others record nothing for this rank, and are further when
+        their loss of it is known; and an average over time is that of the giver's own parameters.
+
+        Raises
+        ------
+        ExchangeError
+            It cannot be had, and this rank cannot train without it.
+        GossipError
+            This rank and the giver do not keep the same objects.
+        """
+        world, engine = self._world, self._parts.engine
+        who = f"rank {world.member}: rank {giver}, whose state it takes,"
+        if second is None:
+            try:
+                second = unflatten(*take_second_part(world.mesh, giver))
+                if second["step"] != engine.step:
+                    raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
+            except ExchangeError as error:
+                if returns or engine.updater.scaler is not None:
+                    raise ExchangeError(f"{who} did not give the last part of it: {error}; {START_AGAIN}") from error
+                self._kept.given = GivenObjects(who, str(error), (), ())
+                return
+            world.consensus.position = tuple(second["position"])  # as if it had taken part in what the others did
+        if engine.updater.scaler is not None:
+            engine.updater.scaler.load_state_dict(second["scaler"], self._parts.optimizers)
+        self._kept.given = GivenObjects(who, second["states"], second["options"], self._parts.optimizers)
+        if returns:
+            self._kept.given.load(self._kept)
+            self._kept.end_joining()
+
+    def _check_size(self, world_size: int) -> None:
+        """Raise CannotJoinError if so many ranks could not train: once this one is admitted, all would have to end."""
+        try:
+            self._plan(world_size)
+        except Exception as error:
+            raise CannotJoinError(
+                f"rank {self._world.member}: joining: with it the ranks would be {world_size}, which cannot train "
+                f"together: {reason(error)}"
+            ) from error
+
+    def _come_back(self, lost: ExchangeError) -> Callable[[], None]:
+        """Join the ranks that continued without this one, as soon as they can be reached.
+
+        Returns what :meth:`_join` does.
+
+        Raises
+        ------
+        ExchangeError
+            ``lost``, if this rank is not to rejoin; or it could not in time.
+        """
+        limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
+        astray, self._astray = self._astray, None
+        if limit_s is None and astray is not None:
+            limit_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
+        if limit_s is None:
+            raise lost
+        logger.warning("{}; this rank tries to rejoin them, without training, for at most {:g} s", lost, limit_s)
+        deadline = time.monotonic() + limit_s
+        world.consensus.fail(lost)  # it must not propose that the others have gone
+        world.mesh.cut_all("this rank is about to rejoin")
+        engine.drop_in_flight()
+        engine.on_step_end = None
+        while True:
+            try:
+                world.come_back()
+                end_joining = self._join(returns=True)
+                break
+            except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
+                is_final = isinstance(error, CannotJoinError | ManifestError)
+                if is_final or time.monotonic() > deadline:
+                    within = "" if is_final else f" within partition_timeout={limit_s:g} s"
+                    raise ExchangeError(f"{lost}; this rank could not rejoin them{within}: {error}") from error
+            time.sleep(_PAUSE_S)
+        engine.on_step_end = self.begin_step
+        engine.rank = world.member
+        return end_joining
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
+        engine = self._parts.engine
+        named = list(named_parameters(engine.module))
+        return {
+            **module_state(engine),
+            "gradients": {},
+            "optimizers": [optimizer_state(each, named, is_given=True) for each in self._parts.optimizers],
+            "engine": {
+                "step": engine.step,
+                "frozen": engine.frozen.state_dict(),
+                "algorithm": algorithm_state(engine.exchanges, for_joining=True),
+            },
+            "unfrozen": [list(names) for names in engine.unfrozen],
+            "position": list(self._world.consensus.position),
+        }
+
+    def _second_part(self) -> dict[str, Any]:
+        """Return the state that must be of the very step from which on a rank trains."""
+        engine, scaler = self._parts.engine, self._parts.engine.updater.scaler
+        return {
+            "step": engine.step,
+            "position": list(self._world.consensus.position),
+            "states": self._kept.states(),
+            "options": group_options(self._parts.optimizers),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def _follow(self, generation: Generation) -> None:
+        if generation.number <= self.generation.number:
+            return
+        plan = self._plan(len(generation.members))
+        plan.algorithm.follow(self._parts.engine.exchanges.algorithm)
+        schedule = plan.algorithm.schedule(plan.topology)
+        transport = None
+        if len(generation.members) > 1:
+            transport = make_generation_transport(
+                self._world,
+                schedule,
+                algorithm=plan.algorithm,
+                compression=self._parts.compression,
+                soft_deadline_s=self._arguments.soft_deadline_s,
+                members=generation.members,
+                before=self._parts.engine.exchanges.transport,
+            )
+        self.rank = generation.members.index(self._world.member)
+        self._parts.engine.move(schedule, transport, plan.algorithm, self.rank)
+        before, self.generation = self.generation, generation
+        self._parts.engine.generation = generation.number
+        self._agree()
+        self._tell(before, plan.topology)
+        self.on_change(plan.topology, plan.algorithm)
+
+    def _agree(self) -> None:
+        """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
+        common, is_latest = (
+            common_state(self._parts.engine.exchanges),
+            self._world.generation.number == self.generation.number,
+        )
+        if common and is_latest and len(self.generation.members) > 1:
+            self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
+
+    def _plan(self, world_size: int) -> Plan:
+        try:
+            return Plan.make(
+                self._parts.topology, world_size, self._arguments, self._parts.compression, self._parts.optimizers
+            )
+        except (ValueError, TypeError) as error:
+            if self._world.member == self._world.generation.members[0]:
+                logger.warning(
+                    "topology {} cannot serve {} ranks, which {} does from here on ({})",
+                    self._parts.topology.name,
+                    world_size,
+                    self._arguments.fallback_topology,
+                    error,
+                )
+            fallback = topologies.build(self._arguments.fallback_topology, world_size)
+            return Plan.make(fallback, world_size, self._arguments, self._parts.compression, self._parts.optimizers)
+
+    def _tell(self, before: Generation, topology: Topology) -> None:
+        if self._world.member != self.generation.members[0]:
+            return
+        mesh = self._world.mesh
+        gone = [member for member in before.members if member not in self.generation.members]
+        said = {*self.generation.left, *mesh.left}
+        lost = [f"rank {member}: {mesh.lost.get(member, 'given up')}" for member in gone if member not in said]
+        left = [f"rank {member}" for member in gone if member in said]
+        joined = [f"rank {member}" for member in self.generation.members if member not in before.members]
+        changes = {"lost": lost, "left": left, "joined": joined}
+        logger.log(
+            "WARNING" if lost else "INFO",
+            "step {}: {} ranks continue, {}, with topology {}; {}",
+            self._parts.engine.step,
+            len(self.generation.members),
+            in_words(self.generation.members),
+            topology.name,
+            "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who),
+        )
+
+
+def follow_generations(
+    model: Any, parts: Parts, arguments: Arguments, world: World, kept: KeptObjects
+) -> GenerationChange:
+    """Let a model continue when ranks are lost, leave or join; if this rank is to join, join the others. Collective."""
+    change = GenerationChange(world, parts, arguments, kept)
+    reference = weakref.ref(model)
+
+    def show(topology: Topology, algorithm: Algorithm) -> None:
+        if (shown := reference()) is not None:
+            shown.topology, shown.algorithm = topology, algorithm
+
+    def leave() -> None:
+        if (left := reference()) is not None:
+            left.leave()
+
+    change.on_change = show
+    change.begin()
+    Preemption(parts.engine, leave).install()
+    return change

@@ -1,0 +1,160 @@
+"""Checks whether a model can continue: after errors, after backward passes that died, alongside other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from gossip.communication.host import forks
+from gossip.errors import GenerationEndedError, GossipError
+from gossip.exchange.rank_exchanges import AnyBucket
+from gossip.private_torch import is_in_backward
+from gossip.step.backward_pass import DEAD_BACKWARD
+from gossip.step.local_update import Updater
+from gossip.step.step_progress import StepProgress
+
+if TYPE_CHECKING:
+    from gossip.sharding.local_group import LocalGroup
+
+_LETTING_GO = timedelta(milliseconds=100)
+
+
+class Liveness:
+    """What an engine checks before anything is done with its model, in any thread.
+
+    Attributes
+    ----------
+    rank : int
+        This rank, for error texts.
+    step : int
+        The number of steps made, which is also the index of the next round.
+    buckets : list of Bucket or BufferBucket
+        The buckets that are exchanged.
+    updater : Updater
+        Applies the optimizers.
+    shards : LocalGroup or None
+        The ranks with which this one holds a replica.
+    is_averaged : bool
+        Whether the buckets temporarily hold the global average.
+    is_in_join : bool
+        Whether ranks may temporarily be at different steps.
+    error : BaseException or None
+        The error that ended training on this rank, so that the ranks are no longer in step.
+    is_parents : bool
+        Whether this process was forked from the one that trains.
+    """
+
+    rank: int
+    step: int
+    buckets: list[AnyBucket]
+    updater: Updater
+    shards: LocalGroup | None
+    is_averaged: bool
+    is_in_join: bool
+    error: BaseException | None
+    is_parents = False
+    _progress: StepProgress
+    _lock: threading.RLock  # held against forward passes in other threads
+
+    def check_alive(self) -> None:
+        """Raise if this rank cannot continue, after an error or after a backward pass that died half-way."""
+        if self.error is not None:
+            raise GossipError(
+                f"rank {self.rank}: cannot train or average after: {str(self.error) or repr(self.error)}"
+            ) from self.error
+        self._recover_from_dead_backward()
+
+    def check_between_steps(self) -> None:
+        """Raise if this is not a point for a collective operation such as an average or a checkpoint."""
+        self.check_usable()
+        if self._progress.stepped:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step} is in progress: {len(self._progress.stepped)} of "
+                f"{len(self.updater.optimizers)} optimizers have been stepped; step the others first"
+            )
+        if self.is_in_join:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: inside join() the ranks are at different steps; leave the block "
+                "first"
+            )
+
+    def check_usable(self) -> None:
+        """Raise if no step or average can be made now."""
+        if self.is_parents:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: {forks.FORKED}. Here the model can be read, evaluated under "
+                "torch.no_grad(), and closed"
+            )
+        self.check_alive()
+        if (backward := self._progress.backward) is not None and not is_in_backward():
+            backward.wait(_LETTING_GO)
+            self.check_alive()
+            if self._progress.backward is not None:
+                raise GossipError(
+                    f"rank {self.rank}: step {self.step}: a backward pass is running in another thread; wait until "
+                    "it has ended"
+                )
+        if self.is_averaged:
+            raise GossipError(
+                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
+                "leave the block first"
+            )
+
+    def leave_to_parent(self) -> None:
+        """Implement :class:`gossip.communication.host.forks.Inherited`."""
+        self.is_parents = True
+        self._lock = threading.RLock()  # another thread may have held the old one
+
+    def _recover_from_dead_backward(self) -> None:
+        progress = self._progress
+        if (backward := progress.backward) is None or backward.is_under_way:
+            return
+        with self._lock:
+            if progress is not self._progress or progress.backward is not backward:
+                return  # it ended normally, or another thread has handled it
+            self._drop_dead_step()
+
+    def _drop_dead_step(self) -> None:
+        """Restart the step whose backward pass died."""
+        progress = self._progress
+        if progress.num_launched:
+            with self.fatal():
+                raise GossipError(f"rank {self.rank}: the backward pass of step {self.step} {DEAD_BACKWARD}")
+        self._drop_shared_gradients()
+        if progress.has_gradients:
+            for bucket in self.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            logger.warning(
+                "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
+                "sent; its gradients are dropped",
+                self.rank,
+                self.step,
+            )
+        self._progress = StepProgress(self.buckets)
+
+    def _drop_shared_gradients(self) -> None:
+        """Drop the gradients that were to be averaged over the ranks of a group, or raise if that has begun."""
+        if self.shards is not None and not self.shards.drop_gradients():
+            with self.fatal():
+                raise GossipError(
+                    f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception when some "
+                    "gradients had been averaged over the ranks of its group and others had not, so this rank cannot "
+                    "continue; start again from a checkpoint"
+                )
+
+    @contextlib.contextmanager
+    def fatal(self) -> Iterator[None]:
+        """End this model's training on an error inside the block, because the ranks are no longer in step."""
+        try:
+            yield
+        except GenerationEndedError:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise

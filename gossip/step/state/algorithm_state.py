@@ -1,0 +1,135 @@
+"""The state of an algorithm in checkpoints, by parameter name, so that other buckets can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gossip.algorithms import Algorithm
+from gossip.exchange.exchanges import Exchanges
+
+
+def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False) -> dict[str, Any]:
+    """Return copies of state, numbers and learning rates; for a joining rank without what all ranks will begin anew.
+
+    Local.
+
+    Returns
+    -------
+    dict
+        "kept": by state and parameter, a tensor of the parameter's shape (for virtual workers [n, *shape]); "keeps":
+        what a change of world size makes of each; "numbers": by name, one value per bucket, [..., number of buckets];
+        "rates": by parameter, the newest step's learning rate, and the last one before it that was not 0; "weighs_by":
+        the number that weights a mean, or None.
+    """
+    algorithm = exchanges.algorithm
+    kept: dict[str, dict[str, torch.Tensor]] = {
+        name: {} for name, how in algorithm.keeps.items() if not (for_joining and how.scope == "joint")
+    }
+    numbers: dict[str, list[torch.Tensor]] = {name: [] for name in algorithm.numbers}
+    rates: dict[str, tuple[float, float]] = {}
+    for index in _of_parameters(exchanges):
+        names, views = exchanges.names(index), exchanges.views(index)
+        for state, by_name in kept.items():
+            slots = zip(*(view.slots(view.kept[state]) for view in views), strict=True)
+            by_name |= {name: exchanges.joined(stacks) for name, stacks in zip(names, slots, strict=True)}
+        for number, values in numbers.items():
+            values.append(exchanges.joined([view.numbers[number] for view in views]))
+        rates |= dict(zip(names, zip(views[0].rates, views[0].earlier_rates, strict=True), strict=False))
+    return {
+        "keeps": _resized(algorithm),
+        "weighs_by": algorithm.weighs_by,
+        "kept": kept,
+        "numbers": {number: torch.cat(values, -1) for number, values in numbers.items() if values},
+        "rates": rates,
+    }
+
+
+@torch.no_grad()
+def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any] | None) -> list[str]:
+    """Restore what :func:`algorithm_state` returned; start anew from None or another algorithm's state. Local.
+
+    Returns
+    -------
+    list of str
+        What was left out, in words.
+    """
+    algorithm = exchanges.algorithm
+    for index in _of_parameters(exchanges):
+        for view in exchanges.views(index):
+            view.rates = view.earlier_rates = ()
+            algorithm.begin(view)
+    if not algorithm.keeps and not algorithm.numbers:
+        return []
+    if saved is None or saved["keeps"] != _resized(algorithm) or set(saved["numbers"]) != set(algorithm.numbers):
+        return [f"what algorithm {algorithm.describe()} keeps, which starts anew"]
+    for place, index in enumerate(_of_parameters(exchanges)):
+        names, views = exchanges.names(index), exchanges.views(index)
+        for state, by_name in saved["kept"].items():
+            for number, name in enumerate(names):
+                for view, values in zip(views, exchanges.dealt(by_name[name]), strict=True):
+                    view.slots(view.kept[state])[number].copy_(values)
+        for number_name, values in saved["numbers"].items():
+            one = values[..., min(place, values.shape[-1] - 1)][..., None]  # equal in all buckets
+            for view, own in zip(views, exchanges.dealt(one), strict=True):
+                view.numbers[number_name].copy_(own)
+        if all(name in saved["rates"] for name in names):
+            for view in views:
+                view.rates, view.earlier_rates = zip(*(saved["rates"][name] for name in names), strict=True)
+    return []
+
+
+def regroup(exchanges: Exchanges[Any, Any]) -> None:
+    """Begin anew what only means something together with the state of the ranks that trained until now. Local."""
+    algorithm = exchanges.algorithm
+    for index in _of_parameters(exchanges):
+        for view in exchanges.views(index):
+            kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
+            view.kept = {}
+            algorithm.begin(view)
+            view.kept |= kept
+
+
+def common_state(exchanges: Exchanges[Any, Any]) -> list[torch.Tensor]:
+    """Return the tensors that are equal on all ranks by definition, in the same order on all ranks. Local."""
+    names = [name for name, how in exchanges.algorithm.keeps.items() if how.scope == "common"]
+    views = [view for index in _of_parameters(exchanges) for view in exchanges.views(index)]
+    return [view.kept[name] for view in views for name in names]
+
+
+def _resized(algorithm: Algorithm) -> dict[str, str]:
+    return {name: how.resized for name, how in algorithm.keeps.items()}
+
+
+def _of_parameters(exchanges: Exchanges[Any, Any]) -> Iterator[int]:
+    return (index for index in range(len(exchanges.in_flight)) if exchanges.holds_parameters(index))
+
+
+def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the state with which every rank starts when the number of ranks has changed.
+
+    Parameters
+    ----------
+    saved : mapping
+        The state of any old rank.
+    mean : mapping
+        The mean over the old ranks, by state and parameter.
+    """
+    kept = {
+        state: {
+            name: values if saved["keeps"][state] == "mean" else torch.zeros_like(values)
+            for name, values in by_name.items()
+        }
+        for state, by_name in mean.items()
+    }
+    numbers = {
+        name: torch.ones_like(values) for name, values in saved["numbers"].items()
+    }  # they sum to the number of ranks
+    return {**saved, "kept": kept, "numbers": numbers}
+
+
+def weight_of(saved: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the weight of the values in a mean over the old ranks, [] or, for virtual workers, [n]; None if equal."""
+    return None if saved["weighs_by"] is None else saved["numbers"][saved["weighs_by"]][..., 0]

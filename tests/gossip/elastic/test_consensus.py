@@ -1,0 +1,395 @@
+"""Who is left is agreed on in a store, whoever notices first, and whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossip import ExchangeError
+from gossip.elastic.connections.peer_connection import Frame, Key, Kind
+from gossip.elastic.consensus import Consensus
+from gossip.elastic.generations import Generation
+
+TIMEOUT = timedelta(seconds=5)
+SIZE = 5
+
+
+class Wires:
+    """What agreements need of a mesh, between threads."""
+
+    def __init__(self, member: int, all_wires: list[Wires]) -> None:
+        self.member = member
+        self.changed = threading.Condition()
+        self.lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.on_lost: Callable[[int, str], None] = lambda *_: None
+        self.handlers: dict[Kind, Callable[[int, Frame], None]] = {}
+        self._all = all_wires
+
+    def has_met(self, _: int) -> bool:
+        return True
+
+    def send(self, member: int, key: Any, _: Any = None) -> None:
+        if member not in self.lost:
+            self._all[member].handlers[key.kind](self.member, Frame(key, torch.empty(0)))
+
+    def cut(self, member: int, reason: str) -> None:
+        if member not in self.lost:
+            self.lose(member, reason)
+            self._all[member].lose(self.member, "the connection was closed")
+
+    def lose(self, member: int, reason: str = "the connection was closed") -> None:
+        self.lost.setdefault(member, reason)
+        self.on_lost(member, reason)
+
+
+class Members:
+    """Agreements of threads; ``stop`` ends one like a death does."""
+
+    def __init__(
+        self,
+        stores: list[dist.Store],
+        min_ranks: int = 2,
+        timeout: timedelta = TIMEOUT,
+        *,
+        num_initial: int | None = None,
+        is_in_step: bool = True,
+    ) -> None:
+        self.wires: list[Wires] = []
+        self.wires += [Wires(member, self.wires) for member in range(len(stores))]
+        members = range(len(stores) if num_initial is None else num_initial)
+        self.agreements: list[Any] = [
+            Consensus(store, wires, members, min_ranks=min_ranks, timeout=timeout, is_in_step=is_in_step)  # type: ignore[arg-type]
+            for store, wires in zip(stores, self.wires, strict=True)
+        ]
+
+    def __getitem__(self, member: int) -> Consensus:
+        consensus: Consensus = self.agreements[member]
+        return consensus
+
+    def die(self, *dead: int, seen_by: list[int] | None = None) -> None:
+        for member in dead:
+            self[member].close()
+        for member, wires in enumerate(self.wires):
+            for other in dead if member not in dead and (seen_by is None or member in seen_by) else ():
+                wires.lose(other)
+
+    def generations_after(self, number: int, members: list[int]) -> set[Generation]:
+        with ThreadPoolExecutor(len(members)) as pool:
+            return set(pool.map(lambda member: self[member].wait_for_generation_after(number), members))
+
+    def told_after(self, number: int, members: list[int]) -> set[tuple[int, tuple[int, ...], int]]:
+        """Number, members and first step of the generations."""
+        return {
+            (generation.number, generation.members, generation.first_step)
+            for generation in self.generations_after(number, members)
+        }
+
+    def close(self) -> None:
+        for consensus in self.agreements:
+            consensus.close()
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Members]:
+    made = Members(stores_of(request.param, SIZE, tmp_path))
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def in_memory(size: int = SIZE, **arguments: Any) -> Iterator[Members]:
+    made = Members([dist.HashStore()] * size, **arguments)
+    yield made
+    made.close()
+
+
+def stores_of(kind: str, size: int, folder: Path) -> list[dist.Store]:
+    if kind == "hash":
+        return [dist.HashStore()] * size
+    if kind == "file":
+        return [dist.FileStore(str(folder / "store"), size) for _ in range(size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size - 1))]
+
+
+def test_all_who_are_left_agree(members: Members) -> None:
+    for member in range(SIZE):
+        assert members[member].enter_step(member) == Generation(0, tuple(range(SIZE)))
+    members.die(2)
+    assert members.told_after(0, [0, 1, 3, 4]) == {(1, (0, 1, 3, 4), 5)}
+
+
+def test_it_is_enough_that_one_of_them_notices(members: Members) -> None:
+    members.die(3, seen_by=[1])
+    assert members.told_after(0, [0, 1, 2, 4]) == {(1, (0, 1, 2, 4), 1)}
+
+
+def test_an_alarm_about_what_nobody_has_proposed_is_dismissed() -> None:
+    with in_memory() as members:
+        members.wires[0].handlers[Kind.ALARM](1, Frame(Key(Kind.ALARM, 2**40), torch.empty(0)))
+        assert members[0].enter_step(1).number == 0
+        members.die(3)
+        assert members.told_after(0, [0, 1, 2, 4]) == {(1, (0, 1, 2, 4), 2)}
+
+
+def test_steps_belong_to_the_newest_generation_that_has_begun_by_then() -> None:
+    with in_memory() as members:
+        for member, step in enumerate((3, 7, 4, 7, 0)):
+            members[member].enter_step(step)
+        members.die(4)
+        (first,) = members.generations_after(0, [0, 1, 2, 3])
+        assert first.first_step == 8
+        assert [members[0].enter_step(step).number for step in (4, 7)] == [0, 0]
+        members.die(3)
+        (second,) = members.generations_after(first.number, [0, 1, 2])
+        assert second.first_step == 8
+        assert [members[0].enter_step(8).number, members[1].enter_step(8).number] == [second.number] * 2
+        assert members[0].enter_step(2).number == second.number  # a checkpoint of an earlier step
+
+
+def test_nobody_leaves_the_step_of_its_vote_before_there_is_a_decision() -> None:
+    with in_memory(3) as members:
+        members[0].enter_step(5)
+        slow = members[1]._consensus_store.store
+        may_vote = threading.Event()
+        members[1]._consensus_store.store = Held(slow, may_vote)
+        members.die(2)
+        while not slow.check(["vote/1/0"]):
+            time.sleep(0.001)
+        entered = threading.Event()
+        thread = threading.Thread(target=lambda: (members[0].enter_step(6), entered.set()))
+        thread.start()
+        assert not entered.wait(0.3)
+        may_vote.set()
+        assert entered.wait(60)
+        thread.join()
+        assert members.told_after(0, [0]) == {(1, (0, 1), 6)}
+
+
+def test_who_has_lost_others_makes_no_step_before_the_agreement_begins() -> None:
+    with in_memory(3, timeout=timedelta(seconds=0.2)) as members:
+        members[0].close()  # its thread is late
+        members.wires[0].lose(1)
+        with pytest.raises(ExchangeError, match=r"^rank 0: step 3: no agreement on the remaining ranks within 0\.4 s"):
+            members[0].enter_step(3)
+
+
+def test_who_is_admitted_just_before_a_loss_begins_where_the_others_wait_for_it() -> None:
+    with in_memory(4, num_initial=3) as members:
+        for member in range(3):
+            members[member].enter_step(7)
+        members[3].ask_in(0)
+        assert members.told_after(0, [0, 1, 2, 3]) == {(1, (0, 1, 2, 3), 8)}
+        members.die(2)
+        members.generations_after(1, [0, 1, 3])
+        assert members[3].latest.members == (0, 1, 3)
+        admitted = members[3].admitted_in
+        assert admitted is not None
+        assert (admitted.number, admitted.first_step, members[3].enter_step(8).number) == (1, 8, 1)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_who_returns_takes_part_in_what_follows_the_step_that_it_ends(returns: bool) -> None:
+    with in_memory(3, num_initial=2) as members:
+        for member in range(2):
+            members[member].enter_step(7)
+        members[2].ask_in(0, returns=returns)
+        members.generations_after(0, [0, 1, 2])
+        assert members[0].begin_together()[1] == (0, 1)
+        for member in range(3):
+            members[member].enter_step(8)
+        assert members[0].begin_together()[1] == ((0, 1, 2) if returns else (0, 1))
+
+
+class Held:
+    """A store that takes notes when it may."""
+
+    def __init__(self, store: Any, may_vote: threading.Event) -> None:
+        self._store, self._may_vote = store, may_vote
+
+    def set(self, key: str, value: str) -> None:
+        self._may_vote.wait(60)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("second", [0, 1, 4])
+def test_a_second_one_is_lost_during_the_agreement(second: int) -> None:
+    with in_memory() as members:
+        never = threading.Event()
+        members[second]._consensus_store.store = Held(members[second]._consensus_store.store, never)
+        members.die(2, seen_by=[member for member in range(SIZE) if member != second])
+        for member, wires in enumerate(members.wires):
+            if member not in (2, second):
+                wires.lose(second)
+        left = [member for member in range(SIZE) if member not in (2, second)]
+        assert {generation.members for generation in members.generations_after(0, left)} <= {
+            tuple(left),
+            tuple(sorted({*left, second})),
+        }
+        while members[left[0]].latest.members != tuple(left):
+            members.generations_after(members[left[0]].latest.number, left)
+        never.set()
+
+
+def test_too_few_are_left() -> None:
+    with in_memory(4, min_ranks=3) as members:
+        members.die(0, 1)
+        for member in (2, 3):
+            with pytest.raises(ExchangeError, match=r"2 of 4 ranks remain \(ranks 2, 3\), fewer than min_ranks=3"):
+                members[member].wait_for_generation_after(0)
+
+
+def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
+    with in_memory(5, min_ranks=3) as members:
+        for member in (0, 1):
+            for other in (2, 3, 4):
+                members.wires[member].lose(other)
+        for member in (2, 3, 4):
+            for other in (0, 1):
+                members.wires[member].lose(other)
+        assert members.told_after(0, [2, 3, 4]) == {(1, (2, 3, 4), 1)}
+        for member in (0, 1):
+            with pytest.raises(ExchangeError, match="the others continued without this rank from step 1 on"):
+                members[member].wait_for_generation_after(0)
+
+
+def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
+    with in_memory() as members:
+        members.wires[1].lose(2)
+        members.wires[2].lose(1)
+        generations = members.generations_after(0, [0, 3, 4])
+        assert len(generations) == 1
+        (generation,) = generations
+        (gone,) = {1, 2} - set(generation.members)
+        with pytest.raises(ExchangeError, match="the others continued without this rank"):
+            members[gone].wait_for_generation_after(0)
+
+
+def test_who_has_failed_cuts_its_connections_without_proposing_anything() -> None:
+    with in_memory() as members:
+        members[0].fail(ExchangeError("its values are wrong"))
+        members.wires[0].lose(3)
+        members[0]._attempt(1)  # as its thread would
+        members.die(0, seen_by=[2])
+        assert members.told_after(0, [1, 2, 3, 4]) == {(1, (1, 2, 3, 4), 1)}
+
+
+def test_who_does_not_answer_is_given_up() -> None:
+    with in_memory(4, timeout=timedelta(seconds=2)) as members:
+        never = threading.Event()
+        members[3]._consensus_store.store = Held(members[3]._consensus_store.store, never)
+        members.die(0, seen_by=[1, 2])
+        left: set[tuple[int, ...]] = set()
+        number = 0
+        while left != {(1, 2)}:
+            generations = members.generations_after(number, [1, 2])
+            left, number = (
+                {generation.members for generation in generations},
+                max(generation.number for generation in generations),
+            )
+        never.set()
+        with pytest.raises(ExchangeError, match="the others continued without this rank"):
+            members[3].wait_for_generation_after(number)
+
+
+def test_what_one_has_ended_all_have_ended() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        assert members[0].commit(start, start.members)
+        members.die(4)
+        (generation,) = members.generations_after(0, [0, 1, 2, 3])
+        assert generation.furthest(start.members) == (0, 0, 1)
+        assert [members[member].commit(start, start.members) for member in (1, 2, 3)] == [True] * 3  # as member 0 did
+        assert [members[member].position for member in (0, 1, 2, 3)] == [(0, 0, 1)] * 4
+
+
+def test_what_none_has_ended_is_done_again() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        members.die(4)
+        (generation,) = members.generations_after(0, [0, 1, 2, 3])
+        assert not any(members[member].commit(start, start.members) for member in range(4))
+        assert all(members[member].commit(generation, generation.members) for member in range(4))
+
+
+def test_one_that_takes_no_part_does_not_end_it_by_being_ahead() -> None:
+    with in_memory() as members:
+        start = members[0].latest
+        members[3].enter_step(1)
+        members.die(4)
+        members.generations_after(0, [0, 1, 2, 3])
+        assert not any(members[member].commit(start, (0, 1, 2, 4)) for member in (0, 1, 2))
+        assert members[0].commit(start, start.members)
+
+
+def test_without_a_store_nobody_goes_on() -> None:
+    class Gone:
+        def check(self, *_: object) -> bool:
+            raise dist.DistStoreError("it is gone")
+
+        compare_set = check
+
+    with in_memory(3) as members:
+        for member in range(3):
+            members[member]._consensus_store.store = Gone()
+        members.die(2)
+        with pytest.raises(ExchangeError, match=r"the key-value store does not reply \(it is gone\)"):
+            members[0].wait_for_generation_after(0)
+
+
+def test_who_said_goodbye_is_missed_only_where_somebody_waits_for_him() -> None:
+    with in_memory(4) as members:
+        for member in (0, 1, 2):
+            members.wires[member].left.add(3)
+        members.die(3)
+        assert members[0].enter_step(1).number == 0
+        assert not any(members[member]._is_due() for member in (0, 1, 2))
+        members[1].miss([3])
+        assert members.told_after(0, [0, 1, 2]) == {(1, (0, 1, 2), 2)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "positions", "is_let_in"),
+    [
+        (None, [(0, 0, 2)] * 4, True),
+        (1, [(0, 0, 2)] * 4, False),
+        (None, [(0, 0, 2)] * 3 + [(0, 0, 1)], False),
+        (None, [(0, 0, 2), (0, 0, 3), (0, 0, 2), (0, 0, 2)], False),
+        (None, [(1, 0, 0)] * 3 + [(0, 0, 4)], False),
+    ],
+    ids=["between", "one-is-in-the-midst", "it-has-an-older-state", "one-has-ended-more", "others-have-loaded"],
+)
+def test_ranks_that_are_not_in_step_let_others_in_between_what_all_do_together(
+    busy: int | None, positions: list[tuple[int, int, int]], is_let_in: bool
+) -> None:
+    """Else a joining rank would miss what the others are just doing together, or do it once more."""
+    with in_memory(4, num_initial=3, is_in_step=False) as members:
+        for member, position in enumerate(positions):
+            members[member].position = position
+            members[member].is_joint = member == busy
+        members[3].ask_in(0)
+        with members[3]._changed:
+            assert members[3]._changed.wait_for(lambda: not members[3].asks, 10)
+        assert members[3].latest.members == ((0, 1, 2, 3) if is_let_in else (0, 1, 2))
+        if not is_let_in:  # and nobody is held up by it
+            for member in range(4):
+                members[member].position, members[member].is_joint = (0, 0, 2), False
+            assert [members[member].enter_step(5).number for member in range(3)] == [0, 0, 0]
+            members[3].ask_in(0)
+        (joined,) = members.generations_after(0, [0, 1, 2, 3])
+        assert joined.members == (0, 1, 2, 3)
+        assert not joined.has_first_steps

@@ -1,0 +1,261 @@
+"""Who may go on without lost ranks, what the option asks for, and that nothing of it is there without it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import unsupervised
+from free_ports import free_port
+from loguru import logger
+from mortal_ranks import Pair, flat, make_model, targets
+from torch import nn
+
+import gossip
+from gossip import GossipDataParallel, LaunchError, launch
+from gossip.lab.faults.fault import Fault
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def make(**options: Any) -> GossipDataParallel:
+    return GossipDataParallel(nn.Linear(2, 1), SGD, "ring", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_peer_loss": "ignore"}, 'on_peer_loss must be "raise" or "continue", got \'ignore\''),
+        ({"min_ranks": 2}, 'min_ranks=2 is for on_peer_loss="continue"'),
+        ({"on_peer_loss": "continue", "transport": "debug"}, "transport is 'debug'"),
+        ({"on_peer_loss": "continue", "fallback_topology": "rign"}, r"fallback_topology must be one of .*, got 'rign'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(**options)
+
+
+def test_a_world_of_one_has_nobody_to_lose() -> None:
+    with make(on_peer_loss="continue") as model:
+        model(torch.ones(1, 2)).sum().backward()
+        assert (model.rank, model.world_size, model.members) == (0, 1, (0,))
+
+
+def min_ranks_of(number: int) -> str:
+    with pytest.raises(ValueError, match="min_ranks") as caught:
+        make_model(4, {"topology": "ring", "min_ranks": number})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_min_ranks_is_a_number_of_the_ranks(number: int) -> None:
+    assert (
+        launch(min_ranks_of, number, world_size=3)
+        == [f"min_ranks must be from 1 to the number of ranks, 3, got {number}"] * 3
+    )
+
+
+def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        make_model(4, {"topology": "ring"})
+    except ValueError as error:
+        print(error, flush=True)
+    sys.stdin.read()  # the other rank may still need this process
+    os._exit(0)
+
+
+def lines_of_two(code: str, *arguments: str) -> list[str]:
+    """The first ones of two processes, ranks 0 and 1, which may end when both are there; the rank is an argument."""
+    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), *arguments],
+            env={**os.environ, "PYTHONPATH": folders},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    lines = [process.stdout.readline() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate(timeout=60)
+    return lines
+
+
+def test_a_store_that_dies_with_a_rank_is_refused() -> None:
+    code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
+    for text in lines_of_two(code, "2", str(free_port())):
+        assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
+
+
+def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
+    rank = dist.get_rank()
+    with make_model(16, {"topology": "ring"}) as model:
+        for number in range(20):
+            if rank in who and number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(targets(rank, 16)).backward()
+        model.global_avg()
+        return model.members
+
+
+def error_on_two_machines(rank: int, path: str) -> None:
+    from gossip.elastic import elastic_world  # another test shows that it is not loaded by default
+
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    with mock.patch.object(elastic_world, "own_network", return_value=["a machine", rank]):
+        try:
+            make_model(4, {"topology": "ring"})
+        except ValueError as error:
+            print(error, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
+    code = "import test_continue_option as module, sys; module.error_on_two_machines(int(sys.argv[1]), sys.argv[2])"
+    for text in lines_of_two(code, str(tmp_path / "store")):
+        assert "is on a different machine than rank" in text
+        assert "because its key-value store, FileStore, has no host" in text
+
+
+def gammas_around_a_death() -> list[float]:
+    rank = dist.get_rank()
+    with make_model(16, {"topology": "ring"}) as model:
+        found = []
+        for step in range(10):
+            model.algorithm.gamma = 1.0 - step / 16 if step < 4 else model.algorithm.gamma  # type: ignore[attr-defined]
+            if rank == 1 and step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(targets(rank, 16)).backward()
+            found.append(model.algorithm.gamma)  # type: ignore[attr-defined]
+        return found
+
+
+def test_a_mixing_factor_that_was_set_stays() -> None:
+    expected = [1.0, 15 / 16, 14 / 16] + [13 / 16] * 7
+    assert launch(gammas_around_a_death, world_size=3, on_peer_loss="continue") == [expected, None, expected]
+
+
+def told_when_one_leaves() -> list[str]:
+    told: list[str] = []
+    logger.add(lambda message: told.append(message.record["message"]), level="INFO")
+    model = make_model(16, {"topology": "ring"})
+    for step in range(12):
+        if model.world.member == 1 and step == 4:
+            model.leave()
+            return []
+        model(targets(model.world.member, 16)).backward()
+    model.close()
+    return [text for text in told if "ranks continue" in text]
+
+
+def test_who_leaves_is_not_said_to_be_lost() -> None:
+    ((text,), *_) = launch(told_when_one_leaves, world_size=3, on_peer_loss="continue")
+    assert re.fullmatch(r"step \d: 2 ranks continue, ranks 0, 2, with topology ring; left: rank 1", text)
+
+
+def test_launch_lets_the_others_go_on() -> None:
+    assert launch(train_and_die, 5, (1,), world_size=3, on_peer_loss="continue") == [(0, 2), None, (0, 2)]
+
+
+def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
+    with pytest.raises(LaunchError, match=r"min_ranks=3|SIGKILL"):
+        launch(train_and_die, 5, (0, 1), world_size=4, on_peer_loss="continue")
+
+
+def test_launch_ends_all_by_default() -> None:
+    with pytest.raises(LaunchError, match="rank 1 failed: the process ended without an error message, with signal 9"):
+        launch(train_and_die, 5, (1,), world_size=3)
+
+
+def loaded_by_default() -> list[str]:
+    with make() as model:
+        model(torch.ones(1, 2)).sum().backward()
+    return [name for name in sys.modules if "gossip.elastic" in name or name.endswith("generation_change")]
+
+
+def test_nothing_of_it_is_loaded_by_default() -> None:
+    assert launch(loaded_by_default, world_size=2) == [[], []]
+
+
+def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]]:
+    rank = dist.get_rank()
+    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+
+    deaths = [Fault(place="together", step=number)] if rank == 2 else []
+    model = make_model(16, {"topology": "ring"})
+    for _ in range(4):
+        model(targets(rank, 16)).backward()
+    with injected(deaths):
+        gossip.save(model, folder)
+    before = flat(model.module)
+    for _ in range(3):
+        model(targets(rank, 16)).backward()
+    model.close()
+    return before, sorted(path.name for path in Path(folder).iterdir())
+
+
+def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
+    rank = dist.get_rank()
+    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+
+    with (
+        injected([Fault("full disk", "saving")] if rank == 1 else []),
+        make_model(16, {"topology": "ring"}) as model,
+    ):
+        for _ in range(3):
+            model(targets(rank, 16)).backward()
+        with pytest.raises(gossip.CheckpointError) as caught:
+            gossip.save(model, folder)
+        model(targets(rank, 16)).backward()
+        gossip.save(model, folder)
+        return str(caught.value), sorted(path.name for path in Path(folder).glob("step*")), model.members
+
+
+def test_a_full_disk_ends_nobody_s_training(tmp_path: Path) -> None:
+    for text, saved, members in launch(save_on_a_full_disk, str(tmp_path), world_size=3, on_peer_loss="continue"):
+        assert "No space left on device" in text
+        assert saved == ["step_0000000004"]
+        assert members == (0, 1, 2)
+
+
+def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
+    with make_model(16, {"topology": "ring"}) as model:
+        checkpoint = gossip.load(model, folder)
+        return checkpoint.world_size, checkpoint.step, flat(model.module)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 5])
+def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    with unsupervised.started(save_with_a_death, folder, number, world_size=4) as ranks:
+        results = ranks.results()
+    assert [rank for rank, result in enumerate(results) if result is None] == [2]
+    assert all(
+        result[1] == [".lock", "step_0000000004"] or result[1] == ["step_0000000004"] for result in results if result
+    )
+    loaded = launch(load_what_is_left, folder, world_size=3)
+    for rank, result in zip(range(3), (results[0], results[1], results[3]), strict=True):
+        assert loaded[rank][:2] == (3, 4)
+        assert torch.equal(loaded[rank][2], result[0])
+
+
+def test_the_pair_is_what_the_tests_take_it_for() -> None:
+    pair = Pair(3)
+    pair(torch.ones(2, 3, dtype=torch.float64)).backward()
+    assert pair.first.grad is not None
+    assert pair.first.grad.tolist() == [-1.0] * 3

@@ -1,0 +1,128 @@
+"""Loss scales and the last step of all are agreed on by those who are left, whomever a lost rank had told."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import unsupervised
+from joining_ranks import stay_in_join
+from mortal_ranks import flat, make_model, targets
+
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+
+NUMEL = 16
+
+
+class Joined(NamedTuple):
+    """What a rank that is left tells: its steps after each block, its members, and its parameters in the end."""
+
+    num_steps: list[int]
+    members: tuple[int, ...]
+    mean: torch.Tensor
+
+
+def train_unevenly(num_batches: tuple[tuple[int, ...], ...], fault: tuple[int, Fault] | None) -> Joined:
+    """A block of join() for every entry of ``num_batches``, which says by rank how many batches it has."""
+    rank = torch.distributed.get_rank()
+    with injected([fault[1]] if fault is not None and fault[0] == rank else []):
+        model = make_model(NUMEL, {"topology": "complete"})
+        num_steps = []
+        for numbers in num_batches:
+            with model.join():
+                for _ in range(numbers[rank]):
+                    model(targets(rank, NUMEL)).backward()
+            num_steps.append(model.step)
+        model.global_avg()
+        members, mean = model.members, flat(model.module)
+        model.close()
+    return Joined(num_steps, members, mean)
+
+
+def run(num_batches: tuple[tuple[int, ...], ...], fault: tuple[int, Fault] | None = None) -> list[Joined | None]:
+    with unsupervised.started(train_unevenly, num_batches, fault, world_size=len(num_batches[0])) as ranks:
+        results: list[Joined | None] = ranks.results()
+    told = [result for result in results if result is not None]
+    for result in told:
+        torch.testing.assert_close(result.mean, told[0].mean, rtol=0, atol=0)
+        assert result.num_steps == told[0].num_steps
+    return results
+
+
+def test_all_make_as_many_steps_as_the_one_with_most_batches() -> None:
+    results = run(((3, 9, 5), (4, 2, 2)))
+    assert all(result is not None and result.num_steps == [9, 13] for result in results)
+
+
+@pytest.mark.parametrize("step", [2, 6, 8])
+@pytest.mark.parametrize("place", ["telling", "sending"])
+def test_those_left_end_together_when_the_one_with_most_batches_dies(place: Any, step: int) -> None:
+    """It dies having told only one of the others of its step ("telling"): that step is made by all or by none."""
+    results = run(((3, 4, 5, 20), (2, 2, 2, 2)), (3, Fault(place=place, step=step)))
+    assert results[3] is None
+    for result in results[:3]:
+        assert result is not None
+        assert result.members == (0, 1, 2)
+        assert result.num_steps[0] in (max(5, step), max(5, step + 1))
+        assert result.num_steps[1] == result.num_steps[0] + 2
+
+
+def test_a_rank_that_has_ended_may_die() -> None:
+    results = run(((20, 4, 12),), (1, Fault(place="sending", step=7)))
+    assert results[1] is None
+    assert [result.num_steps for result in results if result is not None] == [[20], [20]]
+
+
+def test_a_rank_that_joins_has_batches_of_its_own() -> None:
+    with unsupervised.started(stay_in_join, world_size=2) as ranks:
+        ranks.join(stay_in_join)
+        results = ranks.results()
+    assert {members for _, members in results} == {(0, 1, 2)}
+    assert len({num_steps for num_steps, _ in results}) == 1
+
+
+class Scaled(NamedTuple):
+    """By step, the scale before it; and the parameters in the end."""
+
+    scales: list[float]
+    mean: torch.Tensor
+
+
+def train_scaled(overflow: tuple[int, int], fault: Fault | None, in_backward: bool) -> Scaled:
+    """The gradients of one rank overflow in one step; the rank of the fault is the same."""
+    rank = torch.distributed.get_rank()
+    with injected([fault] if fault is not None and rank == overflow[0] else []):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=6)
+        model = make_model(NUMEL, {"topology": "ring", "scaler": scaler, "step_in_backward": in_backward})
+        scales = []
+        for step in range(16):
+            scales.append(scaler.get_scale())
+            scale = float("inf") if (rank, step) == overflow else 1.0
+            scaler.scale(model(targets(rank, NUMEL)) * scale).backward()
+            if not in_backward:
+                scaler.step(model.optimizer)
+                scaler.update()
+                model.optimizer.zero_grad()
+        model.global_avg()
+        mean = flat(model.module)
+        model.close()
+    return Scaled(scales, mean)
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.parametrize("place", ["telling", "sending", None])
+def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool) -> None:
+    """An overflow that a rank told one of the others before it died halves the scales of all, or of none."""
+    fault = None if place is None else Fault(place=place, step=5)
+    with unsupervised.started(train_scaled, (2, 5), fault, in_backward, world_size=4) as ranks:
+        results = [result for result in ranks.results() if result is not None]
+    assert len(results) == (4 if place is None else 3)
+    for result in results:
+        assert result.scales == results[0].scales
+        assert torch.equal(result.mean, results[0].mean)
+        assert result.mean.isfinite().all()
+    if place != "sending":
+        assert [later / earlier for earlier, later in itertools.pairwise(results[0].scales)].count(0.5) == 1

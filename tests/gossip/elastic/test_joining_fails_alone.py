@@ -1,0 +1,310 @@
+"""What raises while a rank joins, comes back or leaves ends at most that rank: those that train go on."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import unsupervised
+from joining_ranks import NUM_MORE
+from loguru import logger
+from mortal_ranks import flat, make_model, targets
+
+from gossip import ExchangeError
+from gossip.elastic import state_transfer
+from gossip.elastic.connections.peer_connection import Frame, Key, Kind
+from gossip.elastic.state_transfer import StateGiver
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+from gossip.step import generation_change
+from gossip.step.preemption import Preemption
+
+NUMEL = 64
+NEWCOMER = 3
+TOO_MUCH = "DefaultCPUAllocator: can't allocate memory"
+
+
+class Projector:
+    """What an optimizer keeps, and no other process can be sent."""
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps one thing more for each parameter."""
+
+    def __init__(self, parameters: Any, kept: Callable[[], Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = kept()
+
+
+class Raising(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("shard")
+
+
+def an_optimizer(kept: str) -> Callable[..., torch.optim.Optimizer]:
+    """By what its state holds."""
+    of_kind: dict[str, Callable[[], Any]] = {
+        "object": Projector,
+        "function": lambda: len,
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "meta": lambda: torch.ones(2, device="meta"),
+    }
+    if kept == "raises":
+        return functools.partial(Raising, lr=0.1)
+    if kept == "plain":
+        return functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return functools.partial(Keeping, kept=of_kind[kept])
+
+
+def lack_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(TOO_MUCH)
+
+
+def flatten_to_too_much(_: Any) -> tuple[str, torch.Tensor]:
+    return "null", torch.zeros(1, dtype=torch.uint8).expand(2**60)
+
+
+def send_only_the_first(
+    self: StateGiver, member: int, piece: int, content: torch.Tensor, part: int, *, send: Any
+) -> None:
+    if piece:
+        raise MemoryError("no memory to hash it")
+    send(self, member, piece, content, part)
+
+
+def broken(where: str) -> Any:
+    """Within this block a giver lacks memory, or a joining rank does."""
+    if where == "copying":
+        return mock.patch.object(generation_change, "flatten", lack_memory)
+    if where == "sending":
+        failing = functools.partialmethod(send_only_the_first, send=StateGiver._send)
+        return mock.patch.object(StateGiver, "_send", failing)
+    if where == "loading":
+        return mock.patch.object(generation_change, "restore_replica", lack_memory)
+    if where == "entering":
+        return mock.patch.object(generation_change, "make_generation_transport", lack_memory)
+    assert where == "too large"
+    return mock.patch.object(generation_change, "flatten", flatten_to_too_much)
+
+
+class Told(NamedTuple):
+    """What a rank tells: its warnings, the number of steps, who trained at the end, and the mean."""
+
+    lines: list[str]
+    num_steps: int
+    members: tuple[int, ...]
+    mean: torch.Tensor
+
+
+def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | str:
+    """Until the joining rank has come or failed, and some steps more; a joining rank that fails tells why."""
+    joins = torch.distributed.get_world_size() == 1
+    number = NEWCOMER if joins else torch.distributed.get_rank()
+    lines: list[str] = []
+    logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    with broken(breaks[number]) if number in breaks else mock.MagicMock():
+        try:
+            model = make_model(NUMEL, {"topology": "complete", "optimizer": an_optimizer(kept)} | options)
+        except (ExchangeError, RuntimeError) as error:
+            return str(error)
+        last = model.step + NUM_MORE if joins else None
+        while last is None or model.step < last:
+            model(targets(model.world.member, NUMEL)).backward()
+            if not options.get("step_in_backward", True):
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+            if last is None and NEWCOMER in model.members and NEWCOMER not in breaks:
+                last = model.step + NUM_MORE
+            elif last is None and NEWCOMER not in model.members:
+                has_failed = model.world.gather_bytes(b"x" * (NEWCOMER in model.world.mesh.lost), "looking")
+                last = model.step + NUM_MORE if all(has_failed) else None
+        members = model.members
+        model.global_avg()
+        num_steps = model.step
+        model.close()
+    return Told(lines, num_steps, members, flat(model.module))
+
+
+def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: Any) -> tuple[list[Told], Any]:
+    """What the ranks that train tell, and the joining rank."""
+    with unsupervised.started(train, kept, breaks or {}, options, world_size=NEWCOMER) as ranks:
+        ranks.join(train, kept, breaks or {}, options)
+        *told, joining_rank = ranks.results()
+    for one in told:
+        assert torch.equal(one.mean, told[0].mean)
+    return told, joining_rank
+
+
+KINDS = [
+    (
+        "object",
+        {},
+        r"the state of parameter '(first|second)' in Keeping\['kept'\] is a \S*Projector, which a checkpoint ",
+    ),
+    ("function", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a builtins.builtin_function"),
+    ("sparse", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
+    ("meta", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
+    ("raises", {}, r"the state_dict\(\) of Raising failed: KeyError: 'shard'"),
+    ("plain", dict.fromkeys(range(NEWCOMER), "copying"), f"RuntimeError: {TOO_MUCH}"),
+    ("plain", dict.fromkeys(range(NEWCOMER), "sending"), "MemoryError: no memory to hash it"),
+]
+
+
+@pytest.mark.parametrize(("kept", "breaks", "reason"), KINDS)
+def test_a_state_that_cannot_be_given_is_told_to_the_newcomer_and_training_goes_on(
+    kept: str, breaks: dict[int, str], reason: str
+) -> None:
+    told, error = run(kept, breaks)
+    assert re.search(rf"rank 3: joining: no rank gave .*ranks 0, 1, 2 cannot: {reason}.* Start this rank again", error)
+    for rank, one in enumerate(told):
+        assert one.members == (0, 1, 2)
+        (refused,) = [line for line in one.lines if "its state cannot be given to rank 3" in line]
+        assert re.search(rf"rank {rank}: .*{reason}", refused)
+        early = [line for line in one.lines if "no rank can join this training" in line]
+        assert len(early) == (rank == 0 and kept != "plain")
+        assert all(re.search(reason, line) for line in early)
+
+
+@pytest.mark.parametrize("end", ["silent", "elsewhere", "elsewhere before"])
+def test_what_is_taken_for_a_newcomer_is_not_kept_when_it_is_of_no_use(end: str) -> None:
+    silent_s = 0.0
+    mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
+    giver = StateGiver(mesh)
+
+    def ask(piece: int) -> None:
+        mesh.send.reset_mock()
+        mesh.handlers[Kind.ASK](NEWCOMER, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
+
+    ask(0)
+    if end == "elsewhere before":
+        ask(state_transfer._LAST)
+        assert giver.asked_by(at_step_end=False) == []
+        return
+    giver.give(giver.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
+    ask(1)
+    assert mesh.send.called
+    if end == "elsewhere":
+        ask(state_transfer._LAST)
+    silent_s = 3.0 if end == "silent" else 0.0
+    giver.asked_by(at_step_end=False)
+    ask(1)
+    assert not mesh.send.called
+
+
+@pytest.mark.parametrize("options", [{"step_in_backward": False}, {"algorithm": "asynchronous"}], ids=str)
+def test_in_every_mode(options: dict[str, Any]) -> None:
+    told, error = run("object", **options)
+    assert "ranks 0, 1, 2 cannot: the state of parameter" in error
+    assert [one.members for one in told] == [(0, 1, 2)] * 3
+
+
+@pytest.mark.parametrize("where", ["copying", "sending"])
+def test_another_rank_gives_if_one_cannot(where: str) -> None:
+    told, error = run(breaks={0: where})
+    assert error.members == (0, 1, 2, 3)
+    assert torch.equal(error.mean, told[0].mean)
+    assert [len(one.lines) for one in told] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "text"),
+    [
+        (
+            dict.fromkeys(range(NEWCOMER), "too large"),
+            "rank 3: joining: the state of rank 0 has 1152921504606846976 bytes, for which ther",
+        ),
+        ({NEWCOMER: "entering"}, TOO_MUCH),
+        ({NEWCOMER: "loading"}, f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}"),
+    ],
+)
+def test_a_newcomer_that_cannot_take_it_over_says_so(breaks: dict[int, str], text: str) -> None:
+    told, error = run(breaks=breaks)
+    assert error.startswith(text)
+    assert [one.members for one in told] == [(0, 1, 2)] * 3
+
+
+def test_a_rank_with_which_the_others_could_not_train_is_not_admitted() -> None:
+    # Of three ranks, a ring is complete, as DiLoCo needs it; of four it is not, and neither is the fallback.
+    told, error = run(topology="ring", algorithm="diloco")
+    assert re.match(r"rank 3: joining: with it the ranks would be 4, which cannot train together: topology", error)
+    assert [one.members for one in told] == [(0, 1, 2)] * 3
+
+
+# ---------------------------------------------------------------------- options of parameter groups
+
+
+def with_a_function(scale: float, named: Any) -> torch.optim.Optimizer:
+    """The function tells which rank has made it."""
+    return torch.optim.SGD([{"params": [p for _, p in named], "scale": lambda: scale}], lr=0.1)
+
+
+def train_with_a_function() -> tuple[list[str], float, float]:
+    joins = torch.distributed.get_world_size() == 1
+    lines: list[str] = []
+    logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    with make_model(
+        NUMEL, {"topology": "complete", "optimizer": functools.partial(with_a_function, float(joins))}
+    ) as model:
+        (group,) = model.optimizer.param_groups
+        rate = group["lr"]
+        if not joins:
+            group["lr"], group["late"] = 0.05, len
+        last = model.step + NUM_MORE if joins else None
+        while last is None or model.step < last:
+            model(targets(model.world.member, NUMEL)).backward()
+            if last is None and NEWCOMER in model.members:
+                last = model.step + NUM_MORE
+        return lines, rate, group["scale"]()
+
+
+def test_a_newcomer_keeps_options_of_its_own_that_cannot_be_given() -> None:
+    with unsupervised.started(train_with_a_function, world_size=NEWCOMER) as ranks:
+        ranks.join(train_with_a_function)
+        *told, error = ranks.results()
+    assert error == ([], 0.05, 1.0)
+    assert [len(lines) for lines, _, _ in told] == [2, 0, 0]
+    for line, key in zip(told[0][0], ("scale", "late"), strict=True):
+        assert f"option '{key}' of parameter group 0 of SGD is not plain data" in line
+
+
+# ---------------------------------------------------------------------- coming back, and leaving
+
+
+def come_back() -> str | None:
+    """Rank 1 is frozen, and given up; the others train until it has tried to come back."""
+    rank = torch.distributed.get_rank()
+    with injected([Fault("freeze", step=5, duration_s=6.0)] if rank == 1 else []):
+        options = {"topology": "complete", "timeout": timedelta(seconds=2), "optimizer": an_optimizer("object")}
+        model = make_model(NUMEL, options | {"partition_timeout": 600, "min_ranks": 1})
+        try:
+            while NEWCOMER not in model.world.mesh.lost:
+                model(targets(rank, NUMEL)).backward()
+        except ExchangeError as error:
+            return str(error)
+        finally:
+            model.close()
+    return None
+
+
+def test_a_rank_that_nobody_can_give_a_state_does_not_try_to_come_back_for_ever() -> None:
+    with unsupervised.started(come_back, world_size=NEWCOMER) as ranks:
+        told = ranks.results()
+    assert told[0] is told[2] is None
+    assert re.match(
+        r"rank 1: .*; this rank could not rejoin them: rank 3: joining: no rank gave .* cannot: the state of", told[1]
+    )
+
+
+def test_a_rank_that_cannot_leave_in_time_exits_with_the_status_of_the_signal() -> None:
+    engine = mock.Mock(is_averaged=False)
+    preemption = Preemption(engine, mock.Mock(side_effect=MemoryError("no memory")))
+    preemption._is_due = True
+    with pytest.raises(SystemExit, match="143"):
+        preemption._leave_if_due()

@@ -1,0 +1,276 @@
+"""What lives beside the model, on a rank that joins or comes back: in every step as on the ranks that never left."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import unsupervised
+from checkpointing import log_of
+from joining_ranks import NUM_MORE
+from kept import SCHEDULERS, Ema, Failing, advance
+from mortal_ranks import make_model, targets
+from torch.optim import SGD
+
+from gossip import GossipError
+from gossip.elastic.state_transfer import StateGiver
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+
+NUMEL = 8
+MANY_STEPS = 200_000
+
+
+class Stay(NamedTuple):
+    """What a rank tells, by step: rates before it, what its average over time has counted, and its loss scale.
+
+    ``first`` is the step at which it joined, or came back; otherwise 0.
+    """
+
+    first: int
+    rates: dict[int, float]
+    counts: dict[int, int]
+    scales: dict[int, float]
+
+
+def make(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """A model, its objects by name, and its scaler."""
+    options = dict(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=3) if options.pop("scales", False) else None
+    model = make_model(NUMEL, {"topology": "ring", "scaler": scaler} | options)
+    objects = {"scheduler": SCHEDULERS[name](model.optimizer), "ema": Ema(model.module)}
+    model.keep(**objects)
+    return model, objects, scaler
+
+
+def train(name: str, expected: int, fault: Fault | None, options: dict[str, Any]) -> Stay:
+    """Until as many ranks train as are expected, one of them new, and some steps more."""
+    rank = -1 if dist.get_world_size() == 1 else dist.get_rank()
+    options = dict(options)
+    measures = options.pop("measures", False)
+    with injected([fault] if fault is not None and rank == 1 else []):
+        model, objects, scaler = make(name, options)
+        first, rates, counts, scales = model.step, {}, {}, {}
+        num_steps = None
+        while num_steps is None or model.step < num_steps:
+            step = model.step
+            if step and step - 1 not in rates:
+                first = step
+            if num_steps is None and len(model.members) == expected and max(model.members) >= dist.get_world_size():
+                num_steps = step + NUM_MORE
+            rates[step] = model.optimizer.param_groups[0]["lr"]
+            counts[step] = objects["ema"].num_updates
+            loss = model(targets(rank + 1, NUMEL)) * (float("inf") if rank == 0 and step % 7 == 5 and scaler else 1.0)
+            if scaler is None:
+                loss.backward()
+            else:
+                scales[step] = scaler.get_scale()
+                scaler.scale(loss).backward()
+            if not options.get("step_in_backward", True):
+                scaler.step(model.optimizer) if scaler is not None else model.optimizer.step()
+                model.optimizer.zero_grad()
+                if scaler is not None:
+                    scaler.update()
+            objects["ema"].update(model.module)
+            advance(objects["scheduler"])
+            if measures:
+                model.consensus_distance()
+        model.global_avg()
+        model.close()
+    return Stay(first, rates, counts, scales)
+
+
+def check(stays: list[Stay]) -> None:
+    """Everything is alike on all ranks since they joined; each step counts once."""
+    always, (new,) = [stay for stay in stays if not stay.first], [stay for stay in stays if stay.first]
+    for stay in (*always, new):
+        for told, reference in zip(stay[1:], always[0][1:], strict=True):
+            shared = {step: value for step, value in told.items() if step >= stay.first}
+            assert shared == {step: reference[step] for step in shared}
+        assert all(count == step for step, count in stay.counts.items() if step >= stay.first)
+    rates = [rate for step, rate in new.rates.items() if step >= new.first]
+    assert len(rates) >= NUM_MORE
+    assert len(set(rates)) > 1
+    assert not always[0].scales or len(set(always[0].scales.values())) > 2
+
+
+MODES: list[dict[str, Any]] = [
+    {"step_in_backward": False},
+    {"algorithm": "adapt_then_combine"},
+    {"scales": True},
+    {"scales": True, "step_in_backward": False},
+    {"scales": True, "measures": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in SCHEDULERS), *(("exponential", mode) for mode in MODES)], ids=str
+)
+def test_one_that_joins_has_what_the_others_have_in_every_step(name: str, options: dict[str, Any]) -> None:
+    with unsupervised.started(train, name, 4, None, options, world_size=3) as ranks:
+        ranks.join(train, name, 4, None, options)
+        check(ranks.results())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("sequential", {}), ("plateau", {}), *(("exponential", mode) for mode in MODES[:-1])], ids=str
+)
+def test_one_that_comes_back_has_what_the_others_have_in_every_step(name: str, options: dict[str, Any]) -> None:
+    fault = Fault("freeze", step=5, duration_s=8.0)
+    options = {"timeout": timedelta(seconds=3), "partition_timeout": 30} | options
+    with unsupervised.started(train, name, 4, fault, options, world_size=4) as ranks:
+        check(ranks.results())
+
+
+# ---------------------------------------------------------------------- ranks that do not make their steps together
+
+
+def train_on_their_own(name: str, folder: str) -> list[tuple[int, float, int]]:
+    """Step, rate and number of updates of an average, before each step, until there is one rank more."""
+    joins = dist.get_world_size() == 1
+    train_already = Path(folder) / "train_already"
+    while joins and not train_already.exists():
+        time.sleep(0.01)
+    options = {"topology": "random_matching", "algorithm": "asynchronous", "optimizer": functools.partial(SGD, lr=0.1)}
+    model, objects, _ = make(name, options)
+    told = []
+    more = NUM_MORE
+    while more:
+        more -= len(model.members) == 3
+        told.append((model.step, model.optimizer.param_groups[0]["lr"], objects["ema"].num_updates))
+        model(targets(0, NUMEL)).backward()
+        objects["ema"].update(model.module)
+        advance(objects["scheduler"])
+        if model.step == 20:
+            train_already.touch()
+    model.close()
+    return told if joins else told[:1]
+
+
+@pytest.mark.parametrize("name", ["exponential", "sequential"])
+def test_one_that_joins_ranks_that_are_not_in_step_continues_where_its_giver_is(name: str, tmp_path: Path) -> None:
+    with unsupervised.started(train_on_their_own, name, str(tmp_path), world_size=2) as ranks:
+        ranks.join(train_on_their_own, name, str(tmp_path))
+        *_, told = ranks.results()
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = SCHEDULERS[name](optimizer)
+    rates = []
+    for _ in range(told[-1][0] + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        advance(scheduler)
+    assert told[0][0] >= 20
+    assert told == [(step, rates[step], step) for step, _, _ in told]
+
+
+# ---------------------------------------------------------------------- who keeps something else
+
+
+def keep_something_else(kept: dict[str, tuple[str, ...]]) -> tuple[str, list[str], int]:
+    """What becomes of it, warnings, and how many train at the end; ``kept`` by the rank that joins and the others."""
+    joins = dist.get_world_size() == 1
+    kinds = {"ema": Ema, "other": Ema, "failing": Failing}
+    try:
+        with log_of() as lines, make_model(NUMEL, {"topology": "ring"}) as model:
+            for name in kept["joins" if joins else "trains"]:
+                model.keep(**{name: kinds[name](model.module)})
+            last = None
+            while last is None or model.step < last:
+                model(targets(0, NUMEL)).backward()
+                if last is None and (3 in model.world.mesh.lost or len(model.members) == 4):  # type: ignore[attr-defined]
+                    last = model.step + NUM_MORE
+            model.global_avg()
+            return "", lines, len(model.members)
+    except GossipError as error:
+        return str(error), lines, 0
+
+
+OTHERS = {
+    "unknown": (
+        ("other",),
+        ("ema",),
+        r"^rank 3: rank \d, whose state it takes, has no state for keep\(other=...\): it keeps 'ema'",
+    ),
+    "nothing": (
+        ("ema",),
+        (),
+        r"has no state for keep\(ema=...\): it keeps nothing; keep the same objects on every rank, before",
+    ),
+    "missing": (
+        (),
+        ("ema",),
+        r"^rank 3: rank \d, whose state it takes, keeps 'ema', which this rank does not; call model.keep\(ema",
+    ),
+    "failing": (
+        ("ema", "failing"),
+        ("ema", "failing"),
+        r"keep\(failing=...\): failing.state_dict\(\) failed: RuntimeError: no memory left",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case: str) -> None:
+    joins, trains, text = OTHERS[case]
+    kept = {"joins": joins, "trains": trains}
+    with unsupervised.started(keep_something_else, kept, world_size=3) as ranks:
+        ranks.join(keep_something_else, kept)
+        *others, (error, _, _) = ranks.results()
+    assert re.search(text, error), error
+    assert all(raised == "" and num_members == 3 for raised, _, num_members in others)
+    warnings = [line for _, lines, _ in others for line in lines if "'failing'" in line]
+    assert bool(warnings) == (case == "failing")
+
+
+# ---------------------------------------------------------------------- a giver that is lost
+
+
+def lose_the_giver(options: dict[str, Any]) -> str:
+    """The error of the rank that joins; whoever is about to give it the second part of a state ends."""
+    give = StateGiver.give
+
+    def end(giver: StateGiver, *args: Any, is_second: bool = False) -> None:
+        if is_second:
+            os.kill(os.getpid(), signal.SIGKILL)
+        give(giver, *args)
+
+    with mock.patch.object(StateGiver, "give", end):
+        try:
+            model, objects, scaler = make("exponential", {"min_ranks": 2} | options)
+        except GossipError as error:
+            return str(error)
+        for _ in range(MANY_STEPS):
+            if 4 in model.world.mesh.lost:
+                break
+            loss = model(targets(0, NUMEL))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            advance(objects["scheduler"])
+        model.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, r"no state for keep\(scheduler=...\)"), ({"scales": True}, "the last part of it")],
+    ids=str,
+)
+def test_the_loss_of_the_giver_before_the_first_step_is_an_error_that_says_what_to_do(
+    options: dict[str, Any], text: str
+) -> None:
+    with unsupervised.started(lose_the_giver, options, world_size=4) as ranks:
+        ranks.join(lose_the_giver, options)
+        *others, error = ranks.results()
+    assert sorted(others, key=str) == ["", "", "", None]
+    assert re.search(
+        rf"^rank 4: rank \d, whose state it takes, .*{text}: .*; start this rank again \(restart=", error
+    ), error

@@ -1,0 +1,156 @@
+"""A rank that was frozen or cut off, and is not waited for any more, joins the others again in its own process."""
+
+from __future__ import annotations
+
+import functools
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import unsupervised
+from joining_ranks import NUM_MORE, digest_of
+from mortal_ranks import RATE, Pair, flat, make_model, targets
+
+from gossip import ExchangeError, GossipDataParallel
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+
+NUMEL = 64
+TIMEOUT = timedelta(seconds=2)
+
+
+class Stay(NamedTuple):
+    """What a rank tells: its number in the end, its steps, by step what it had, and who trained; and the mean."""
+
+    member: int
+    steps: list[int]
+    digests: dict[int, str]
+    members: dict[int, tuple[int, ...]]
+    mean: torch.Tensor
+
+
+def train(
+    expected: tuple[int, ...],
+    faults: dict[int, Fault],
+    awaited: Path | None,
+    measures: bool,
+    options: dict[str, Any],
+) -> Stay | str:
+    """Until these train, and some steps more; ``measures`` together with the others after each step.
+
+    With a folder ``awaited`` they train until a rank has raised, which notes it there; rank 0 notes which step is last.
+    """
+    rank = torch.distributed.get_rank()
+    steps, digests, members = [], {}, {}
+    with injected([faults[rank]] if rank in faults else []):
+        model = make_model(NUMEL, {"topology": "ring", "timeout": TIMEOUT} | options)
+        num_steps: int | None = None
+        while num_steps is None or model.step < num_steps:
+            steps.append(model.step)
+            digests[model.step], members[model.step] = digest_of(model), model.members
+            if num_steps is None and model.members == expected:
+                num_steps = model.step + NUM_MORE if awaited is None else noted_end(awaited, model.step, rank)
+            try:
+                model(targets(rank, NUMEL)).backward()
+                if measures and model.step > 20:  # after the fault: who learns of it while it measures, raises
+                    model.consensus_distance()
+            except ExchangeError as error:
+                assert model.rank < model.world_size
+                if awaited is not None:
+                    (awaited / "raised").touch()
+                return str(error)
+        model.global_avg()
+        mean = flat(model.module)
+        member = model.world.member  # type: ignore[attr-defined]
+        model.close()
+    return Stay(member, steps, digests, members, mean)
+
+
+def noted_end(folder: Path, step: int, rank: int) -> int | None:
+    """The number of steps in the end; far enough ahead for all to read it in time."""
+    file = folder / "end"
+    if rank == 0 and (folder / "raised").exists():
+        (folder / "new").write_text(str(step + 50))
+        (folder / "new").rename(file)
+    return int(file.read_text()) if file.exists() else None
+
+
+def run(
+    expected: tuple[int, ...],
+    faults: dict[int, Fault],
+    awaited: Path | None = None,
+    *,
+    measures: bool = False,
+    **options: Any,
+) -> list[Any]:
+    with unsupervised.started(train, expected, faults, awaited, measures, options, world_size=4) as ranks:
+        return ranks.results()
+
+
+@pytest.mark.parametrize("kind", ["freeze", "cut"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"measures": True}, {"compression": "int8"}, {"algorithm": "integral_correction"}],
+    ids=str,
+)
+def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
+    fault = Fault(kind, step=5, duration_s=6.0)
+    results = run((0, 2, 3, 4), {1: fault}, partition_timeout=30, **options)
+    assert [stay.member for stay in results] == [0, 4, 2, 3]
+    back = results[1]
+    gap = next(place for place, step in enumerate(back.steps) if step != place)
+    first = back.steps[gap]
+    assert back.steps == [*range(gap), *range(first, first + len(back.steps) - gap)]
+    others = [results[0], results[2], results[3]]
+    for stay in others:
+        assert stay.steps == list(range(back.steps[-1] + 1)), "nobody else missed or repeated a step"
+        assert stay.members[first - 1] == (0, 2, 3)
+        assert stay.members[first] == (0, 2, 3, 4)
+    given = {digest for stay in others for step, digest in stay.digests.items() if step < first}
+    assert back.digests[first] in given, "it begins with exactly what one of the others had"
+    assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
+
+
+def test_it_may_come_back_twice() -> None:
+    faults = {1: Fault("freeze", step=5, duration_s=6.0), 2: Fault("cut", step=8, duration_s=6.0)}
+    results = run((0, 3, 4, 5), faults, partition_timeout=30, min_ranks=2)
+    assert sorted(stay.member for stay in results) == [0, 3, 4, 5]
+    assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_awaited", "text"),
+    [
+        (
+            Fault("cut", step=5, duration_s=60.0),
+            True,
+            "this rank could not rejoin them within partition_timeout=0.5 s: ",
+        ),
+        (
+            Fault("freeze", step=5, duration_s=12.0),
+            False,
+            "this rank could not rejoin them: .* the training has ended",
+        ),
+    ],
+    ids=["in time", "any more"],
+)
+def test_it_says_so_when_it_cannot(fault: Fault, is_awaited: bool, text: str, tmp_path: Path) -> None:
+    results = run((0, 2, 3), {1: fault}, tmp_path if is_awaited else None, partition_timeout=0.5)
+    assert re.match(f"rank 1: .*{text}", results[1])
+    assert all(torch.equal(stay.mean, results[0].mean) for stay in (results[2], results[3]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_peer_loss": "raise"}, 'partition_timeout=5 is for on_peer_loss="continue"'),
+        ({"partition_timeout": timedelta(0)}, "partition_timeout must be a positive number of seconds, or timedelta"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    chosen = {"on_peer_loss": "continue", "partition_timeout": 5} | options
+    with pytest.raises(ValueError, match=text):
+        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), "ring", **chosen)

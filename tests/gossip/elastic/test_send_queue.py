@@ -1,0 +1,149 @@
+"""Who is sent something now: what belongs to older exchanges goes first, both ways, and nobody holds others up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from mortal_ranks import make_model
+
+from gossip import launch
+from gossip.communication.host.worker_threads import WINDOW_BYTES
+from gossip.elastic import send_queue
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Key, Kind, PeerConnection
+from gossip.elastic.connections.send_queue import PATIENCE_S, UnderWay, whose_turn
+
+LARGE = 2 * WINDOW_BYTES
+QUIET = 2 * PATIENCE_S
+
+
+def to(member: int, number: int, num_bytes: int = LARGE, quiet_s: float = 0.0) -> UnderWay:
+    return UnderWay(number, member, num_bytes, True, quiet_s)
+
+
+def of(member: int, number: int, num_bytes: int = LARGE, quiet_s: float = 0.0) -> UnderWay:
+    return UnderWay(number, member, num_bytes, False, quiet_s)
+
+
+@pytest.mark.parametrize(
+    ("messages", "members"),
+    [
+        ([], []),
+        ([to(1, 0)], [1]),
+        ([to(2, 5), to(1, 4)], [1]),
+        ([to(1, 4), to(1, 5), to(2, 6)], [1]),
+        ([to(1, 4, 100), to(2, 6)], [1, 2]),
+        ([to(1, 4, 100), to(1, 5), to(2, 6)], [1]),
+        ([of(3, 4), to(2, 6)], []),
+        ([of(3, 4, 100), to(2, 6)], [2]),
+        ([of(3, 8), to(2, 6)], [2]),
+        ([to(1, 4, quiet_s=QUIET), to(2, 6)], [1, 2]),
+        ([of(3, 4, quiet_s=QUIET), to(2, 6)], [2]),
+    ],
+    ids=[
+        "nothing",
+        "one",
+        "the-older-one",
+        "all-of-the-older-ones",
+        "small-ones-together",
+        "not-past-what-waits-behind-a-small-one",
+        "not-before-an-older-one-has-come",
+        "unless-it-is-small",
+        "what-comes-later-is-not-awaited",
+        "nor-who-takes-nothing",
+        "nor-who-sends-nothing",
+    ],
+)
+def test_older_exchanges_go_first(messages: list[UnderWay], members: list[int]) -> None:
+    assert whose_turn(messages) == whose_turn(messages[::-1]) == members
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[list[Mesh]]:
+    made = [Mesh(member, b"t" * 32, "127.0.0.1", timedelta(seconds=20)) for member in range(3)]
+    try:
+        addresses = {mesh.member: mesh.address for mesh in made}
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda mesh: mesh.connect(addresses), made))
+        yield made
+    finally:
+        for mesh in made:
+            mesh.close()
+
+
+def await_that(mesh: Mesh, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    with mesh.changed:
+        while not condition():
+            assert time.monotonic() < deadline
+            mesh.changed.wait(0.01)
+
+
+@pytest.mark.parametrize("is_expected_before", [True, False])
+def test_what_a_peer_is_ready_to_send_goes_before_what_is_sent_after_it(
+    is_expected_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_queue, "PATIENCE_S", 60.0)  # signs of life may be late on a busy machine
+    values = torch.ones(LARGE, dtype=torch.uint8)
+    key, later = Key(Kind.MESSAGE, 0), Key(Kind.MESSAGE, 1)
+    with connected() as (mesh, sender, receiver):
+        turns: list[list[PeerConnection]] = []
+        its_turns = mesh._that_send
+
+        def recorded() -> list[PeerConnection]:
+            turns.append(its_turns())
+            return turns[-1]
+
+        monkeypatch.setattr(mesh, "_that_send", recorded)
+        monkeypatch.setattr(sender, "_that_send", list)  # it waits for its turn
+        sender.send(0, key, values)
+        await_that(mesh, lambda: mesh._connections[1].is_sending)
+        if is_expected_before:
+            mesh.expect(1, key, LARGE)
+        frame = mesh.send(2, later, values)
+        if not is_expected_before:
+            mesh.expect(1, key, LARGE)
+            await_that(mesh, lambda: frame.has_ended)
+        first_turn = len(turns) + 1  # that one may have begun before
+        await_that(mesh, lambda: len(turns) > first_turn + 2)
+        assert not any(turns[first_turn:])
+        assert frame.has_begun != is_expected_before
+        monkeypatch.undo()
+        await_that(mesh, lambda: mesh.has(1, key))
+        await_that(receiver, lambda: receiver.has(0, later))
+
+
+def numbers_by_exchange() -> dict[tuple[int, int], set[int]]:
+    sent: dict[tuple[int, int], set[int]] = {}
+    turns: set[int] = set()
+    send = Mesh.send
+
+    def note(self: Mesh, member: int, key: Key, payload: torch.Tensor | None = None, number: int | None = None) -> Any:
+        frame = send(self, member, key, payload, number)
+        if key.kind == Kind.MESSAGE:
+            sent.setdefault((key.first, key.second), set()).add(frame.number)
+            turns.add(key.third)
+        return frame
+
+    with mock.patch.object(Mesh, "send", note):
+        model = make_model(4, {"topology": "ring", "compression": "int8"})
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=torch.float64)).backward()
+        model.close()
+    assert turns > {0}
+    return sent
+
+
+def test_all_turns_of_an_exchange_are_sent_with_the_number_of_the_first() -> None:
+    """Those of compressed exchanges would wait behind the next buckets' openings, and the next step for them."""
+    for sent in launch(numbers_by_exchange, world_size=2):
+        numbers = [number for numbers in sent.values() for number in numbers]
+        assert len(sent) == len(numbers) == len(set(numbers)) >= 3

@@ -1,0 +1,295 @@
+"""A step waits no longer than its soft deadline, and what comes later is mixed in then: the mean stays exact."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import unsupervised
+from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+
+import gossip
+import topologies
+from gossip import GossipDataParallel, GossipError
+from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.exchange.late_messages import MOST_LATE, LateMessages
+from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import injected
+
+NUMEL = 64
+
+
+class Course(NamedTuple):
+    """What a rank tells.
+
+    Attributes
+    ----------
+    values : list of Tensor
+        By step, its parameters before it, and after the last one, when nothing is late any more.
+    delayed : dict of (int, int) to list of int
+        By step and bucket, whose messages were not waited for.
+    mixed : list of (int, int, int)
+        Step of the message, bucket, and the step in which it was mixed in.
+    mean : Tensor
+    num_late : int
+        As the stats count them.
+    """
+
+    values: list[torch.Tensor]
+    delayed: dict[tuple[int, int], list[int]]
+    mixed: list[tuple[int, int, int]]
+    mean: torch.Tensor
+    num_late: int
+
+
+def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> Course:
+    from gossip.exchange.edge_transport import EdgeExchange, EdgeTransport
+
+    rank = torch.distributed.get_rank()
+    delayed: dict[tuple[int, int], list[int]] = {}
+    mixed: list[tuple[int, int, int]] = []
+    finish, late = EdgeExchange.finish, EdgeTransport.late
+
+    def finish_and_record(self: Any) -> None:
+        finish(self)
+        if self.delayed:
+            delayed[self._step, self._bucket] = sorted(self.delayed)
+
+    def late_and_record(self: Any, bucket: int, *, waits: bool) -> Any:
+        for found in late(self, bucket, waits=waits):
+            mixed.append((found.round_index, bucket, model.step))
+            yield found
+
+    values, num_late = [], 0
+    with (
+        injected([faults[rank]] if rank in faults else []),
+        mock.patch.object(EdgeExchange, "finish", finish_and_record),
+        mock.patch.object(EdgeTransport, "late", late_and_record),
+    ):
+        model = make_model(NUMEL, options)
+        for _ in range(num_steps):
+            values.append(flat(model.module))
+            model(targets(rank, NUMEL)).backward()
+            stats = model.stats()
+            num_late += stats.num_late if stats is not None else 0
+        model.consensus_distance()
+        values.append(flat(model.module))
+        before_average = delayed.copy(), mixed.copy()  # what is late in global_avg() is dropped with all in flight
+        model.global_avg()
+        mean = flat(model.module)
+        model.close()
+    return Course(values, *before_average, mean, num_late)
+
+
+def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course]:
+    with unsupervised.started(train, num_steps, faults, options, world_size=4) as ranks:
+        results: list[Course] = ranks.results()
+    return results
+
+
+def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) -> list[list[np.ndarray]]:
+    """By step and rank; a message that was late is mixed in against the rank's own of its round."""
+    n = len(courses)
+    goal = [targets(rank, NUMEL).numpy() for rank in range(n)]
+    x = [np.zeros((2, NUMEL)) for _ in range(n)]
+    sent: list[list[np.ndarray]] = []
+    by_step = []
+    for step in range(num_steps + 1):
+        by_step.append([values.copy() for values in x])
+        before = [values.copy() for values in x]
+        for rank, course in enumerate(courses):
+            for parameter in range(2):
+                if step < num_steps and step > 0:  # what was sent in the step before
+                    matrix = topology.round(step - 1).matrix()
+                    for other in range(n):
+                        if other not in course.delayed.get((step - 1, 1 - parameter), ()):
+                            difference = sent[step - 1][other][parameter] - sent[step - 1][rank][parameter]
+                            x[rank][parameter] += matrix[rank, other] * difference
+                for round_index, bucket, mixed_at in course.mixed:
+                    if (bucket, mixed_at) == (1 - parameter, step):
+                        matrix = topology.round(round_index).matrix()
+                        (other,) = course.delayed[round_index, bucket]
+                        difference = sent[round_index][other][parameter] - sent[round_index][rank][parameter]
+                        x[rank][parameter] += matrix[rank, other] * difference
+            if step < num_steps:
+                x[rank] -= RATE * (before[rank] - goal[rank])
+            else:
+                by_step[-1][rank] = x[rank].copy()
+        sent.append([values.copy() for values in x])
+    return by_step
+
+
+@pytest.mark.parametrize("delayed_rank_and_step", [(1, 3), (0, 10)], ids=str)
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "one_peer_hypercube"])
+def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
+    topology: str, delayed_rank_and_step: tuple[int, int]
+) -> None:
+    num_steps = 12
+    rank, step = delayed_rank_and_step
+    courses = run(num_steps, {rank: Fault("delay", step=step, duration_s=1.0)}, topology=topology, soft_deadline=0.05)
+    assert any(course.delayed for course in courses)
+    for course in courses:
+        assert sorted((step, bucket) for step, bucket, _ in course.mixed) == sorted(course.delayed)
+        assert course.num_late <= len(course.mixed), "what is mixed in after the last step belongs to none"
+    expected = dense(courses, num_steps, topologies.build(topology, 4))
+    for now in range(num_steps + 1):
+        for place, course in enumerate(courses):
+            np.testing.assert_allclose(
+                course.values[now], expected[now][place], atol=1e-12, err_msg=f"step {now}, rank {place}"
+            )
+    mean = np.mean([course.values[-1].numpy() for course in courses], axis=0)
+    updates = [
+        sum(-RATE * (values - targets(rank, NUMEL)) for values in course.values[:-1])
+        for rank, course in enumerate(courses)
+    ]
+    np.testing.assert_allclose(mean, torch.stack(updates).mean(0), atol=1e-12)  # type: ignore[arg-type]
+    for course in courses:
+        np.testing.assert_allclose(course.mean, mean, atol=1e-12)
+
+
+def test_no_more_than_a_few_are_late_at_a_time() -> None:
+    """With a peer that is late by far more than a few steps the others wait again."""
+    courses = run(30, {1: Fault("delay", step=3, duration_s=1.0)}, topology="ring", soft_deadline=0.01)
+    for course in courses:
+        for bucket in range(2):
+            late = [step for step, other in course.delayed if other == bucket]
+            mixed_at = {step: at for step, other, at in course.mixed if other == bucket}
+            assert all(sum(first <= step < mixed_at[first] for first in late) <= 2 * MOST_LATE for step in late)
+    assert max(len(course.delayed) for course in courses) >= MOST_LATE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "adapt_then_combine"},
+        {"compression": "bf16", "topology": "one_peer_exponential"},
+        {"step_in_backward": False},
+        {"buffers": "average"},
+    ],
+    ids=lambda options: next(iter(options.values())) if isinstance(options, dict) else None,
+)
+def test_the_mean_is_exact_with_other_options(options: dict[str, Any]) -> None:
+    with unsupervised.started(
+        mean_and_updates, {1: Fault("delay", step=3, duration_s=1.0)}, options, world_size=4
+    ) as r:
+        results = r.results()
+    assert any(num_late for _, _, num_late in results)
+    mean = torch.stack([values for values, _, _ in results]).mean(0)
+    updates = torch.stack([total for _, total, _ in results]).mean(0)
+    torch.testing.assert_close(mean, updates, rtol=0, atol=1e-12)
+
+
+def mean_and_updates(faults: dict[int, Fault], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Its parameters after the last step, the sum of its updates, and how many messages were late."""
+    rank = torch.distributed.get_rank()
+    total, num_late = torch.zeros(2, NUMEL, dtype=torch.float64), 0
+    gradients: dict[int, torch.Tensor] = {}
+
+    def note(index: int, gradient: torch.Tensor) -> None:
+        gradients[index] = gradient.clone()
+
+    with injected([faults[rank]] if rank in faults else []):
+        chosen = {"topology": "ring", "soft_deadline": 0.03} | options
+        model = make_model(NUMEL, chosen)
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_hook(functools.partial(note, index))
+        for _ in range(24):
+            model(targets(rank, NUMEL)).backward()
+            total -= RATE * torch.stack([gradients[0], gradients[1]])
+            if not chosen.get("step_in_backward", True):
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+            stats = model.stats()
+            num_late += 0 if stats is None else stats.num_late
+        model.consensus_distance()
+        values = flat(model.module)
+        model.close()
+    return values, total, num_late
+
+
+def save_late(step: int, folder: str, looks_alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean after saving, and the sum of its updates; on the way to it, each rank may look at its state alone."""
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, NUMEL, dtype=torch.float64)
+    with injected([Fault("delay", step=step, duration_s=0.4)] if rank == 1 else []):
+        model = make_model(NUMEL, {"topology": "ring", "soft_deadline": 0.02})
+        for _ in range(6):
+            total -= RATE * (flat(model.module) - targets(rank, NUMEL))
+            model(targets(rank, NUMEL)).backward()
+        if looks_alone:
+            model._engine.state_dict()  # type: ignore[union-attr]
+        gossip.save(model, folder)
+        model.global_avg()
+        mean = flat(model.module)
+        model.close()
+    return mean, total
+
+
+def load_saved(folder: str) -> torch.Tensor:
+    with make_model(NUMEL, {"topology": "ring", "soft_deadline": 0.02}) as model:
+        gossip.load(model, folder)
+        model.global_avg()
+        return flat(model.module)
+
+
+@pytest.mark.parametrize(("step", "looks_alone"), [(4, False), (5, False), (5, True)])
+def test_a_checkpoint_holds_what_was_late(step: int, looks_alone: bool, tmp_path: Any) -> None:
+    folder = str(tmp_path / "checkpoints")
+    with unsupervised.started(save_late, step, folder, looks_alone, world_size=4) as ranks:
+        saved = ranks.results()
+    with unsupervised.started(load_saved, folder, world_size=4) as ranks:
+        loaded = ranks.results()
+    expected = torch.stack([total for _, total in saved]).mean(0)
+    for (mean, _), again in zip(saved, loaded, strict=True):
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
+
+
+def test_a_rank_that_is_late_may_die() -> None:
+    deaths = {1: Fault("delay", step=3, duration_s=5.0), 2: Fault("kill", step=6)}
+    results = run(14, deaths, topology="ring", soft_deadline=0.02)
+    assert [result is None for result in results] == [False, False, True, False]
+    left = [result for result in results if result is not None]
+    mean = torch.stack([course.values[-1] for course in left]).mean(0)
+    for course in left:
+        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_peer_loss": "raise"}, 'soft_deadline=0.1 is for on_peer_loss="continue"; with "raise" all ranks wait'),
+        ({"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, got 0.0"),
+        (
+            {"compression": "int8"},
+            "soft_deadline: messages of compression int8.* can be decoded only in their own step",
+        ),
+        (
+            {"algorithm": "gradient_tracking"},
+            "soft_deadline: algorithm .* needs all messages of a step at once, beyond mixing them",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    chosen = {"on_peer_loss": "continue", "soft_deadline": 0.1, "timeout": TIMEOUT} | options
+    with pytest.raises((ValueError, GossipError), match=text):
+        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), "ring", **chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_late_stays_as_it_is_until_it_has_been_mixed_in(dtype: torch.dtype) -> None:
+    """Its memory is used for the next message as soon as it is given back."""
+    key = Key(Kind.MESSAGE, 3)
+    payloads = {(1, key): torch.full((4,), 5.0, dtype=dtype).view(torch.uint8)}
+    world = mock.Mock()
+    world.consensus.position = (0, 4, 0)
+    world.wait_until = lambda look, *_, **__: look()
+    world.mesh.take = lambda member, asked: payloads.pop((member, asked), None)
+    world.mesh.give_back = lambda given: [payload.fill_(0) for payload in given]
+    late = LateMessages(world)
+    late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype))
+    differences = [found.difference.clone() for found in late.arrived(0, waits=True)]
+    torch.testing.assert_close(differences, [torch.ones(4, dtype=torch.float64)], rtol=0, atol=0)

@@ -1,0 +1,464 @@
+"""Pairs of ranks average whenever one of them is ready: the dense recursion of what they say they did."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import unsupervised
+from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+
+import gossip
+from gossip import Asynchronous, Average, GossipDataParallel, GossipError
+from gossip.elastic.connections.peer_connection import Frame, Key, Kind
+from gossip.exchange.pair_averaging import PairAverager
+from gossip.lab.faults.fault import Fault
+
+NUM_STEPS = 30
+RETURN_TIMEOUT = timedelta(seconds=2)
+
+
+class Course(NamedTuple):
+    """What a rank tells.
+
+    Attributes
+    ----------
+    values : list of Tensor
+        By step, its parameters before it; then at rest after the last one.
+    history : list of Average
+    mean : Tensor
+    members : tuple of int
+    """
+
+    values: list[torch.Tensor]
+    history: list[Average]
+    mean: torch.Tensor
+    members: tuple[int, ...]
+
+
+def train(numel: int, loads: Sequence[int], faults: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
+    """Rank r computes ``loads[r]`` times as much as it needs."""
+    from gossip.lab.faults.injection import injected
+
+    rank = torch.distributed.get_rank()
+    history: list[Average] = []
+    values = []
+    with injected([faults[rank]] if rank in faults else []):
+        model = make_model(numel, {"algorithm": Asynchronous(history=history), "topology": "ring"} | dict(options))
+        target = targets(rank, numel)
+        for _ in range(NUM_STEPS):
+            values.append(flat(model.module))
+            for _ in range(loads[rank]):
+                model.module(target)
+            model(target).backward()
+        model.consensus_distance()
+        values.append(flat(model.module))
+        model.global_avg()
+        mean, members = flat(model.module), model.members
+        model.close()
+    return Course(values, history, mean, members)
+
+
+def run(
+    loads: Sequence[int], numel: int = 64, faults: Mapping[int, Fault] | None = None, **options: Any
+) -> list[Course | None]:
+    with unsupervised.started(train, numel, loads, faults or {}, options, world_size=len(loads)) as ranks:
+        results: list[Course | None] = ranks.results()
+    return results
+
+
+class Dense:
+    """What the ranks' histories say, with plain gradient steps."""
+
+    def __init__(self, histories: Sequence[Sequence[Average]], numel: int) -> None:
+        self._goals = [targets(rank, numel).numpy() for rank in range(len(histories))]
+        self._made = {
+            (rank, bucket): [average for average in history if average.bucket == bucket]
+            for rank, history in enumerate(histories)
+            for bucket in range(2)
+        }
+
+    def before_step(self, rank: int, step: int) -> np.ndarray:
+        return np.stack([self._read(rank, bucket, step) for bucket in (1, 0)])  # in the reversed order of parameters
+
+    @functools.cache  # noqa: B019 -- it ends with its test
+    def _read(self, rank: int, bucket: int, step: int) -> np.ndarray:
+        """What the gradient of a step is taken at."""
+        x = self._updated(rank, bucket, step - 1) if step else np.zeros_like(self._goals[0][0])
+        return x + self._added(rank, bucket, lambda made: made.entered == step and made.is_read)
+
+    @functools.cache  # noqa: B019
+    def _updated(self, rank: int, bucket: int, step: int) -> np.ndarray:
+        read = self._read(rank, bucket, step)
+        x = read + self._added(rank, bucket, lambda made: made.entered == step and not made.is_read)
+        return x - RATE * (read - self._goals[rank][1 - bucket])
+
+    def _added(self, rank: int, bucket: int, counts: Any) -> Any:
+        return sum(self._difference(made) for made in self._made[rank, bucket] if counts(made))
+
+    @functools.cache  # noqa: B019
+    def _difference(self, made: Average) -> np.ndarray:
+        other = next(
+            other
+            for other in self._made[made.partner, made.bucket]
+            if (other.partner, other.step, other.partner_step) == (made.rank, made.partner_step, made.step)
+        )
+        return (self._shown(other) - self._shown(made)) / 2
+
+    @functools.cache  # noqa: B019
+    def _shown(self, made: Average) -> np.ndarray:
+        """What its rank showed right before."""
+        earlier = self._made[made.rank, made.bucket]
+        earlier = earlier[: earlier.index(made)]
+        pending = sum(self._difference(other) for other in earlier if other.entered > made.step)
+        return self._updated(made.rank, made.bucket, made.step) + pending
+
+
+@pytest.mark.parametrize(
+    ("loads", "numel", "options"),
+    [
+        ([0, 0, 0, 0], 64, {}),
+        ([0, 5, 20, 100], 64, {}),
+        ([0, 0, 0, 400], 64, {"topology": "complete"}),
+        ([0, 10, 0, 0, 30], 2**17, {"topology": "one_peer_exponential"}),
+        ([0, 0, 20], 64, {"topology": "random_matching"}),
+    ],
+    ids=["even", "uneven", "one slow", "long messages", "one idle in each round"],
+)
+def test_all_values_are_those_of_the_dense_recursion(loads: list[int], numel: int, options: dict[str, Any]) -> None:
+    courses = [course for course in run(loads, numel, **options) if course is not None]
+    assert len(courses) == len(loads)
+    expected = Dense([course.history for course in courses], numel)
+    for rank, course in enumerate(courses):
+        for step, values in enumerate(course.values):
+            np.testing.assert_allclose(
+                values, expected.before_step(rank, step), atol=1e-11, err_msg=f"rank {rank}, step {step}"
+            )
+    mean = torch.stack([course.values[-1] for course in courses]).mean(0)
+    updates = [
+        sum(-RATE * (values - targets(rank, numel)) for values in course.values[:-1])
+        for rank, course in enumerate(courses)
+    ]
+    torch.testing.assert_close(mean, torch.stack(updates).mean(0), rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    for course in courses:
+        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+
+
+def test_an_average_belongs_to_two_ranks_and_a_bucket() -> None:
+    courses = [course for course in run([0, 3, 10, 1]) if course is not None]
+    made = [average for course in courses for average in course.history]
+    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
+    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
+    assert len(ends) == len(made)
+    assert all(average.step < average.entered <= NUM_STEPS for average in made)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 100], ids=["before a message", "inside a message"])
+def test_the_others_go_on_without_one_that_dies(num_bytes: int | None) -> None:
+    results = run([0, 0, 0, 0], numel=2**14, faults={2: Fault("kill", step=9, num_bytes=num_bytes)})
+    assert [result is None for result in results] == [False, False, True, False]
+    left = [course for course in results if course is not None]
+    mean = torch.stack([course.values[-1] for course in left]).mean(0)
+    for course in left:
+        assert course.members == (0, 1, 3)
+        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+
+
+def leave_early(rank_that_leaves: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "ring"})
+    rank = torch.distributed.get_rank()
+    for _ in range(5 if rank == rank_that_leaves else 20):
+        model(targets(rank, 64)).backward()
+    members = model.members
+    if rank == rank_that_leaves:
+        model.leave()
+    else:
+        model.global_avg()
+        members = model.members
+        model.close()
+    return flat(model.module), members
+
+
+def test_a_rank_may_leave() -> None:
+    with unsupervised.started(leave_early, 1, world_size=4) as ranks:
+        results = ranks.results()
+    assert [members for _, members in results] == [(0, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2, 3)]
+    for values, _ in results[2:]:
+        torch.testing.assert_close(values, results[0][0], rtol=0, atol=0)
+
+
+def join_and_average(num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
+    with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
+        with model.join():
+            for _ in range(num_steps[rank]):
+                total -= RATE * (flat(model.module) - targets(rank, 64))
+                model(targets(rank, 64)).backward()
+        model.global_avg()
+        return model.step, flat(model.module), total
+
+
+def test_ranks_may_make_different_numbers_of_steps() -> None:
+    with unsupervised.started(join_and_average, [3, 11, 0, 25], world_size=4) as ranks:
+        results = ranks.results()
+    assert [step for step, _, _ in results] == [3, 11, 0, 25]
+    mean = torch.stack([total for _, _, total in results]).mean(0)
+    for _, values, _ in results:
+        torch.testing.assert_close(values, mean, rtol=0, atol=1e-12)
+
+
+def unfreeze(_: int) -> str:
+    module = Pair(64)
+    module.second.requires_grad_(False)
+    optimizer = functools.partial(torch.optim.SGD, lr=RATE)
+    options: dict[str, Any] = {"algorithm": "asynchronous", "topology": "ring", "on_peer_loss": "continue"}
+    model = GossipDataParallel(module, optimizer, timeout=TIMEOUT, **options)
+    model(targets(0, 64)).backward()
+    module.second.requires_grad_(True)
+    try:
+        model(targets(0, 64)).backward()
+    except GossipError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_needs_a_common_step_is_refused_where_it_comes_up() -> None:
+    with unsupervised.started(unfreeze, 0, world_size=2) as ranks:
+        for text in ranks.results():
+            assert "'second' was unfrozen with algorithm Asynchronous(max_staleness=2)" in text
+
+
+def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "ring", "optimizer": momentum})
+    for _ in range(num_steps[rank]):
+        model(targets(rank, 64)).backward()
+    gossip.save(model, folder, batch=7)
+    saved = flat(model.module)
+    for _ in range(3):
+        model(targets(rank, 64)).backward()
+    checkpoint = gossip.load(model, folder)
+    assert checkpoint.data["batch"] == 7
+    assert checkpoint.step == max(num_steps)
+    loaded, step = flat(model.module), model.step
+    model(targets(rank, 64)).backward()
+    model.close()
+    return step, saved, loaded
+
+
+def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[int, int]]]]:
+    """The sum of its updates, and what it says that it has sent in each step."""
+    rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
+    sent = []
+    with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
+        for _ in range(20):
+            total -= RATE * (flat(model.module) - targets(rank, 64))
+            model(targets(rank, 64)).backward()
+            stats = model.stats()
+            assert stats is not None
+            assert stats.consensus_distance_estimate is None
+            sent.append((stats.bytes_sent, dict(stats.bytes_by_peer)))
+        gossip.export(model, f"{folder}/mean.safetensors")
+        return total, sent
+
+
+def test_an_export_is_the_exact_mean_and_all_that_is_sent_is_counted(tmp_path: Any) -> None:
+    with unsupervised.started(export_and_count, str(tmp_path), world_size=3) as ranks:
+        results = ranks.results()
+    exported = safetensors.torch.load_file(tmp_path / "mean.safetensors")
+    mean = torch.stack([total for total, _ in results]).mean(0)
+    torch.testing.assert_close(torch.stack([exported["first"], exported["second"]]), mean, rtol=0, atol=1e-12)
+    for rank, (_, sent) in enumerate(results):
+        assert all(num_bytes == sum(by_peer.values()) for num_bytes, by_peer in sent)
+        assert all(rank not in by_peer and not num % (64 * 8) for _, by_peer in sent for num in by_peer.values())
+    assert sum(num_bytes for _, sent in results for num_bytes, _ in sent) > 0
+
+
+def test_answers_are_counted_as_sent() -> None:
+    world = mock.Mock()
+    world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
+    world.mesh.changed = threading.Condition()
+    averager, values = PairAverager(world), torch.zeros(4)
+    averager.show(0, averager.memory(0, values).copy_(values), 0, partner=None)
+    averager.answer(2, Frame(Key(Kind.PAIR, 0, 0), torch.ones(4).view(torch.uint8)))
+    assert averager.answered(0) == {2: 16}
+    assert averager.answered(0) == {}
+    taken = averager.take(0, 1)
+    assert taken is not None
+    assert taken.tolist() == [0.5] * 4
+    end(averager)
+
+
+def end(averager: PairAverager) -> None:
+    """And wait until its thread has ended."""
+    averager._world.questions.put(None)
+    next(thread for thread in threading.enumerate() if thread.name == "gossip-averages-1").join()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+
+def test_a_checkpoint_keeps_every_rank_at_its_own_step(tmp_path: Any) -> None:
+    with unsupervised.started(save_and_go_on, str(tmp_path / "checkpoints"), [4, 9, 6], world_size=3) as ranks:
+        results = ranks.results()
+    assert [step for step, _, _ in results] == [4, 9, 6]
+    for _, saved, loaded in results:
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"on_peer_loss": "raise"},
+            "averages with any rank that is ready, over connections that survive the loss of a rank; pass "
+            'on_peer_loss="continue"',
+        ),
+        ({"compression": "int8"}, "sends uncompressed values and differences, got compression int8"),
+        ({"soft_deadline": 0.1}, "waits max_staleness steps for a peer, got a soft_deadline as well"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    chosen = {"on_peer_loss": "continue", "algorithm": "asynchronous", "timeout": TIMEOUT, "topology": "ring"} | options
+    with pytest.raises((ValueError, GossipError), match=text):
+        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), **chosen)
+    with pytest.raises(ValueError, match="max_staleness"):
+        Asynchronous(max_staleness=0)
+
+
+def test_a_question_does_not_overtake_a_refusal() -> None:
+    """Who gets a question while it waits for an answer takes it for one; so none may come before a refusal."""
+    world, sent = mock.Mock(), list[Kind]()
+    world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
+    averager = PairAverager(world)
+    values = torch.zeros(4)
+    showing = threading.Thread(target=lambda: averager.show(0, averager.memory(0, values), 0, partner=0))
+
+    def send(_: int, key: Key, __: torch.Tensor | None = None) -> mock.Mock:
+        if not sent and not showing.ident:
+            showing.start()
+            showing.join(timeout=0.5)
+        sent.append(key.kind)
+        return mock.Mock()
+
+    world.mesh.send, world.mesh.changed = send, threading.Condition()
+    averager.answer(0, Frame(Key(Kind.PAIR, 0, 0), values.clone().view(torch.uint8)))
+    showing.join()
+    end(averager)
+    assert sent == [Kind.AVERAGE, Kind.PAIR]
+
+
+def stay_for(num_steps: int, pauses_at: int) -> tuple[int, int, list[int], torch.Tensor, tuple[int, ...]]:
+    """Train until there are four, and so many steps more; every few steps all ranks do something together."""
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
+    began, together, last = model.step, list[int](), None
+    with model:
+        while last is None or model.step < last:
+            model(targets(model.world.member, 64)).backward()
+            if model.step % pauses_at == 0:
+                model.consensus_distance()
+                together.append(model.step)
+                if last is None and len(model.members) == 4:
+                    last = model.step + num_steps
+        model.global_avg()
+        return model.world.member, began, together, flat(model.module), model.members
+
+
+@pytest.mark.parametrize("num_joining", [1, 2])
+def test_ranks_join(num_joining: int) -> None:
+    """They do the same things together from their first step on as the others, whatever steps these make beside."""
+    with unsupervised.started(stay_for, 60, 20, world_size=4 - num_joining) as ranks:
+        for _ in range(num_joining):
+            ranks.join(stay_for, 60, 20)
+        results = [result for result in ranks.results() if result is not None]
+    assert len(results) == 4
+    assert all(members == tuple(range(4)) for *_, members in results)
+    everything = results[0][2]
+    for member, began, together, values, _ in results:
+        assert began == 0 or member >= 4 - num_joining
+        assert together == [step for step in everything if step > began]
+        torch.testing.assert_close(values, results[0][3], rtol=0, atol=0)
+
+
+class Stay(NamedTuple):
+    """What a rank tells: its number in the end, its steps, those after which all did something together, the mean."""
+
+    member: int
+    steps: list[int]
+    together: list[int]
+    mean: torch.Tensor
+
+
+def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: int) -> Stay:
+    """Every few steps all ranks do something together; so many steps more once one of four has come back."""
+    from gossip.lab.faults.injection import injected
+
+    rank = torch.distributed.get_rank()
+    options = {"algorithm": "asynchronous", "topology": "complete", "partition_timeout": 30, "timeout": RETURN_TIMEOUT}
+    steps, together, last = list[int](), list[int](), None
+    with injected([faults[rank]] if rank in faults else []), make_model(64, options) as model:
+        while last is None or model.step < last:
+            steps.append(model.step)
+            model(targets(rank, 64)).backward()
+            if model.step % pauses_at == 0:
+                model.consensus_distance()
+                together.append(model.step)
+                if last is None and 4 in model.members:
+                    last = model.step + num_more
+        model.global_avg()
+        return Stay(model.world.member, steps, together, flat(model.module))
+
+
+@pytest.mark.parametrize("kind", ["freeze", "cut"])
+@pytest.mark.parametrize("step", [25, 40], ids=["between", "where-all-do-something-together"])
+def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
+    """In its own process and within its loop: it does what all do together as the others do, from then on."""
+    faults = {1: Fault(kind, step=step, duration_s=6.0)}
+    with unsupervised.started(stay_until_all_train, faults, 60, 20, world_size=4) as ranks:
+        results: list[Stay] = ranks.results()
+    assert [stay.member for stay in results] == [0, 4, 2, 3]
+    for stay in results:
+        torch.testing.assert_close(stay.mean, results[0].mean, rtol=0, atol=0)
+    back, others = results[1], [results[0], results[2], results[3]]
+    for stay in others:
+        assert stay.together == others[0].together
+        assert stay.steps == list(range(len(stay.steps))), "nobody else missed or repeated a step"
+    gap = next(place for place, number in enumerate(back.steps) if number != place)
+    assert back.steps[gap:] == list(range(back.steps[gap], back.steps[gap] + len(back.steps) - gap))
+    before, after = (
+        [number for number in back.together if (number <= gap) == is_before] for is_before in (True, False)
+    )
+    assert before == [number for number in others[0].together if number <= gap]
+    assert after
+    assert after == others[0].together[-len(after) :]
+
+
+def stay_or_die(num_steps: int) -> tuple[int, tuple[int, ...]]:
+    from gossip.lab.faults.injection import injected
+
+    model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
+    is_doomed = model.world.member == 1
+    with model, injected([Fault("kill", step=model.step + 5)] if is_doomed else []):
+        has_begun = False  # who joins late begins with a step all the same
+        while not has_begun or 3 not in model.members or model.step < num_steps:
+            has_begun = True
+            model(targets(model.world.member, 64)).backward()
+            if model.step % 50 == 0:
+                model.consensus_distance()
+        model.consensus_distance()
+        return model.world.member, model.members
+
+
+def test_a_rank_is_restarted() -> None:
+    results = gossip.launch(stay_or_die, 100, world_size=3, on_peer_loss="continue", restart=1)
+    assert sorted(result for result in results if result is not None) == [(member, (0, 2, 3)) for member in (0, 2, 3)]

@@ -1,0 +1,221 @@
+"""A rank that is out of step, and bytes that changed on the way, are found and named."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import start
+from ranks import run_ranks
+from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
+from torch import nn
+
+from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World
+from gossip.compression.conversation import Conversation
+from topologies import Round, Topology, build
+
+pytestmark = pytest.mark.xdist_group("debug_transport")  # all faults are made at the same time
+
+NUM_BUCKETS = 3
+FAULTY_RANK = 3
+
+
+class FaultyTransport(Transport):
+    """Passes on what `distort` makes of step, bucket, round and message; nothing of a step that it skips."""
+
+    def __init__(
+        self, world: World, topology: Topology, distort: Callable[..., tuple[int, int, Round, torch.Tensor]]
+    ) -> None:
+        self.inner = DebugTransport(world, topology)
+        self.distort = distort
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        message = next(iter(conversation.opening.sent.values()))
+        step, bucket, round_, message = self.distort(step, bucket, round_, message)
+        return start(self.inner, message, round_, world=self.inner.world, step=step, bucket=bucket)
+
+
+class FlippingGroup:
+    """Sends one bit of every message wrongly."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def recv(self, *args: Any) -> Any:
+        return self.group.recv(*args)
+
+    def send(self, tensors: list[torch.Tensor], *args: Any) -> Any:
+        wrong = tensors[0].clone()
+        wrong.view(torch.uint8)[2] ^= 8
+        return self.group.send([wrong], *args)
+
+
+def swap_buckets(step: int, bucket: int, round_: Round, message: torch.Tensor) -> tuple[int, int, Round, torch.Tensor]:
+    return step, {1: 2, 2: 1}.get(bucket, bucket) if step == 2 else bucket, round_, message
+
+
+def skip_a_step(step: int, bucket: int, round_: Round, message: torch.Tensor) -> tuple[int, int, Round, torch.Tensor]:
+    return step + (step >= 2), bucket, round_, message
+
+
+def use_other_weights(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, Round.from_matrix(round_.matrix() @ round_.matrix()) if step == 2 else round_, message
+
+
+def send_another_shape(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, round_, message[:-2].clone() if (step, bucket) == (2, 1) else message
+
+
+def send_another_dtype(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
+    return step, bucket, round_, message.view(torch.int32).to(torch.float64) if (step, bucket) == (2, 1) else message
+
+
+def exchange_steps(world: World, transport: Transport, topology: Topology) -> str:
+    """Four steps of three buckets; what this rank is told in the end."""
+    try:
+        for step in range(4):
+            round_ = topology.round(step)
+            exchanges = [
+                start(transport, torch.full((5,), float(bucket)), round_, world=world, step=step, bucket=bucket)
+                for bucket in range(NUM_BUCKETS)
+            ]
+            for exchange in exchanges:
+                exchange.wait()
+    except ExchangeError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_for_one_that_is_ahead(world: World, transport: Transport, topology: Topology) -> str:
+    if world.rank == AWAITED:
+        world.progress_markers.note_progress(5, 2)
+    if world.rank == 0:
+        exchange = start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=0)
+        with pytest.raises(ExchangeError) as caught:
+            exchange.wait()
+        return str(caught.value)
+    return "nothing"
+
+
+AWAITED = next(iter(build("one_peer_exponential", 4).round(0).neighbours(0)))
+CASES: list[tuple[str, Callable[..., Any] | str]] = [
+    ("complete", swap_buckets),
+    ("directed_ring", swap_buckets),
+    ("complete", skip_a_step),
+    ("ring", use_other_weights),
+    ("directed_ring", send_another_shape),
+    ("directed_ring", send_another_dtype),
+    ("complete", "flip a bit"),
+    ("one_peer_exponential", "go on to others"),
+]
+
+
+def exchange_with_each_fault() -> list[str]:
+    """What this rank is told; in a world for each case, all at the same time, as most of it is waiting."""
+
+    def in_world(topology_name: str, fault: Callable[..., Any] | str) -> Callable[[], str]:
+        topology = build(topology_name, 4)
+        world = World(timedelta(seconds=30 if fault == "go on to others" else 3))
+        is_faulty = world.rank == FAULTY_RANK
+        transport = (
+            FaultyTransport(world, topology, fault)
+            if is_faulty and callable(fault)
+            else DebugTransport(world, topology)
+        )
+        if is_faulty and fault == "flip a bit":
+            key = ("debug messages", tuple(range(4)))
+            world._communicators[key] = FlippingGroup(world._communicators[key])
+        function = wait_for_one_that_is_ahead if fault == "go on to others" else exchange_steps
+        return functools.partial(function, world, transport, topology)
+
+    calls = [in_world(*case) for case in CASES]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        texts = list(pool.map(lambda call: call(), calls))
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def told() -> Callable[..., list[str]]:
+    """By topology and fault, what each rank was told."""
+    by_rank = run_ranks(exchange_with_each_fault, world_size=4)
+    return lambda *case: [texts[CASES.index(case)] for texts in by_rank]
+
+
+@pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
+def test_swapped_buckets_are_named(told: Callable[..., list[str]], topology: str, rank: int) -> None:
+    assert told(topology, swap_buckets)[rank] == (
+        f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2; one of the two ranks is out of step"
+    )
+
+
+def test_skipped_step_is_named(told: Callable[..., list[str]]) -> None:
+    by_rank = told("complete", skip_a_step)
+    for rank in range(3):
+        assert by_rank[rank] == (
+            f"rank {rank}: step 2, bucket 0: rank 3 sent bucket 0 of step 3; one of the two ranks is out of step"
+        )
+    assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2; one of the two ranks is out of step"
+
+
+def test_other_round_is_named(told: Callable[..., list[str]]) -> None:
+    assert told("ring", use_other_weights)[0] == (
+        "rank 0: step 2, bucket 0: rank 3 mixes by another round; the topologies, their seeds or their versions differ"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [(send_another_shape, "3 values of float32"), (send_another_dtype, "5 values of float64")],
+)
+def test_other_shape_or_dtype_is_named(told: Callable[..., list[str]], fault: Callable[..., Any], what: str) -> None:
+    assert told("directed_ring", fault)[2] == (
+        f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32; the modules differ"
+    )
+
+
+def test_flipped_bit_is_corruption_on_the_way(told: Callable[..., list[str]]) -> None:
+    for rank, text in enumerate(told("complete", "flip a bit")[:3]):
+        assert text.startswith(f"rank {rank}: step 0, bucket 0: the message from rank 3 was corrupted in transit")
+
+
+def test_peer_that_went_on_to_others_is_named_before_the_time_out(told: Callable[..., list[str]]) -> None:
+    assert told("one_peer_exponential", "go on to others")[0] == (
+        f"rank 0: step 0, bucket 0: rank {AWAITED} has moved on to bucket 2 of step 5 without sending a message; one "
+        "of the two ranks is out of step"
+    )
+
+
+def train_with(transport: str, topology: str) -> list[torch.Tensor]:
+    model = GossipDataParallel(rank_module(), SGD, topology, bucket_cap_mb=TINY_BUCKETS, transport=transport)
+    train(model, range(3))
+    with model.averaged():
+        pass
+    train(model, range(3, 5))
+    model.global_avg()
+    model.close()
+    return list(snapshot(model).values())
+
+
+@pytest.mark.parametrize("topology", ["star", "directed_ring", "one_peer_exponential"])
+def test_debugged_training_is_the_same(topology: str) -> None:
+    plain, debugged = (
+        run_ranks(train_with, transport, topology, world_size=4) for transport in ("distributed", "debug")
+    )
+    for ours, wanted in zip(itertools.chain(*debugged), itertools.chain(*plain), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_debug_in_a_world_of_one_changes_nothing() -> None:
+    models = [GossipDataParallel(nn.Linear(4, 1), SGD, transport=transport) for transport in ("distributed", "debug")]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        train(model, range(2))
+    assert_equal_states(snapshot(models[1]), snapshot(models[0]))

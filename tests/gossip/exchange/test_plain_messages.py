@@ -1,0 +1,102 @@
+"""Nothing that comes from another rank or from a file is unpickled: unpickling runs whatever code it is told to."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+from gossip import ExchangeError, launch
+from gossip.communication.json_gathering import all_gather_json
+
+SOURCES = sorted(path for folder in ("gossip", "topologies", "scripts") for path in (REPOSITORY / folder).rglob("*.py"))
+PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLING_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "rpc",
+    "scatter_object_list",
+    "send_object_list",
+}
+BETWEEN_A_PARENT_AND_ITS_CHILDREN = {"gossip/launching/worker_reports.py": {"pickle"}}
+"""By pipes that nobody else can open."""
+
+
+def unpickled(tree: ast.AST) -> Iterator[str]:
+    """What in a file pickles or unpickles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in PICKLING_MODULES)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PICKLING_MODULES:
+            yield str(node.module)
+        elif isinstance(node, ast.Attribute | ast.Name | ast.alias):
+            name = (
+                node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else node.name
+            )
+            if name in PICKLING_COLLECTIVES:
+                yield name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if given.get("weights_only") != "True" and given.get("allow_pickle") != "False":
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_no_file_pickles_between_ranks(path: Path) -> None:
+    allowed = BETWEEN_A_PARENT_AND_ITS_CHILDREN.get(path.relative_to(REPOSITORY).as_posix(), set())
+    assert set(unpickled(ast.parse(path.read_text()))) <= allowed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_gather_object(everyone, mine)",
+        "from torch.distributed import broadcast_object_list",
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+    ],
+)
+def test_what_pickles_is_found(source: str) -> None:
+    assert list(unpickled(ast.parse(source)))
+
+
+def gather_from(rank_dependent: list[object]) -> list[object]:
+    import torch.distributed as dist
+
+    return all_gather_json(rank_dependent[dist.get_rank()], "gathering", timedelta(seconds=60))
+
+
+def test_plain_data_arrives_as_it_was_sent() -> None:
+    sent = [{"times": [0.1, 1e-300, 2**53], "name": "wörter", "none": None}, [[], {}, "x" * 10_000], 3]
+    assert launch(gather_from, sent, world_size=3) == [sent] * 3
+
+
+def test_plain_data_of_a_world_of_one() -> None:
+    assert all_gather_json({"a": (1, 2)}, "gathering", timedelta(seconds=1)) == [{"a": [1, 2]}]
+
+
+def gather_on_rank_0() -> str:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(ExchangeError) as caught:
+        all_gather_json(0, "gathering", timedelta(seconds=0.5))
+    return str(caught.value)
+
+
+def test_plain_data_of_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    assert "not all of the 2 ranks took part within 0.5 s: rank 1" in launch(gather_on_rank_0, world_size=2)[0]
+
+
+def test_what_is_not_plain_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        all_gather_json({1j}, "gathering", timedelta(seconds=1))

@@ -1,0 +1,296 @@
+"""The contract of transports: what arrives is sum_j W[i, j] m_j, whatever the round, dtype, size and traffic."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from covering import covering
+from messages import received, start
+from ranks import run_ranks
+
+import topologies
+from gossip import (
+    Conversation,
+    DebugTransport,
+    DistributedTransport,
+    Exchange,
+    GossipDataParallel,
+    Transport,
+    World,
+    launch,
+)
+from gossip.exchange.distributed_transport import shared_groups
+from topologies import Round, Topology
+
+WORLD_SIZE = 4
+TRANSPORTS = {"distributed": DistributedTransport, "debug": DebugTransport}
+TOPOLOGIES = {
+    name: topologies.build(name, WORLD_SIZE)
+    for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
+} | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
+TOPOLOGIES["complete.then"] = TOPOLOGIES["complete"].then(TOPOLOGIES["random_matching"], after=1)
+SCHEDULES = {
+    "every": TOPOLOGIES["ring"].every(3),
+    "then": TOPOLOGIES["complete"].then(TOPOLOGIES["one_peer_ring"].every(2), after=3),
+}
+DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
+SIZES = (1, 7, 100_003)
+NUM_STEPS = 3
+
+
+@functools.cache
+def random_numbers() -> torch.Tensor:
+    return torch.randn(2 * max(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def message_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers from another place on: to draw as many anew would take most of the time."""
+    start = 1 + 1009 * (rank + WORLD_SIZE * step + WORLD_SIZE * NUM_STEPS * bucket)
+    return random_numbers()[start : start + SIZES[bucket]].to(dtype, copy=True)
+
+
+CASES = covering(itertools.product(TRANSPORTS, TOPOLOGIES, DTYPES))
+
+
+def exchange_everything(name: str) -> list[str]:
+    """All topologies and dtypes over one transport class; several buckets are in flight at once."""
+    failures = []
+    for label, topology in TOPOLOGIES.items():
+        world = World(timedelta(seconds=60))
+        transport: Transport = TRANSPORTS[name](world, topology)
+        for dtype in [dtype for dtype in DTYPES if (name, label, dtype) in CASES]:
+            tolerance = DTYPES[dtype]
+            for step in range(NUM_STEPS):
+                round_ = topology.round(step)
+                messages = [message_of(world.rank, step, bucket, dtype) for bucket in range(len(SIZES))]
+                exchanges = [
+                    start(transport, message, round_, world=world, step=step, bucket=bucket)
+                    for bucket, message in enumerate(messages)
+                ]
+                for bucket in reversed(range(len(SIZES))):
+                    mixed = received(exchanges[bucket]) + messages[bucket]
+                    everyone = torch.stack(
+                        [message_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
+                    ).numpy()
+                    error = np.abs(mixed.double().numpy() - round_.matrix()[world.rank] @ everyone).max()
+                    unchanged = torch.equal(messages[bucket], message_of(world.rank, step, bucket, dtype))
+                    wide = torch.float64 if dtype == torch.float64 else torch.float32
+                    if error > tolerance * np.abs(everyone).max() or not unchanged or mixed.dtype != wide:
+                        failures.append(f"{label} {dtype} step {step} bucket {bucket}: {error} {unchanged}")
+        world.close()
+    return failures
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
+    assert run_ranks(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
+
+
+def describe_transports() -> dict[str, str]:
+    lines = {}
+    complete, star = (TOPOLOGIES[name].round(0) for name in ("complete", "star"))
+    silent = Round.from_matrix(np.eye(WORLD_SIZE))
+    phases = Topology.from_rounds([complete, silent, star, silent, silent, complete])
+    for label, topology in (TOPOLOGIES | {"phases": phases}).items():
+        world = World(timedelta(seconds=60))
+        lines[label] = DistributedTransport(world, topology, shares_memory=False).describe()
+        world.close()
+    return lines
+
+
+def test_description_says_which_rounds_go_which_way() -> None:
+    lines = run_ranks(describe_transports, world_size=WORLD_SIZE)[0]
+    by_size = " (messages below 64 KiB point-to-point)"
+    assert lines["complete"] == "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups" + by_size
+    assert lines["star"] == "backend gloo, 1 communicator on rank 0; rounds point-to-point"
+    assert lines["random_matching"].endswith("; rounds point-to-point")
+    assert lines["phases"] == (
+        "backend gloo, 2 communicators on rank 0; rounds by all-reduce in groups, silent, point-to-point" + by_size
+    )
+
+
+def bytes_of_each_topology() -> dict[str, int]:
+    sent = {}
+    for label, topology in TOPOLOGIES.items():
+        world = World(timedelta(seconds=60))
+        transport = DistributedTransport(world, topology)
+        for numel in (100, 100_000):
+            exchange = start(transport, torch.ones(numel), topology.round(0), world=world, step=0, bucket=0)
+            exchange.wait()
+            sent[f"{label} {numel}"] = sum(exchange.bytes_by_peer.values())
+        world.close()
+    return sent
+
+
+def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> None:
+    rank_0 = run_ranks(bytes_of_each_topology, world_size=WORLD_SIZE)[0]
+    assert rank_0["complete 100000"] == 2 * 400_000 * 3 // 4
+    for numel in (100, 100_000):
+        message = 4 * numel
+        for pairs in ("one_peer_ring", "random_matching", "one_peer_exponential", "directed_ring"):
+            assert rank_0[f"{pairs} {numel}"] == message
+        assert rank_0[f"ring {numel}"] == rank_0[f"exponential {numel}"] == 2 * message
+        assert rank_0[f"star {numel}"] == 3 * message
+    assert rank_0["complete 100"] == 3 * 400
+
+
+def kill_one() -> str:
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, TOPOLOGIES["directed_ring"])
+    dist.barrier()
+    if world.rank == 1:
+        raise SystemExit("gone")
+    exchange = start(transport, torch.ones(10), TOPOLOGIES["directed_ring"].round(0), world=world, step=5, bucket=2)
+    exchange.wait()
+    return "no error"
+
+
+def test_a_peer_that_is_gone_ends_the_run_and_is_the_one_named() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 failed: SystemExit: gone"):
+        launch(kill_one, world_size=WORLD_SIZE)
+
+
+class RecordingGroup:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def recv(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
+        self.calls.append(("recv", rank, tag))
+
+    def send(self, _: list[torch.Tensor], rank: int, tag: int) -> None:
+        self.calls.append(("send", rank, tag))
+
+
+def calls_of_two_buckets() -> list[tuple[str, int, int]]:
+    topology = TOPOLOGIES["exponential"]
+    world = World(timedelta(seconds=60))
+    transport = DistributedTransport(world, topology)
+    group, world.group = world.group, RecordingGroup()
+    exchanges = [
+        start(transport, torch.ones(5), topology.round(0), world=world, step=0, bucket=bucket) for bucket in range(2)
+    ]
+    for exchange in exchanges:
+        assert exchange.pending.wait(timedelta(seconds=60))
+    calls, world.group = world.group.calls, group
+    world.close()
+    return calls
+
+
+def test_receives_are_posted_before_sends() -> None:
+    # gloo moves two large messages in turn, not both at once, if the sends are posted first.
+    calls = launch(calls_of_two_buckets, world_size=WORLD_SIZE)[0]
+    assert [(kind, rank) for kind, rank, _ in calls] == [("recv", 1), ("recv", 2), ("send", 2), ("send", 3)] * 2
+    tags = [tag for _, _, tag in calls]
+    assert len(set(tags[:4])) == len(set(tags[4:])) == 1
+    assert tags[0] != tags[4]
+
+
+def test_communicators_are_made_once_for_all_rounds_of_the_period() -> None:
+    groups = shared_groups(topologies.build("hyper_cuboid", 9, factors=(3, 3)))
+    assert len(groups) == len(set(groups)) == 6
+    assert shared_groups(topologies.build("one_peer_hypercube", 8)) == []
+    assert shared_groups(topologies.build("ring", 8)) == []
+    assert shared_groups(topologies.build("random_matching", 8)) == []
+
+
+def test_communicators_of_a_warm_up_are_made_as_well() -> None:
+    cuboid = topologies.build("hyper_cuboid", 9, factors=(3, 3))
+    everyone, threes = tuple(range(9)), shared_groups(cuboid)
+    complete, matching, ring = (topologies.build(name, 9) for name in ("complete", "random_matching", "ring"))
+    assert shared_groups(complete.then(ring, after=10**9)) == [everyone]
+    assert shared_groups(complete.then(matching, after=100)) == [everyone]
+    assert shared_groups(matching.then(complete, after=10**9)) == [everyone]
+    assert shared_groups(complete.then(cuboid.every(10**9), after=5)) == [everyone, *threes]
+    assert shared_groups(cuboid.then(complete, after=5)) == [*threes, everyone]
+    assert shared_groups(cuboid.then(ring, after=1)) == threes[:3]
+    assert shared_groups(cuboid.every(5).then(ring, after=4)) == []
+
+
+def test_phases_that_need_many_communicators_go_point_to_point_alone() -> None:
+    threes = [topologies.Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
+    everyone = topologies.build("complete", 40)
+    few, many = Topology.from_rounds(threes[:15]), Topology.from_rounds(threes[:16])
+    assert len(shared_groups(everyone.then(few, after=3))) == 16
+    assert shared_groups(everyone.then(many, after=3)) == [tuple(range(40))]
+    assert len(shared_groups(many.then(everyone, after=16))) == 16
+    assert len(shared_groups(many.then(everyone, after=15))) == 16
+    assert shared_groups(Topology.from_rounds(threes).then(everyone, after=17)) == [tuple(range(40))]
+
+
+class IdleTransport(Transport):
+    """Starts nothing."""
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        raise NotImplementedError
+
+
+class CountingTransport(DistributedTransport):
+    """Notes the steps of what it starts."""
+
+    def __init__(self, started: list[int], world: World, topology: Topology) -> None:
+        super().__init__(world, topology)
+        self.started = started
+
+    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
+        self.started.append(step)
+        return super().start(conversation, round_, step=step, bucket=bucket)
+
+
+def bytes_of_each_step() -> dict[str, list[int]]:
+    """What this rank hands to the transport and to its communicators, step by step."""
+    sent = {}
+    for label, topology in SCHEDULES.items():
+        started: list[int] = []
+        transport = functools.partial(CountingTransport, started)
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+        model = GossipDataParallel(torch.nn.Linear(3, 1), optimizer, topology, transport=transport)
+        sent[label] = []
+        for step in range(6):
+            model(torch.ones(1, 3)).sum().backward()
+            sent[label].append(model.stats().bytes_sent)
+            assert (step in started) == (sent[label][-1] > 0)
+        model.close()
+    return sent
+
+
+def test_identity_rounds_send_nothing() -> None:
+    block = 32  # bytes of the only bucket
+    for sent in run_ranks(bytes_of_each_step, world_size=WORLD_SIZE):
+        assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
+        assert sent["then"] == [*[3 * block] * 3, 0, block, 0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "text"),
+    [
+        (3, r"transport must be a name or a function \(world, topology\) -> gossip.Transport, got 3; pass a class"),
+        (IdleTransport(), r"got an instance of IdleTransport; pass its class, transport=IdleTransport"),
+    ],
+)
+def test_what_is_no_factory_is_refused(transport: object, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        GossipDataParallel(torch.nn.Linear(3, 1), None, transport=transport)
+
+
+def make_nothing() -> str:
+    with pytest.raises(TypeError) as caught:
+        GossipDataParallel(torch.nn.Linear(3, 1), None, transport=lambda *_: "nothing")
+    return str(caught.value)
+
+
+def test_what_makes_no_transport_is_refused() -> None:
+    for text in launch(make_nothing, world_size=2):
+        assert text.endswith("returned 'nothing'; have its class extend gossip.Transport")
+
+
+def test_schedules_that_need_many_communicators_go_point_to_point() -> None:
+    rounds = [Round.from_groups(40, [(0, hop, hop + 20)]) for hop in range(1, 18)]
+    few, many = Topology.from_rounds(rounds[:16]), Topology.from_rounds(rounds)
+    assert len(shared_groups(few)) == 16
+    assert shared_groups(many) == []

@@ -1,0 +1,61 @@
+"""Ranks that each have the whole replica and send a part of it: what one of them cannot use, none of them uses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import make_mesh
+from torch import nn
+
+from gossip import GossipDataParallel, GossipError
+from gossip.sharding.divided_messages import part_of
+
+SGD = partial(torch.optim.SGD, lr=0.0)
+NUMEL = 12
+
+
+def test_parts_make_up_a_bucket() -> None:
+    for numel in range(10):
+        for num_parts in range(1, 12):
+            parts = [range(numel)[part_of(numel, place, num_parts)] for place in range(num_parts)]
+            assert [index for part in parts for index in part] == list(range(numel))
+
+
+def exchange_what_is_not_finite(place: int, compression: str | None) -> tuple[torch.Tensor, int, bool]:
+    """The second group's message is not finite in the part that its rank at ``place`` sends."""
+    mesh = make_mesh(2, 2)
+    module = nn.Linear(NUMEL, 1, bias=False)
+    group, refused, has_failed = dist.get_rank() // 2, 0, False
+    model = GossipDataParallel(module, SGD, "ring", mesh=mesh, shard="none", compression=compression)
+    for step in range(3):
+        if group == 1 and step == 1:
+            with torch.no_grad():
+                module.weight[0, part_of(NUMEL, place, 2)] = math.nan
+        try:
+            module(torch.ones(1, NUMEL)).sum().mul(0.0).backward()
+        except GossipError:
+            has_failed = True
+            break
+        stats = model.stats()
+        assert stats is not None
+        refused += stats.num_refused
+    values = module.weight.detach().clone()
+    with contextlib.suppress(GossipError):  # the second group has sent nothing since
+        model.close()
+    return values, refused, has_failed
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_all_ranks_of_a_group_refuse_a_part_that_is_not_finite(place: int, compression: str | None) -> None:
+    first, second, *others = run_ranks(exchange_what_is_not_finite, place, compression, world_size=4)
+    assert first[1] == second[1] == 1
+    assert torch.isfinite(first[0]).all()
+    assert torch.equal(first[0], second[0])
+    assert all(has_failed for _, _, has_failed in others), "what they sent was not finite"

@@ -1,0 +1,486 @@
+"""Real models sharded over groups: against plain loops with ``fully_shard``, and every mode that a loop may use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_loops import make_mesh
+from sharded_models import values_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
+from gossip.communication.row_collectives import RowCollectives
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Net(nn.Module):
+    """Layers of sizes that no group divides, one of them frozen, one used twice, and a checkpointed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 7)
+        self.body = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.last = nn.Linear(7, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last.weight = nn.Parameter(self.last.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.frozen(x)).tanh()
+        for layer in self.body:
+            x = checkpoint(layer, x, use_reentrant=False).tanh()
+        return self.last(self.body[0](x))
+
+
+def shard(module: Net, mesh: DeviceMesh, **options: Any) -> Net:
+    """Layer by layer, but for the one that is used twice, which lies in the root's group."""
+    for layer in (module.first, module.body[1], module.last):
+        fully_shard(layer, mesh=mesh["shard"], **options)
+    fully_shard(module, mesh=mesh["shard"], **options)
+    return module
+
+
+def batches(num_steps: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(3, 6, generator=generator).to(dtype) for _ in range(num_steps)]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x).float(), x.float().flip(1))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+def train_alone(options: str, by_hand: bool) -> torch.Tensor:
+    mesh = make_mesh(1, dist.get_world_size())
+    module = shard(Net(), mesh, **OPTIONS[options])
+    if by_hand:
+        optimizer = ADAMW([parameter for parameter in module.parameters() if parameter.requires_grad])
+        for x in batches(5):
+            loss_of(module, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values_of(module)
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        for x in batches(5):
+            loss_of(model, x).backward()
+        assert model.step == 5
+        return values_of(module)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_group_trains_as_fully_shard_by_hand_bit_for_bit(options: str, num_ranks: int) -> None:
+    found = run_ranks(train_alone, options, False, world_size=num_ranks)
+    wanted = run_ranks(train_alone, options, True, world_size=num_ranks)
+    for values in found:
+        assert torch.equal(values, wanted[0])
+
+
+def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Tensor:
+    """Two groups of two ranks, or two ranks that see what a group sees."""
+    ranks_per_group = 2 if is_sharded else 1
+    mesh = make_mesh(2, 2) if is_sharded else None
+    rank, group = dist.get_rank(), dist.get_rank() // ranks_per_group
+    module = Net().double()
+    if mesh is not None and divided == "all":
+        shard(module, mesh)
+    in_backward = mode != "optimizer"
+    model = GossipDataParallel(
+        module,
+        ADAMW,
+        "ring",
+        mesh=mesh,
+        shard=None if divided == "all" else divided,
+        step_in_backward=in_backward,
+        clip_grad_norm=0.3 if mode == "clipped" else None,
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(6, 2, 2, 4, 6, generator=generator, dtype=torch.float64)  # step, micro-batch, group, sample
+    with model:
+        for step in range(6):
+            mine = data[step, :, group]
+            if is_sharded:
+                mine = mine[:, rank % 2 :: 2]
+            if mode == "accumulated":
+                with model.no_sync():
+                    (loss_of(model, mine[0]) / 2).backward()
+                (loss_of(model, mine[1]) / 2).backward()
+            elif mode == "idle" and step == 3:
+                model.idle_step()
+            else:
+                loss_of(model, mine[0]).backward()
+            if not in_backward:
+                model.clip_grad_norm_(0.3)
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+        if mesh is not None:
+            return values_of(module)
+        return torch.cat([values.detach().flatten() for values in module.parameters()])
+
+
+@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
+@pytest.mark.parametrize("mode", ["bucketwise", "clipped", "optimizer", "accumulated", "idle"])
+def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
+    found = run_ranks(train_groups, mode, True, divided, world_size=4)
+    wanted = run_ranks(train_groups, mode, False, world_size=2)
+    for rank, values in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+
+
+def train_apart(divided: str) -> tuple[torch.Tensor, int]:
+    """Ranks of a group begin with other values and use other layers, and one is idle in a step."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
+    for part in module.values():
+        nn.init.normal_(part.weight)
+    mesh = make_mesh(2, 2)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided, bucket_cap_mb=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
+    place = dist.get_rank() % 2
+    for step in range(4):
+        if step == 2 and place == 1:
+            model.idle_step()
+            continue
+        x = data[step, dist.get_rank()]
+        y = module["both"](x)
+        if place == 0:
+            y = module["one"](y)
+        y.square().mean().backward()
+    num_updated = len(model.optimizer.state)
+    values = values_of(module)
+    model.close()
+    return values, num_updated
+
+
+def train_together() -> torch.Tensor:
+    """The same with a rank for each group, whose loss is the mean of its ranks' losses."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
+    for part in module.values():
+        nn.init.normal_(part.weight)
+    model = GossipDataParallel(module, ADAMW, "ring")
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
+    for step in range(4):
+        first, second = data[step, 2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+        loss = module["one"](module["both"](first)).square().mean() / 2
+        if step != 2:
+            loss = loss + module["both"](second).square().mean() / 2
+        loss.backward()
+    values = values_of(module)
+    model.close()
+    return values
+
+
+@pytest.mark.parametrize("divided", ["optimizer", "none"])
+def test_ranks_of_a_group_may_use_other_parameters_and_be_idle(divided: str) -> None:
+    found = run_ranks(train_apart, divided, world_size=4)
+    wanted = run_ranks(train_together, world_size=2)
+    for rank, (values, num_updated) in enumerate(found):
+        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+        assert num_updated == 4, "what no rank of the group uses is not updated"
+
+
+def differ_within_a_group() -> None:
+    mesh = make_mesh(1, 2)
+    rate = 0.1 if dist.get_rank() == 0 else 0.2
+    with pytest.raises(ManifestError, match=r"lr.*0\.1.*0\.2"):
+        GossipDataParallel(nn.Linear(2, 2), partial(torch.optim.SGD, lr=rate), "ring", mesh=mesh, shard="none")
+
+
+def refuse_on_one_rank() -> str:
+    mesh = make_mesh(2, 2)
+    clip = -1.0 if dist.get_rank() == 0 else 1.0
+    with pytest.raises((ManifestError, ValueError)) as caught:
+        GossipDataParallel(nn.Linear(2, 2), ADAMW, "ring", mesh=mesh, shard="none", clip_grad_norm=clip)
+    return str(caught.value)
+
+
+def test_ranks_of_a_group_that_differ_are_refused_everywhere() -> None:
+    run_ranks(differ_within_a_group, world_size=2)
+    for text in run_ranks(refuse_on_one_rank, world_size=4):
+        assert "clip_grad_norm must be a positive norm, got -1.0" in text
+
+
+def look_after_edits(divided: str) -> None:
+    """What is written between steps counts, and what was gathered before is not read again."""
+    mesh = make_mesh(2, 2)
+    module = Net().double()
+    if divided == "all":
+        shard(module, mesh, reshard_after_forward=False)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=None if divided == "all" else divided)
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss_of(model, x).backward()
+    with torch.no_grad():
+        own = model(x)
+    with model.averaged(), torch.no_grad():
+        average, of_all = values_of(module), model(x)
+    assert not torch.equal(own, of_all)
+    with torch.no_grad():
+        assert torch.equal(model(x), own)
+    model.global_avg()
+    torch.testing.assert_close(values_of(module), average, rtol=0, atol=1e-15)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), of_all, rtol=0, atol=1e-15)
+    model.global_avg()  # what that forward pass has gathered is dropped, and the parameters are the shards again
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    loss_of(model, x).backward()
+    assert float(values_of(module).abs().max()) <= 0.011, "one step of AdamW from zero"
+    model.close()
+    before = values_of(module)
+    loss_of(module, x).backward()  # trains plainly from here on
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert not torch.equal(values_of(module), before)
+
+
+@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
+def test_edits_averages_and_the_end_leave_the_module_whole(divided: str) -> None:
+    run_ranks(look_after_edits, divided, world_size=4)
+
+
+def watch_reductions() -> tuple[int, int]:
+    """How many reductions have begun, and ended, when the first layer's gradient is about to be made."""
+    mesh = make_mesh(1, 2)
+    layers = [nn.Linear(4, 4) for _ in range(5)]
+    module = nn.Sequential(*layers)
+    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer", bucket_cap_mb=1e-5)
+    begun, ended, found = [], [], []
+    begin = RowCollectives.begin_sum
+
+    def begin_and_count(self: RowCollectives, rows: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+        begun.append(what)
+        wait = begin(self, rows, what)
+
+        def wait_and_count() -> torch.Tensor:
+            ended.append(what)
+            return wait()
+
+        return wait_and_count
+
+    layers[0].register_full_backward_pre_hook(lambda *_: found.append((len(begun), len(ended))))
+    with mock.patch.object(RowCollectives, "begin_sum", begin_and_count):
+        model(torch.randn(2, 4)).sum().backward()
+    model.close()
+    return found[0]
+
+
+def test_gradients_are_averaged_beside_the_backward_pass() -> None:
+    for begun, ended in run_ranks(watch_reductions, world_size=2):
+        assert begun == 8, "a weight and a bias of each of the four later layers"
+        assert ended == 7, "one runs beside the pass"
+
+
+def keep_half_precision(divided: str) -> torch.Tensor:
+    mesh = make_mesh(2, 2)
+    model = GossipDataParallel(Net().bfloat16(), ADAMW, "ring", mesh=mesh, shard=divided)
+    for x in batches(3, torch.bfloat16):
+        loss_of(model, x).backward()
+    values = values_of(model.module)
+    model.close()
+    return values
+
+
+def test_half_precision_is_averaged_alike_however_a_group_divides_it() -> None:
+    rows, whole = (run_ranks(keep_half_precision, divided, world_size=4) for divided in ("optimizer", "none"))
+    for values, others in zip(rows, whole, strict=True):
+        assert values.dtype == torch.bfloat16
+        assert torch.equal(values, others)
+    assert torch.equal(rows[0], rows[1])
+
+
+def change_module(how: str) -> None:
+    mesh = make_mesh(2, 1)
+    module = Net()
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer") as model:
+        if how == "unfrozen":
+            module.frozen.weight.requires_grad_(True)
+        elif how == "replaced":
+            module.load_state_dict(dict(module.state_dict()), assign=True)
+        else:
+            module.added = nn.Parameter(torch.ones(2))
+        with pytest.raises(GossipError, match=rf"parameter '\w[\w.]*' was {how}.*close\(\) the model and wrap"):
+            model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "replaced", "added"])
+def test_a_module_that_was_changed_after_wrapping_is_refused(how: str) -> None:
+    run_ranks(change_module, how, world_size=2)
+
+
+def skip_what_is_not_finite() -> None:
+    mesh = make_mesh(1, 2)
+    model = GossipDataParallel(shard(Net(), mesh), ADAMW, "ring", mesh=mesh)
+    before = values_of(model.module)
+    x = batches(1)[0]
+    (loss_of(model, x) * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
+    stats = model.stats()
+    assert stats is not None
+    assert stats.num_skipped > 0
+    assert torch.equal(values_of(model.module), before)
+    loss_of(model, x).backward()
+    assert not torch.equal(values_of(model.module), before)
+    model.close()
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_skipped_by_its_group() -> None:
+    run_ranks(skip_what_is_not_finite, world_size=2)
+
+
+def over_all(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def in_part(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(module[0], mesh=mesh["shard"])
+    return module
+
+
+def whole(mesh: DeviceMesh) -> nn.Module:
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
+    "hybrid": (over_all, {}, "hybrid sharding"),
+    "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
+    "a scalar": (
+        lambda _: nn.ParameterDict({"scale": nn.Parameter(torch.ones(()))}),
+        {"shard": "optimizer"},
+        "parameter 'scale' is a scalar, which cannot be divided among ranks",
+    ),
+    "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of them"),
+    "sparse": (
+        lambda _: nn.Sequential(nn.Embedding(4, 4, sparse=True)),
+        {"shard": "optimizer"},
+        "parameter '0.weight' has sparse gradients, .*; build module '0' with sparse=False",
+    ),
+    "whole messages": (
+        lambda _: nn.Linear(4, 4),
+        {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
+        "algorithm SparseLoCo.* needs the whole message",
+    ),
+    "sharded twice": (whole, {"shard": "optimizer"}, "fully_shard was applied to it; leave out one of them"),
+    "unknown": (whole, {"shard": "parameters"}, 'shard must be "optimizer" or "none", got .parameters.'),
+    "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
+    "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
+    "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
+    "elastic": (whole, {"on_peer_loss": "continue"}, "cannot be combined with mesh"),
+    "no mesh": (whole, {"mesh": None}, "is sharded .FullyShardedDataParallel, fully_shard."),
+    "another type": (whole, {"mesh": (2, 1)}, "mesh must be a torch.distributed.device_mesh.DeviceMesh, got tuple"),
+}
+
+
+def refuse(name: str) -> None:
+    make, options, text = REFUSED[name]
+    mesh = make_mesh(2, 1)
+    with pytest.raises((ValueError, TypeError), match=text):
+        GossipDataParallel(make(mesh), ADAMW, **{"topology": "ring", "mesh": mesh, **options})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused(name: str) -> None:
+    run_ranks(refuse, name, world_size=2)
+
+
+def name_dimensions() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"must have the dimensions .'gossip', 'shard'., got .'replicate', 'shard'."):
+        GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    mesh = make_mesh(2, 1)
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
+        state = copy.deepcopy(dict(module.state_dict()))
+        module.load_state_dict(state, assign=True)
+        with pytest.raises(GossipError, match="'weight' has left the memory from which it is exchanged"):
+            model(torch.ones(2, 4))
+
+
+def test_meshes_of_other_names_and_parameters_that_were_assigned_are_refused() -> None:
+    run_ranks(name_dimensions, world_size=2)
+
+
+def weigh(ranks_per_group: int, divided: str = "all") -> tuple[int, int, int]:
+    """Bytes of parameters, of the optimizer's state, and of what a step sends."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    mesh = None
+    if ranks_per_group > 1:
+        mesh = make_shard_mesh(ranks_per_group, "cpu")
+        if divided == "all":
+            fully_shard(module, mesh=mesh["shard"])
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=None if divided == "all" else divided) as model:
+        for _ in range(2):
+            model(torch.ones(2, 64)).square().sum().backward()
+        held = sum(bucket.block.untyped_storage().nbytes() for bucket in model._buckets)
+        moments = [entry[key] for entry in model.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        stats = model.stats()
+        assert stats is not None
+        return held, sum(each.untyped_storage().nbytes() for each in moments), stats.bytes_sent
+
+
+@pytest.mark.parametrize("divided", ["all", "optimizer"])
+def test_a_rank_holds_and_sends_its_share(divided: str) -> None:
+    whole = run_ranks(weigh, 1, world_size=2)[0]
+    for share in run_ranks(weigh, 2, divided, world_size=4):
+        assert [2 * part for part in share] == list(whole)
+
+
+def test_a_rank_that_has_the_whole_replica_sends_its_share() -> None:
+    held, state, sent = run_ranks(weigh, 1, world_size=2)[0]
+    for share in run_ranks(weigh, 2, "none", world_size=4):
+        assert (share[0], share[1], 2 * share[2]) == (held, state, sent)
+
+
+def make_wrong_meshes() -> None:
+    with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides the 3 there are, got 2"):
+        make_shard_mesh(2)
+    with pytest.raises(ValueError, match=r'device_type must be "cpu", or "cuda" .*, got .gpu.'):
+        make_shard_mesh(3, "gpu")
+    own = 3 if dist.get_rank() == 1 else 1
+    with pytest.raises(ValueError, match=r"rank 0 has local_size=1, .*, and rank 1 has local_size=3, "):
+        make_shard_mesh(own, "cpu")
+    assert make_shard_mesh(3, "cpu").mesh.tolist() == [[0, 1, 2]]
+
+
+def shape_of_mesh() -> tuple[int, ...]:
+    return tuple(make_shard_mesh(device_type="cpu").shape)
+
+
+def test_the_mesh_follows_launch() -> None:
+    assert launch(shape_of_mesh, world_size=4, local_size=2) == [(2, 2)] * 4
+    assert launch(shape_of_mesh, world_size=2) == [(1, 2)] * 2
+    with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides world_size=4, got 3"):
+        launch(shape_of_mesh, world_size=4, local_size=3)
+
+
+def test_a_local_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    run_ranks(make_wrong_meshes, world_size=3)
+    with pytest.raises(RuntimeError, match=r"start the function with gossip.launch"):
+        make_shard_mesh(2)

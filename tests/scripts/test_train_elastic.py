@@ -1,0 +1,110 @@
+"""Configured runs whose ranks go on without those that are lost, and take them back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import run_folders, train
+
+from gossip.lab.experiments.records import read_jsonl
+
+MORTAL = (
+    "model._target_=faulty_models.FailingModel",
+    "trusted_targets=[faulty_models]",
+    "~model.hidden",
+    "launch.world_size=3",
+    "launch.timeout_s=60",
+    "wrapper.on_peer_loss=continue",
+    "+model.how=killed",
+)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    (run,) = run_folders(folder)
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rank", "on_loss", "text"),
+    [
+        (0, "redistribute", "data.on_loss=redistribute: all samples are dealt again among them"),
+        (2, "leave", "data.on_loss=leave: 479 of 1437 samples are trained on by nobody"),
+    ],
+)
+def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, on_loss: str, text: str) -> None:
+    options = (f"+model.rank={rank}", "+model.step=40", f"data.on_loss={on_loss}", "training.generations=3")
+    run = train(tmp_path, *MORTAL, *options)
+    assert run.status == 0, run.stderr
+    assert "2 ranks train in the place of 3; " + text in run.stderr
+    summary = summary_of(tmp_path)
+    left = [other for other in range(3) if other != rank]
+    (change,) = summary["changes_of_ranks"]
+    assert change["members"] == left
+    assert change["step"] >= 40
+    assert summary["steps"] == 3 * (1437 // 3 // 16)
+    assert summary["averaged_test_accuracy"] > 0.5
+    (folder,) = run_folders(tmp_path)
+    records = read_jsonl(folder / f"rank{left[0]}.jsonl")
+    assert [record["num_ranks"] for record in records] == [
+        3 if record["step"] < change["step"] else 2 for record in records
+    ]
+    assert (folder / "model.safetensors").exists()
+    assert (folder / "training.svg").exists()
+    assert f"ranks from step {change['step']} on" in run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None:
+    options = ("+model.rank=1", "+model.step=40", "training.steps=1500", "wrapper.max_difference=clip")
+    wrong = [text.replace("killed", "wrong") for text in MORTAL]
+    run = train(tmp_path, *wrong, *options, "training.evaluate_every_generations=0")
+    assert run.status == 0, run.stderr
+    assert "do not come back by being mixed" in run.stderr
+    summary = summary_of(tmp_path)
+    assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
+    assert summary["averaged_test_accuracy"] > 0.5
+    (folder,) = run_folders(tmp_path)
+    joined_at, last = summary["changes_of_ranks"][-1]["step"], summary["steps"] - 1
+    steps = [record["step"] for record in read_jsonl(folder / "rank1.jsonl")]
+    assert steps[steps.index(joined_at) :] == list(range(joined_at, last + 1))
+
+
+def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={once}")
+    options = ("+model.rank=1", "+model.step=5", f"+model.once={once}", "training.steps=4000")
+    run = train(tmp_path, *MORTAL, *options, *scheduler, "launch.restart=1", "training.evaluate_every_generations=0")
+    assert run.status == 0, run.stderr
+    assert "it is restarted (1 of 1 restarts)" in run.stderr
+    summary = summary_of(tmp_path)
+    assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
+    (folder,) = run_folders(tmp_path)
+    joined_at = summary["changes_of_ranks"][-1]["step"]
+    rates = {
+        rank: {record["step"]: record["learning_rate"] for record in read_jsonl(folder / f"rank{rank}.jsonl")}
+        for rank in (0, 3)
+    }
+    assert list(rates[3]) == list(range(joined_at, 4000))
+    assert rates[3] == {step: rates[0][step] for step in rates[3]}
+    assert len(set(rates[3].values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("wrapper.on_peer_loss=raise", "launch.restart=2"), "launch.restart=2: a worker that is started again joins"),
+        (("profile=true",), "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue"),
+        (("engine=virtual",), "wrapper.on_peer_loss=continue is for ranks that are processes"),
+        (("wrapper.min_ranks=4",), "min_ranks"),
+        (("data.on_loss=forget",), "there is no data.on_loss=forget"),
+        (("wrapper.fallback_topology=none",), "wrapper.fallback_topology=none: fallback_topology must be one of"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: tuple[str, ...], text: str) -> None:
+    run = train(tmp_path, *MORTAL, *options)
+    assert run.status != 0
+    assert text in run.stderr
