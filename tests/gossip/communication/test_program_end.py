@@ -220,7 +220,7 @@ def test_messages_in_memory_outlive_the_rank_that_sent_them(ended: Ended) -> Non
 
 
 LEFT_TO_THEMSELVES = {
-    "communication/daemon_threads.py": "starts all others",
+    "communication/host/daemon_threads.py": "starts all others",
     "launching/launcher.py": "its worker leaves without finalization",
     "lab/benchmarks/bench_worker.py": "leaves without finalization",
     "lab/benchmarks/goodput.py": "is waited for where it is started, and holds no tensor",
@@ -235,5 +235,5 @@ def test_threads_are_started_where_their_end_is_seen_to() -> None:
                 ("threading.Thread", "ThreadPoolExecutor", "threading.Timer")
             ):
                 found.add(str(path.relative_to(GOSSIP)))
-    annotated = {"communication/worker_threads.py", "communication/waiting.py"}
+    annotated = {"communication/host/worker_threads.py", "communication/waiting.py"}
     assert found - annotated == set(LEFT_TO_THEMSELVES)

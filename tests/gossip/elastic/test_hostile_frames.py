@@ -21,7 +21,8 @@ from mortal_ranks import make_model, targets
 
 from gossip import ExchangeError
 from gossip.algorithms.asynchronous import Asynchronous
-from gossip.elastic import elastic_world, peer_connection
+from gossip.elastic import elastic_world
+from gossip.elastic.connections import peer_connection
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import (
     ConnectionLost,
@@ -33,7 +34,7 @@ from gossip.elastic.connections.peer_connection import (
     PeerConnection,
 )
 from gossip.elastic.connections.shared_payloads import SharedPayloads
-from gossip.elastic.consensus import FlagVotes
+from gossip.elastic.flag_votes import FlagVotes
 from gossip.elastic.state_transfer import StateGiver
 
 NUM_FRAMES = 10_000

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gossip.elastic import listener as listeners
+from gossip.elastic.connections import listener as listeners
 from gossip.elastic.connections.listener import Listener
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Identity, Key, Kind, PeerConnection

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gossip import ExchangeError
-from gossip.elastic import mesh as meshes
+from gossip.elastic.connections import mesh as meshes
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing
 

@@ -16,7 +16,7 @@ from mortal_ranks import make_model
 
 from gossip import launch
 from gossip.communication.host.worker_threads import WINDOW_BYTES
-from gossip.elastic import send_queue
+from gossip.elastic.connections import send_queue
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind, PeerConnection
 from gossip.elastic.connections.send_queue import PATIENCE_S, UnderWay, whose_turn

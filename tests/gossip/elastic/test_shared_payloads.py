@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW
-from gossip.elastic import shared_payloads
+from gossip.elastic.connections import shared_payloads
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads
