@@ -1,0 +1,102 @@
+"""Pydantic models for settings and documents, and what is wrong with a user's value as one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+
+M = TypeVar("M", bound=BaseModel)
+_NUMBERS = {"integer": "an integer", "number": "a number"}
+_TYPES = {"boolean": "true or false", "string": "a text", "object": "a mapping", "null": "null"}
+
+
+class Model(BaseModel):
+    """A model whose values are exactly of the declared types, which has no other keys, and which does not change."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_by_name=True, allow_inf_nan=False)
+
+
+class OneOf:
+    """Annotation of a text that must be one of these names; :func:`read` suggests the closest of them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(self._names)
+
+
+def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
+    """Return a section of a resolved configuration as a model.
+
+    Parameters
+    ----------
+    model : type
+    content : mapping
+        Plain values, as in JSON.
+    path : str
+        The dotted key of the section, which the messages name; empty for a whole configuration.
+
+    Raises
+    ------
+    ConfigurationError
+        A value is missing, unknown, of the wrong type or out of range; the message is about the first such value.
+    """
+    try:
+        return model.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ConfigurationError(_line(model, error.errors()[0], path)) from error
+
+
+def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
+    key = ".".join([*([path] if path else []), *(str(part) for part in error["loc"] if isinstance(part, str))])
+    value, schema = error["input"], _schema_at(model.model_json_schema(), error["loc"])
+    if error["type"] == "value_error":  # of a validator, which says it in its own words
+        words, (parent, dot, name) = str(error["ctx"]["error"]), key.rpartition(".")
+        if not error["loc"]:
+            return words
+        return f"{parent}{dot}{words}" if words.startswith(f"{name} ") else f"{key}: {words}"
+    if error["type"] == "missing":
+        return f"the configuration has no key {key}; set {key}=..."
+    if error["type"] == "extra_forbidden":
+        siblings = _schema_at(model.model_json_schema(), error["loc"][:-1]).get("properties", {})
+        parent = key.removesuffix(str(error["loc"][-1]))
+        return f"the configuration has no key {key}{nearest(key, [parent + name for name in siblings])}"
+    if names := [str(name) for name in schema.get("enum", [schema["const"]] if "const" in schema else [])]:
+        return f"there is no {key}={value}{nearest(str(value), names)} Available: {', '.join(names)}"
+    return f"{key} must be {_allowed(schema) or error['msg']}, got {value!r}"
+
+
+def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[str, Any]:
+    """Return the JSON schema of the value at a location."""
+    schema = dict(root)
+    for part in location:
+        inner = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
+        schema = inner or schema  # what no key describes is part of a union, or of a mapping with any keys
+        if "$ref" in schema:
+            schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """Return what a value may be, in words."""
+    if "anyOf" in schema:
+        return " or ".join(filter(None, map(_allowed, schema["anyOf"])))
+    kind = str(schema.get("type", ""))
+    if kind == "array":
+        least = schema.get("minItems", 0)
+        return "a list" + (f" of at least {'one value' if least == 1 else f'{least} values'}" if least else "")
+    if kind not in _NUMBERS:
+        return _TYPES.get(kind, "")
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if schema.get("exclusiveMinimum") == 0:
+        return f"a positive {'integer' if kind == 'integer' else 'number'}"
+    if least is not None and most is not None:
+        return f"{_NUMBERS[kind]} between {least} and {most}"
+    return _NUMBERS[kind] + (f" of at least {least}" if least is not None else "")
