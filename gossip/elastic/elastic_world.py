@@ -26,9 +26,9 @@ from gossip.communication.membership import innermost, own_connection
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
-from gossip.elastic.consensus import Consensus
 from gossip.elastic.failure_detector import FailureDetector
 from gossip.elastic.generations import Generation
+from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.state_transfer import StateGiver
 from gossip.elastic.store_host import is_kept_here
 from gossip.errors import ExchangeError, GenerationEndedError

@@ -85,7 +85,7 @@ class StepStats:
 
     @property
     def epoch(self) -> int:
-        """Deprecated: :attr:`generation`."""
+        """Deprecated, use ``generation``."""
         warnings.warn("StepStats.epoch is deprecated; use generation", DeprecationWarning, stacklevel=2)
         return self.generation
 

@@ -21,7 +21,7 @@ from gossip.communication.host.worker_threads import Operation, Ticket, WorkerTh
 from gossip.communication.liveness.progress_markers import ProgressMarkers
 from gossip.communication.waiting import wait_for
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.consensus import Consensus
+from gossip.elastic.membership_consensus import Consensus
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
 from gossip.lab.experiments.stopping import Stopping

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from gossip import ExchangeError
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
-from gossip.elastic.consensus import Consensus
 from gossip.elastic.generations import Generation
+from gossip.elastic.membership_consensus import Consensus
 
 TIMEOUT = timedelta(seconds=5)
 SIZE = 5
