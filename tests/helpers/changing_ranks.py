@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import unsupervised
-from mortal_ranks import RATE, Dropped, make_model, read_dropped, recorded, targets
+from elastic_ranks import RATE, Dropped, joins, make_model, read_dropped, recorded, steps_until, targets
 
 import topologies
 from gossip.lab.faults.fault import Fault
@@ -22,7 +22,6 @@ from gossip.lab.faults.injection import injected
 
 NUMEL = 8
 NUM_MORE = 16
-_MOST_STEPS = 200_000
 
 Array = np.ndarray[Any, Any]
 
@@ -69,19 +68,17 @@ class Changes(NamedTuple):
 
 def train(folder: str, changes: Changes, options: Mapping[str, Any]) -> Story | None:
     """Until everybody is there who is expected, and some steps more; who leaves does so half-way."""
-    number = -1 if torch.distributed.get_world_size() == 1 else torch.distributed.get_rank()
+    number = -1 if joins() else torch.distributed.get_rank()
     moments: dict[int, Moment] = {}
     with injected([changes.faults[number]] if number in changes.faults else []):
         model = make_model(NUMEL, {"topology": "complete", "min_ranks": 1} | dict(options))
-        first, last, story = model.world.member, _MOST_STEPS, Path(folder)  # type: ignore[attr-defined]
+        first = model.world.member  # type: ignore[attr-defined]
         target = targets(first, NUMEL)
-        with recorded(story / str(first)):
-            while model.step < last:
+        with recorded(Path(folder) / str(first)):
+            for last in steps_until(model, lambda: model.members == changes.expected, NUM_MORE):
                 if model.step == changes.dies_before.get(number):
                     os.kill(os.getpid(), signal.SIGKILL)
-                if model.members == changes.expected and last == _MOST_STEPS:
-                    last = model.step + NUM_MORE
-                if number in changes.leaves and model.step == last - NUM_MORE // 2:
+                if last is not None and number in changes.leaves and model.step == last - NUM_MORE // 2:
                     model.leave()
                     return Story(first, moments, 0.0)
                 loss = model(target)

@@ -107,11 +107,11 @@ def rows_after(
     return dense_recursion(shifted, flat(module) if start is None else start, gradient, update, len(steps))
 
 
-def rows_after_combining(num_steps: int, world_size: int) -> np.ndarray:
+def rows_after_combining(steps: range, world_size: int) -> np.ndarray:
     """The same for adapt then combine: x(t+1) = W_t (x(t) + u(t))."""
     schedule, module = topologies.build(TOPOLOGY, world_size), make_module()
     x = np.tile(flat(module), (world_size, 1))
-    for step in range(num_steps):
+    for step in steps:
         gradients = [gradient_at(module, x[rank], loss_of, rank, step) for rank in range(world_size)]
         x = schedule.round(step).matrix() @ (x - LR * np.stack(gradients))
     return x

@@ -23,7 +23,7 @@ from gossip.lab.benchmarks.networks import store_at
 from gossip.lab.benchmarks.shaped_hosts import Lab
 from gossip.launching import fork_server
 
-_PATIENCE_S = 60
+_PATIENCE_S = 240
 _GLANCE_S = 0.02
 _TIMEOUT = timedelta(seconds=60)
 
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
 
 
 class Ranks:
-    """Ranks that have been started; they have a minute, and are ended with the block of :func:`started`."""
+    """Ranks that have been started; they are ended with the block of :func:`started`."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from mortal_ranks import make_model, targets
+from elastic_ranks import make_model, targets
 
 from gossip import GossipError
 from gossip.algorithms.asynchronous import Asynchronous

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from elastic_ranks import Pair, flat, make_model, targets
 from free_ports import free_port
 from loguru import logger
-from mortal_ranks import Pair, flat, make_model, targets
 from torch import nn
 
 import gossip

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import unsupervised
-from joining_ranks import stay_in_join
-from mortal_ranks import flat, make_model, targets
+from elastic_ranks import NUM_MORE, flat, make_model, targets, train_until
+from tiers import rest_is_slow
 
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
@@ -57,8 +57,9 @@ def test_all_make_as_many_steps_as_the_one_with_most_batches() -> None:
     assert all(result is not None and result.num_steps == [9, 13] for result in results)
 
 
-@pytest.mark.parametrize("step", [2, 6, 8])
-@pytest.mark.parametrize("place", ["telling", "sending"])
+@pytest.mark.parametrize(
+    ("place", "step"), rest_is_slow([("telling", 6), ("sending", 8), ("telling", 2), ("telling", 8), ("sending", 2)])
+)
 def test_those_left_end_together_when_the_one_with_most_batches_dies(place: Any, step: int) -> None:
     """It dies having told only one of the others of its step ("telling"): that step is made by all or by none."""
     results = run(((3, 4, 5, 20), (2, 2, 2, 2)), (3, Fault(place=place, step=step)))
@@ -70,15 +71,24 @@ def test_those_left_end_together_when_the_one_with_most_batches_dies(place: Any,
         assert result.num_steps[1] == result.num_steps[0] + 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_may_die() -> None:
     results = run(((20, 4, 12),), (1, Fault(place="sending", step=7)))
     assert results[1] is None
     assert [result.num_steps for result in results if result is not None] == [[20], [20]]
 
 
+def train_in_join() -> tuple[int, tuple[int, ...]]:
+    """Steps and members in the end, of ranks with other numbers of batches; one joins them."""
+    with make_model(NUMEL, {"topology": "ring"}) as model:
+        with model.join():
+            train_until(model, lambda: len(model.members) == 3, NUM_MORE + 5 * model.world.member)
+        return model.step, model.members
+
+
 def test_a_rank_that_joins_has_batches_of_its_own() -> None:
-    with unsupervised.started(stay_in_join, world_size=2) as ranks:
-        ranks.join(stay_in_join)
+    with unsupervised.started(train_in_join, world_size=2) as ranks:
+        ranks.join(train_in_join)
         results = ranks.results()
     assert {members for _, members in results} == {(0, 1, 2)}
     assert len({num_steps for num_steps, _ in results}) == 1
@@ -112,8 +122,9 @@ def train_scaled(overflow: tuple[int, int], fault: Fault | None, in_backward: bo
     return Scaled(scales, mean)
 
 
-@pytest.mark.parametrize("in_backward", [True, False])
-@pytest.mark.parametrize("place", ["telling", "sending", None])
+@pytest.mark.parametrize(
+    ("place", "in_backward"), rest_is_slow(itertools.product(["telling", "sending", None], [True, False]), 2)
+)
 def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool) -> None:
     """An overflow that a rank told one of the others before it died halves the scales of all, or of none."""
     fault = None if place is None else Fault(place=place, step=5)

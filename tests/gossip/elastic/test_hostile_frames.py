@@ -9,7 +9,6 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, cast
 from unittest import mock
 
@@ -17,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from mortal_ranks import make_model, targets
+from elastic_ranks import make_model, targets
+from meshes import SECRET, TIMEOUT, await_that
+from tiers import rest_is_slow
 
 from gossip import ExchangeError
 from gossip.algorithms.asynchronous import Asynchronous
@@ -38,8 +39,6 @@ from gossip.elastic.flag_votes import FlagVotes
 from gossip.elastic.state_transfer import StateGiver
 
 NUM_FRAMES = 10_000
-TOKEN = b"t" * 32
-TIMEOUT = timedelta(seconds=20)
 _NUMBERS = (0, 1, 2, 4, 2**31, 2**45, 2**62, 2**63, 2**64 - 1)
 _LENGTH = struct.Struct("<Q")
 
@@ -52,7 +51,7 @@ def frame(key: Key, payload: bytes = b"") -> bytes:
 
 def connected(end: socket.socket, member: int, *, called: int | None = None) -> PeerConnection:
     """One whose frames carry no authentication codes after the greeting."""
-    own = Identity(TOKEN, member, seals_all=False)
+    own = Identity(SECRET, member, seals_all=False)
     return PeerConnection(end, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), own, called)
 
 
@@ -134,7 +133,7 @@ def test_a_length_beyond_all_memory_is_named(nbytes: int) -> None:
 @pytest.mark.slow
 def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
     """Everything that handles frames in the mesh's thread gets them, from members who know the secret."""
-    mesh, other = (Mesh(member, TOKEN, "127.0.0.1", TIMEOUT, authenticate=False) for member in range(2))
+    mesh, other = (Mesh(member, SECRET, "127.0.0.1", TIMEOUT, authenticate=False) for member in range(2))
     questions: list[Any] = []
     try:
         parts = [StateGiver(mesh), SharedPayloads(mesh, cast(Any, None)), FlagVotes(mesh)]
@@ -149,11 +148,10 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
                     connection.receive(lambda _: None)
                 hostile_end.setblocking(True)
                 hostile_end.sendall(content)
-        with mesh.changed:
-            assert mesh.changed.wait_for(lambda: len(mesh.lost) == NUM_FRAMES or mesh.failure, 60)
-            mesh.check()
-            assert 1 not in mesh.lost
-            reasons = {reason.partition(":")[0] for reason in mesh.lost.values()}
+        await_that(mesh, lambda: len(mesh.lost) == NUM_FRAMES or mesh.failure)
+        mesh.check()
+        assert 1 not in mesh.lost
+        reasons = {reason.partition(":")[0] for reason in mesh.lost.values()}
         assert {
             "the connection was closed",
             "a frame of kind LENT that arrived cannot be read",
@@ -162,8 +160,7 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
             "data that arrived over the connection are not a frame of this program",
         } <= reasons
         other.send(0, Key(Kind.MESSAGE, 7))
-        with mesh.changed:
-            assert mesh.changed.wait_for(lambda: mesh.has(1, Key(Kind.MESSAGE, 7)), 20)
+        await_that(mesh, lambda: mesh.has(1, Key(Kind.MESSAGE, 7)))
         del parts
     finally:
         other.close()
@@ -201,13 +198,15 @@ def train_beside_one_that_sends_too_little(options: dict[str, Any], *, averages:
 
 @pytest.mark.parametrize(
     ("options", "averages", "text"),
-    [
-        ({}, False, "has 24 bytes, and must have 32"),
-        ({"soft_deadline": 1e-3}, False, "has 24 bytes, and must have 32"),
-        ({"algorithm": Asynchronous(max_staleness=1)}, False, "has 24 bytes, and must have 32"),
-        ({}, True, "has 8 bytes, and must have 16"),
-    ],
-    ids=["", "late", "pairs", "together"],
+    rest_is_slow(
+        [
+            ({"soft_deadline": 1e-3}, False, "has 24 bytes, and must have 32"),
+            ({}, True, "has 8 bytes, and must have 16"),
+            ({}, False, "has 24 bytes, and must have 32"),
+            ({"algorithm": Asynchronous(max_staleness=1)}, False, "has 24 bytes, and must have 32"),
+        ],
+        2,
+    ),
 )
 def test_a_message_of_the_wrong_size_ends_the_connection_and_not_the_rank(
     options: dict[str, Any], averages: bool, text: str

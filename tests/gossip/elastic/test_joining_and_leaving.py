@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
@@ -11,138 +12,39 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import unsupervised
-from joining_ranks import NUM_MORE, Stay, stay
-from mortal_ranks import RATE, Dropped, flat, make_model, read_dropped, targets
+from elastic_ranks import (
+    NUM_MORE,
+    assert_agree,
+    assert_follow_the_recursion,
+    flat,
+    joins,
+    make_model,
+    run,
+    stay,
+    steps_until,
+    targets,
+)
+from tiers import rest_is_slow
 
 import gossip
-import topologies
 from gossip import GossipError, LaunchError, ManifestError
 from gossip.lab.faults.fault import Fault, Place
 
 NUMEL = 64
-NEWCOMER = -1
 
 
-class Outcome(NamedTuple):
-    """What became of all ranks.
-
-    Attributes
-    ----------
-    stays : dict of int to Stay
-        By member, what they tell; those that ended tell nothing.
-    dropped : dict of int to dict
-        Whose messages each did not mix in.
-    """
-
-    stays: dict[int, Stay]
-    dropped: dict[int, Dropped]
-
-
-def run(
-    expected: tuple[int, ...],
-    world_size: int = 3,
-    numel: int = NUMEL,
-    num_joining: int = 1,
-    ends: dict[int, Fault] | None = None,
-    leaves: tuple[int, ...] = (),
-    doomed: Fault | None = None,
-    is_told: bool = False,
-    **options: Any,
-) -> Outcome:
-    """Train with joining ranks; with ``doomed`` one more comes first, and ends there."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, numel, expected, ends or {}, leaves, options, is_told)
-        with unsupervised.started(stay, *arguments, world_size=world_size) as ranks:
-            if doomed is not None:
-                ranks.join(stay, folder, numel, expected, {NEWCOMER: doomed}, leaves, options)
-                ranks.wait_until_stopped(world_size)
-            for _ in range(num_joining):
-                ranks.join(stay, *arguments)
-            told = [one for one in ranks.results() if one is not None]
-        stays = {one.member: one for one in told}
-        members = {member for one in told for _, generation in one.generations for member in generation}
-        return Outcome(stays, {member: read_dropped(Path(folder) / str(member)) for member in members})
-
-
-def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:
-    """By step, the values of the members in the recursion along each generation's topology."""
-    stays = outcome.stays
-    longest = max(stays.values(), key=lambda one: len(one.values))
-    last = longest.first_step + len(longest.values) - 2
-    quits = {
-        member: one.first_step + len(one.values) - 1
-        for member, one in stays.items()
-        if member not in longest.generations[-1][1]
-    }
-    goal = {member: targets(member, NUMEL).numpy() for member in outcome.dropped}
-    x = {member: np.zeros((2, NUMEL)) for member in longest.generations[0][1]}
-    differences = dict.fromkeys(x, np.zeros((2, NUMEL)))
-    by_step: list[dict[int, np.ndarray]] = []
-    for step in range(last + 1):
-        members = next(members for first, members in reversed(longest.generations) if first <= step)
-        if any(first == step for first, _ in longest.generations[1:]):
-            x = {member: values + differences[member] for member, values in x.items()}
-            for member in set(members) - x.keys():
-                giver, given_at = stays[member].came or (0, 0)
-                x[member] = by_step[given_at][giver]
-            differences = dict.fromkeys(x, np.zeros((2, NUMEL)))
-        x = {member: x[member] for member in members}
-        by_step.append(x)
-        matrix = topologies.build(topology, len(members)).round(step).matrix()
-        after, mixed = {}, {}
-        for member in members:
-            updates = step < quits.get(member, last)
-            after[member] = x[member] + differences[member] - RATE * updates * (x[member] - goal[member])
-        for i, member in enumerate(members):
-            mixed[member] = np.zeros((2, NUMEL))
-            for (j, other), parameter in ((pair, p) for pair in enumerate(members) for p in range(2)):
-                # Buckets are in the reversed order of the parameters.
-                if other not in outcome.dropped[member].get((step, 1 - parameter), ()):
-                    mixed[member][parameter] += matrix[i, j] * (after[other][parameter] - after[member][parameter])
-        x, differences = after, mixed
-    return by_step
-
-
-def assert_follow_the_recursion(outcome: Outcome, topology: str) -> None:
-    assert_agree(outcome)
-    expected = dense(outcome, topology)
-    for member, one in outcome.stays.items():
-        ends_early = one.values and len(one.digests) == len(one.values)  # it left
-        for place, values in enumerate(one.values if ends_early else one.values[:-1]):
-            step = one.first_step + place
-            np.testing.assert_allclose(
-                values, expected[step][member], atol=1e-11, err_msg=f"rank {member}, step {step}"
-            )
-
-
-def assert_agree(outcome: Outcome) -> None:
-    """All have seen the same generations since they came, took what one had exactly, and end with the same mean."""
-    stays = outcome.stays
-    longest = max(stays.values(), key=lambda one: len(one.values))
-    left = [stays[member] for member in longest.generations[-1][1]]
-    for one in left:
-        seen = [members for first, members in longest.generations if first >= one.first_step]
-        assert [members for _, members in one.generations[-len(seen) :]] == seen
-        if one.came is not None:
-            giver, step = one.came
-            assert one.digests[0] == stays[giver].digests[step - stays[giver].first_step]
-    mean = np.mean([one.values[-2] for one in left], axis=0)
-    for one in left:
-        np.testing.assert_allclose(one.values[-1], mean, atol=1e-12)
-
-
-@pytest.mark.parametrize("topology", ["ring", "one_peer_exponential"])
+@pytest.mark.parametrize("topology", rest_is_slow(["one_peer_exponential", "ring"]))
 def test_a_rank_that_joins_follows_the_dense_recursion(topology: str) -> None:
-    outcome = run((0, 1, 2, 3), topology=topology)
+    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, topology=topology)
     assert outcome.stays[3].first_step > 0
     assert len(outcome.stays[3].values) == NUM_MORE + 2
     assert_follow_the_recursion(outcome, topology)
 
 
+@pytest.mark.slow
 def test_a_pair_grows_to_four() -> None:
     outcome = run((0, 1, 2, 3), world_size=2, num_joining=2, topology="one_peer_exponential")
     assert_follow_the_recursion(outcome, "one_peer_exponential")
@@ -154,37 +56,36 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("numel", [NUMEL, 2**18 + 1])
-def test_parameters_and_optimizer_state_are_those_of_the_giver(name: str, numel: int) -> None:
-    outcome = run((0, 1, 2, 3), numel=numel, topology="ring", optimizer=OPTIMIZERS[name])
+@pytest.mark.parametrize(("name", "numel"), rest_is_slow(itertools.product(OPTIMIZERS, [2**18 + 1, NUMEL])))
+def test_parameters_and_optimizer_state_are_those_of_their_source(name: str, numel: int) -> None:
+    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, numel=numel, topology="ring", optimizer=OPTIMIZERS[name])
     assert_agree(outcome)
     assert outcome.stays[3].came is not None
     assert outcome.stays[3].digests[0] != outcome.stays[3].digests[1]
 
 
-@pytest.mark.parametrize("place", ["taking", "asking", "agreeing", "entering"])
+@pytest.mark.parametrize("place", rest_is_slow(["entering", "taking", "asking", "agreeing"]))
 def test_one_that_ends_while_it_joins_leaves_the_others_alone(place: Place) -> None:
     # The one that ended was member 3; the next one is member 4.
-    outcome = run((0, 1, 2, 4), doomed=Fault(place=place), topology="ring")
+    outcome = run((0, 1, 2, 4), world_size=3, num_joining=1, doomed=Fault(place=place), topology="ring")
     if any(3 in members for _, members in outcome.stays[0].generations):
         assert_agree(outcome)  # it was let in, and only it could tell what it brought
     else:
         assert_follow_the_recursion(outcome, "ring")
 
 
-@pytest.mark.parametrize("giver", [0])
-def test_if_the_giver_ends_another_one_gives(giver: int) -> None:
+def test_if_the_source_of_a_state_ends_another_one_gives_it() -> None:
     # Member 3 of three ranks asks rank 0 first.
-    outcome = run((1, 2, 3), ends={giver: Fault(place="giving")}, topology="ring", min_ranks=2)
+    ends = {0: Fault(place="giving")}
+    outcome = run((1, 2, 3), world_size=3, num_joining=1, ends=ends, topology="ring", min_ranks=2)
     assert outcome.stays[3].came is not None
-    assert outcome.stays[3].came[0] != giver
+    assert outcome.stays[3].came[0] != 0
     assert_follow_the_recursion(outcome, "ring")
 
 
-@pytest.mark.parametrize(("leaver", "is_told"), [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("leaver", "is_told"), rest_is_slow([(0, False), (2, True), (3, False)], 2))
 def test_a_rank_that_leaves_loses_nothing(leaver: int, is_told: bool) -> None:
-    outcome = run((0, 1, 2, 3), leaves=(leaver,), topology="ring", is_told=is_told)
+    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, leaves=(leaver,), topology="ring", is_told=is_told)
     assert_follow_the_recursion(outcome, "ring")
     assert not any(outcome.dropped.values())
     others = [one for member, one in outcome.stays.items() if member != leaver]
@@ -203,9 +104,9 @@ COMBINATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("options", rest_is_slow(COMBINATIONS))
 def test_all_compressions_and_algorithms_go_on_with_one_more(options: dict[str, Any]) -> None:
-    assert_agree(run((0, 1, 2, 3), topology="ring", **options))
+    assert_agree(run((0, 1, 2, 3), world_size=3, num_joining=1, topology="ring", **options))
 
 
 # ---------------------------------------------------------------------- what all ranks do together
@@ -213,22 +114,18 @@ def test_all_compressions_and_algorithms_go_on_with_one_more(options: dict[str, 
 
 def work_together(folder: str) -> list[Any]:
     """Rank 0 to 2 and one that joins: average and save when all are there."""
-    joins = torch.distributed.get_world_size() == 1
     model = make_model(NUMEL, {"topology": "ring"})
     found: list[Any] = []
-    if joins:
+    if joins():
         with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
             model.global_avg()
     target = targets(model.world.member, NUMEL)
-    last = None
-    while last is None or model.step < last:
-        model(target).backward()
-        if len(model.members) < 4:
+    for last in steps_until(model, lambda: len(model.members) == 4, num_more=5):
+        if last is None and model.step > 0:
             # The joining rank is let in meanwhile: it has no part in what is done before its first step.
             with model.averaged():
                 pass
-        elif last is None:
-            last = model.step + (4 if joins else 5)  # the others see it before its first step
+        model(target).backward()
     with model.averaged():
         found.append(flat(model.module))
     gossip.save(model, folder)
@@ -255,23 +152,22 @@ def test_one_that_joins_takes_part_in_what_all_ranks_do_together(tmp_path: Path)
 
 def wait_longer_than_the_timeout(frozen: int) -> tuple[int, ...]:
     """Rank ``frozen`` stops when the others wait for it, and the joining rank, in its first step, for these others."""
-    joins = torch.distributed.get_world_size() == 1
     model = make_model(NUMEL, {"topology": "complete", "timeout": timedelta(seconds=2), "min_ranks": 1})
-    target = targets(model.world.member, NUMEL)
-    last = model.step + 4 if joins else None
-    while last is None or model.step < last:
-        model(target).backward()
-        if last is None and len(model.members) == 4:
-            last = model.step + 4
+    has_waited = joins()
+    for last in steps_until(model, lambda: len(model.members) == 4, num_more=4):
+        if last is not None and not has_waited:
+            has_waited = True
             if model.world.member == frozen:
                 os.kill(os.getpid(), signal.SIGSTOP)
             model.consensus_distance()
+        model(targets(model.world.member, NUMEL)).backward()
     members = model.members
     model.global_avg()
     model.close()
     return members
 
 
+@pytest.mark.slow
 def test_one_that_joins_drops_nobody_who_waits_together_with_others() -> None:
     with unsupervised.started(wait_longer_than_the_timeout, 2, world_size=3) as ranks:
         ranks.join(wait_longer_than_the_timeout, 2)
@@ -290,10 +186,9 @@ class Together(NamedTuple):
 
 def measure_and_save_after_each_step(folder: str, dying: int | None) -> Together:
     """Rank 0 to 2 and one that joins; ``dying`` ends between the joining rank's admission and its first step's end."""
-    joins = torch.distributed.get_world_size() == 1
     model = make_model(NUMEL, {"topology": "ring"})
     target = targets(model.world.member, NUMEL)
-    joined_at = model.step if joins else None
+    joined_at = model.step if joins() else None
     members: list[tuple[int, ...]] = []
     while joined_at is None or model.step < joined_at + 8:
         model(target).backward()
@@ -311,7 +206,7 @@ def measure_and_save_after_each_step(folder: str, dying: int | None) -> Together
     return Together(joined_at, members, exchanging, flat(model.module))
 
 
-@pytest.mark.parametrize("dying", [None, 2])
+@pytest.mark.parametrize("dying", rest_is_slow([2, None]))
 def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path, dying: int | None) -> None:
     with unsupervised.started(measure_and_save_after_each_step, str(tmp_path), dying, world_size=3) as ranks:
         ranks.join(measure_and_save_after_each_step, str(tmp_path), dying)
@@ -337,10 +232,7 @@ def train_and_die_once(folder: str, num_steps: int) -> tuple[int, torch.Tensor]:
     is_first = not life.exists()
     life.touch()
     model = make_model(NUMEL, {"topology": "ring"})
-    last = None
-    while last is None or model.step < last:
-        if last is None and model.members == (0, 2, 3):
-            last = model.step + num_steps
+    for _ in steps_until(model, lambda: model.members == (0, 2, 3), num_steps):
         if rank == 1 and is_first and model.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         model(targets(rank, NUMEL)).backward()

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import unsupervised
-from joining_ranks import NUM_MORE
+from elastic_ranks import flat, joins, make_model, steps_until, targets, train_until
 from loguru import logger
-from mortal_ranks import flat, make_model, targets
+from tiers import rest_is_slow
 
 from gossip import ExchangeError
 from gossip.elastic import state_transfer
@@ -26,7 +26,7 @@ from gossip.step import generation_change
 from gossip.step.preemption import Preemption
 
 NUMEL = 64
-NEWCOMER = 3
+JOINS_AS = 3
 TOO_MUCH = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -105,8 +105,7 @@ class Told(NamedTuple):
 
 def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | str:
     """Until the joining rank has come or failed, and some steps more; a joining rank that fails tells why."""
-    joins = torch.distributed.get_world_size() == 1
-    number = NEWCOMER if joins else torch.distributed.get_rank()
+    number = JOINS_AS if joins() else torch.distributed.get_rank()
     lines: list[str] = []
     logger.add(lambda message: lines.append(str(message)), level="WARNING")
     with broken(breaks[number]) if number in breaks else mock.MagicMock():
@@ -114,17 +113,17 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
             model = make_model(NUMEL, {"topology": "complete", "optimizer": an_optimizer(kept)} | options)
         except (ExchangeError, RuntimeError) as error:
             return str(error)
-        last = model.step + NUM_MORE if joins else None
-        while last is None or model.step < last:
+        settled = [True] if joins() else []
+        for _ in steps_until(model, lambda: bool(settled)):
             model(targets(model.world.member, NUMEL)).backward()
             if not options.get("step_in_backward", True):
                 model.optimizer.step()
                 model.optimizer.zero_grad()
-            if last is None and NEWCOMER in model.members and NEWCOMER not in breaks:
-                last = model.step + NUM_MORE
-            elif last is None and NEWCOMER not in model.members:
-                has_failed = model.world.gather_bytes(b"x" * (NEWCOMER in model.world.mesh.lost), "looking")
-                last = model.step + NUM_MORE if all(has_failed) else None
+            if not settled and JOINS_AS in model.members:
+                settled.extend([True] * (JOINS_AS not in breaks))
+            elif not settled:
+                has_failed = model.world.gather_bytes(b"x" * (JOINS_AS in model.world.mesh.lost), "looking")
+                settled.extend([True] * all(has_failed))
         members = model.members
         model.global_avg()
         num_steps = model.step
@@ -134,7 +133,7 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
 
 def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: Any) -> tuple[list[Told], Any]:
     """What the ranks that train tell, and the joining rank."""
-    with unsupervised.started(train, kept, breaks or {}, options, world_size=NEWCOMER) as ranks:
+    with unsupervised.started(train, kept, breaks or {}, options, world_size=JOINS_AS) as ranks:
         ranks.join(train, kept, breaks or {}, options)
         *told, joining_rank = ranks.results()
     for one in told:
@@ -152,13 +151,13 @@ KINDS = [
     ("sparse", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
     ("meta", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
     ("raises", {}, r"the state_dict\(\) of Raising failed: KeyError: 'shard'"),
-    ("plain", dict.fromkeys(range(NEWCOMER), "copying"), f"RuntimeError: {TOO_MUCH}"),
-    ("plain", dict.fromkeys(range(NEWCOMER), "sending"), "MemoryError: no memory to hash it"),
+    ("plain", dict.fromkeys(range(JOINS_AS), "copying"), f"RuntimeError: {TOO_MUCH}"),
+    ("plain", dict.fromkeys(range(JOINS_AS), "sending"), "MemoryError: no memory to hash it"),
 ]
 
 
-@pytest.mark.parametrize(("kept", "breaks", "reason"), KINDS)
-def test_a_state_that_cannot_be_given_is_told_to_the_newcomer_and_training_goes_on(
+@pytest.mark.parametrize(("kept", "breaks", "reason"), rest_is_slow(KINDS))
+def test_a_state_that_cannot_be_given_is_told_to_the_joining_rank_and_training_goes_on(
     kept: str, breaks: dict[int, str], reason: str
 ) -> None:
     told, error = run(kept, breaks)
@@ -173,14 +172,14 @@ def test_a_state_that_cannot_be_given_is_told_to_the_newcomer_and_training_goes_
 
 
 @pytest.mark.parametrize("end", ["silent", "elsewhere", "elsewhere before"])
-def test_what_is_taken_for_a_newcomer_is_not_kept_when_it_is_of_no_use(end: str) -> None:
+def test_what_is_taken_for_a_joining_rank_is_not_kept_when_it_is_of_no_use(end: str) -> None:
     silent_s = 0.0
     mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
     giver = StateGiver(mesh)
 
     def ask(piece: int) -> None:
         mesh.send.reset_mock()
-        mesh.handlers[Kind.ASK](NEWCOMER, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
+        mesh.handlers[Kind.ASK](JOINS_AS, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
 
     ask(0)
     if end == "elsewhere before":
@@ -198,6 +197,7 @@ def test_what_is_taken_for_a_newcomer_is_not_kept_when_it_is_of_no_use(end: str)
     assert not mesh.send.called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"step_in_backward": False}, {"algorithm": "asynchronous"}], ids=str)
 def test_in_every_mode(options: dict[str, Any]) -> None:
     told, error = run("object", **options)
@@ -205,7 +205,7 @@ def test_in_every_mode(options: dict[str, Any]) -> None:
     assert [one.members for one in told] == [(0, 1, 2)] * 3
 
 
-@pytest.mark.parametrize("where", ["copying", "sending"])
+@pytest.mark.parametrize("where", rest_is_slow(["sending", "copying"]))
 def test_another_rank_gives_if_one_cannot(where: str) -> None:
     told, error = run(breaks={0: where})
     assert error.members == (0, 1, 2, 3)
@@ -215,16 +215,21 @@ def test_another_rank_gives_if_one_cannot(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("breaks", "text"),
-    [
-        (
-            dict.fromkeys(range(NEWCOMER), "too large"),
-            "rank 3: joining: the state of rank 0 has 1152921504606846976 bytes, for which ther",
-        ),
-        ({NEWCOMER: "entering"}, TOO_MUCH),
-        ({NEWCOMER: "loading"}, f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}"),
-    ],
+    rest_is_slow(
+        [
+            (
+                {JOINS_AS: "loading"},
+                f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}",
+            ),
+            (
+                dict.fromkeys(range(JOINS_AS), "too large"),
+                "rank 3: joining: the state of rank 0 has 1152921504606846976 bytes, for which ther",
+            ),
+            ({JOINS_AS: "entering"}, TOO_MUCH),
+        ]
+    ),
 )
-def test_a_newcomer_that_cannot_take_it_over_says_so(breaks: dict[int, str], text: str) -> None:
+def test_a_joining_rank_that_cannot_take_it_over_says_so(breaks: dict[int, str], text: str) -> None:
     told, error = run(breaks=breaks)
     assert error.startswith(text)
     assert [one.members for one in told] == [(0, 1, 2)] * 3
@@ -246,26 +251,20 @@ def with_a_function(scale: float, named: Any) -> torch.optim.Optimizer:
 
 
 def train_with_a_function() -> tuple[list[str], float, float]:
-    joins = torch.distributed.get_world_size() == 1
     lines: list[str] = []
     logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    with make_model(
-        NUMEL, {"topology": "complete", "optimizer": functools.partial(with_a_function, float(joins))}
-    ) as model:
+    optimizer = functools.partial(with_a_function, float(joins()))
+    with make_model(NUMEL, {"topology": "complete", "optimizer": optimizer}) as model:
         (group,) = model.optimizer.param_groups
         rate = group["lr"]
-        if not joins:
+        if not joins():
             group["lr"], group["late"] = 0.05, len
-        last = model.step + NUM_MORE if joins else None
-        while last is None or model.step < last:
-            model(targets(model.world.member, NUMEL)).backward()
-            if last is None and NEWCOMER in model.members:
-                last = model.step + NUM_MORE
+        train_until(model, lambda: JOINS_AS in model.members)
         return lines, rate, group["scale"]()
 
 
-def test_a_newcomer_keeps_options_of_its_own_that_cannot_be_given() -> None:
-    with unsupervised.started(train_with_a_function, world_size=NEWCOMER) as ranks:
+def test_a_joining_rank_keeps_options_of_its_own_that_cannot_be_given() -> None:
+    with unsupervised.started(train_with_a_function, world_size=JOINS_AS) as ranks:
         ranks.join(train_with_a_function)
         *told, error = ranks.results()
     assert error == ([], 0.05, 1.0)
@@ -284,7 +283,7 @@ def come_back() -> str | None:
         options = {"topology": "complete", "timeout": timedelta(seconds=2), "optimizer": an_optimizer("object")}
         model = make_model(NUMEL, options | {"partition_timeout": 600, "min_ranks": 1})
         try:
-            while NEWCOMER not in model.world.mesh.lost:
+            while JOINS_AS not in model.world.mesh.lost:
                 model(targets(rank, NUMEL)).backward()
         except ExchangeError as error:
             return str(error)
@@ -293,8 +292,9 @@ def come_back() -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_rank_that_nobody_can_give_a_state_does_not_try_to_come_back_for_ever() -> None:
-    with unsupervised.started(come_back, world_size=NEWCOMER) as ranks:
+    with unsupervised.started(come_back, world_size=JOINS_AS) as ranks:
         told = ranks.results()
     assert told[0] is told[2] is None
     assert re.match(

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from checkpointing import log_of
-from joining_ranks import NUM_MORE
+from elastic_ranks import NUM_MORE, joins, make_model, steps_until, targets
 from kept import SCHEDULERS, Ema, Failing, advance
-from mortal_ranks import make_model, targets
+from tiers import rest_is_slow
 from torch.optim import SGD
 
 from gossip import GossipError
@@ -55,19 +55,20 @@ def make(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
 
 def train(name: str, expected: int, fault: Fault | None, options: dict[str, Any]) -> Stay:
     """Until as many ranks train as are expected, one of them new, and some steps more."""
-    rank = -1 if dist.get_world_size() == 1 else dist.get_rank()
+    rank = -1 if joins() else dist.get_rank()
     options = dict(options)
     measures = options.pop("measures", False)
     with injected([fault] if fault is not None and rank == 1 else []):
         model, objects, scaler = make(name, options)
         first, rates, counts, scales = model.step, {}, {}, {}
-        num_steps = None
-        while num_steps is None or model.step < num_steps:
+
+        def are_there() -> bool:
+            return len(model.members) == expected and max(model.members) >= dist.get_world_size()
+
+        for _ in steps_until(model, are_there):
             step = model.step
             if step and step - 1 not in rates:
                 first = step
-            if num_steps is None and len(model.members) == expected and max(model.members) >= dist.get_world_size():
-                num_steps = step + NUM_MORE
             rates[step] = model.optimizer.param_groups[0]["lr"]
             counts[step] = objects["ema"].num_updates
             loss = model(targets(rank + 1, NUMEL)) * (float("inf") if rank == 0 and step % 7 == 5 and scaler else 1.0)
@@ -114,7 +115,9 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in SCHEDULERS), *(("exponential", mode) for mode in MODES)], ids=str
+    ("name", "options"),
+    rest_is_slow([("sequential", {"scales": True}), *((name, {}) for name in SCHEDULERS)])
+    + rest_is_slow([("exponential", mode) for mode in MODES], 0),
 )
 def test_one_that_joins_has_what_the_others_have_in_every_step(name: str, options: dict[str, Any]) -> None:
     with unsupervised.started(train, name, 4, None, options, world_size=3) as ranks:
@@ -122,6 +125,7 @@ def test_one_that_joins_has_what_the_others_have_in_every_step(name: str, option
         check(ranks.results())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"), [("sequential", {}), ("plateau", {}), *(("exponential", mode) for mode in MODES[:-1])], ids=str
 )
@@ -137,9 +141,8 @@ def test_one_that_comes_back_has_what_the_others_have_in_every_step(name: str, o
 
 def train_on_their_own(name: str, folder: str) -> list[tuple[int, float, int]]:
     """Step, rate and number of updates of an average, before each step, until there is one rank more."""
-    joins = dist.get_world_size() == 1
     train_already = Path(folder) / "train_already"
-    while joins and not train_already.exists():
+    while joins() and not train_already.exists():
         time.sleep(0.01)
     options = {"topology": "random_matching", "algorithm": "asynchronous", "optimizer": functools.partial(SGD, lr=0.1)}
     model, objects, _ = make(name, options)
@@ -154,11 +157,11 @@ def train_on_their_own(name: str, folder: str) -> list[tuple[int, float, int]]:
         if model.step == 20:
             train_already.touch()
     model.close()
-    return told if joins else told[:1]
+    return told if joins() else told[:1]
 
 
-@pytest.mark.parametrize("name", ["exponential", "sequential"])
-def test_one_that_joins_ranks_that_are_not_in_step_continues_where_its_giver_is(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rest_is_slow(["exponential", "sequential"]))
+def test_one_that_joins_ranks_that_are_not_in_step_continues_where_its_source_is(name: str, tmp_path: Path) -> None:
     with unsupervised.started(train_on_their_own, name, str(tmp_path), world_size=2) as ranks:
         ranks.join(train_on_their_own, name, str(tmp_path))
         *_, told = ranks.results()
@@ -178,17 +181,13 @@ def test_one_that_joins_ranks_that_are_not_in_step_continues_where_its_giver_is(
 
 def keep_something_else(kept: dict[str, tuple[str, ...]]) -> tuple[str, list[str], int]:
     """What becomes of it, warnings, and how many train at the end; ``kept`` by the rank that joins and the others."""
-    joins = dist.get_world_size() == 1
     kinds = {"ema": Ema, "other": Ema, "failing": Failing}
     try:
         with log_of() as lines, make_model(NUMEL, {"topology": "ring"}) as model:
-            for name in kept["joins" if joins else "trains"]:
+            for name in kept["joins" if joins() else "trains"]:
                 model.keep(**{name: kinds[name](model.module)})
-            last = None
-            while last is None or model.step < last:
+            for _ in steps_until(model, lambda: 3 in model.world.mesh.lost or len(model.members) == 4):
                 model(targets(0, NUMEL)).backward()
-                if last is None and (3 in model.world.mesh.lost or len(model.members) == 4):  # type: ignore[attr-defined]
-                    last = model.step + NUM_MORE
             model.global_avg()
             return "", lines, len(model.members)
     except GossipError as error:
@@ -219,7 +218,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", rest_is_slow(OTHERS))
 def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case: str) -> None:
     joins, trains, text = OTHERS[case]
     kept = {"joins": joins, "trains": trains}
@@ -232,10 +231,10 @@ def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case:
     assert bool(warnings) == (case == "failing")
 
 
-# ---------------------------------------------------------------------- a giver that is lost
+# ---------------------------------------------------------------------- a source that is lost
 
 
-def lose_the_giver(options: dict[str, Any]) -> str:
+def lose_the_source(options: dict[str, Any]) -> str:
     """The error of the rank that joins; whoever is about to give it the second part of a state ends."""
     give = StateGiver.give
 
@@ -261,14 +260,13 @@ def lose_the_giver(options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({}, r"no state for keep\(scheduler=...\)"), ({"scales": True}, "the last part of it")],
-    ids=str,
+    rest_is_slow([({}, r"no state for keep\(scheduler=...\)"), ({"scales": True}, "the last part of it")]),
 )
-def test_the_loss_of_the_giver_before_the_first_step_is_an_error_that_says_what_to_do(
+def test_the_loss_of_the_source_before_the_first_step_is_an_error_that_says_what_to_do(
     options: dict[str, Any], text: str
 ) -> None:
-    with unsupervised.started(lose_the_giver, options, world_size=4) as ranks:
-        ranks.join(lose_the_giver, options)
+    with unsupervised.started(lose_the_source, options, world_size=4) as ranks:
+        ranks.join(lose_the_source, options)
         *others, error = ranks.results()
     assert sorted(others, key=str) == ["", "", "", None]
     assert re.search(

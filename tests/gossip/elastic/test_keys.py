@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from mortal_ranks import flat, make_model, targets
+from elastic_ranks import flat, joins, make_model, train_until
 
 import gossip
 from gossip import ExchangeError
@@ -21,7 +21,6 @@ from gossip.elastic.consensus_store import ConsensusStore, Proposal
 
 KEY, OTHER_KEY = "k" * 32, "o" * 32
 NUMEL = 64
-NUM_MORE = 5
 
 
 # ---------------------------------------------------------------------- the key
@@ -129,19 +128,14 @@ def test_a_decision_that_no_rank_has_made_is_not_taken_for_a_store_that_does_not
 
 def train(key: str | None, joining_key: str | None) -> torch.Tensor | str:
     """Until a joining rank has come, and some steps more; what somebody without the key is told."""
-    joins = dist.get_world_size() == 1
-    own_key = joining_key if joins else key
+    own_key = joining_key if joins() else key
     if own_key is not None:
         os.environ[VARIABLE] = own_key
     try:
         model = make_model(NUMEL, {"topology": "complete"})
     except ExchangeError as error:
         return str(error)
-    last = model.step + NUM_MORE if joins else None
-    while last is None or model.step < last:
-        model(targets(model.world.member, NUMEL)).backward()
-        if last is None and len(model.members) > 2:
-            last = model.step + NUM_MORE
+    train_until(model, lambda: len(model.members) > 2)
     model.global_avg()
     model.close()
     return flat(model.module)

@@ -7,18 +7,15 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
+from meshes import SECRET, TIMEOUT, await_frame, meshes, message
 
 from gossip.elastic.connections import listener as listeners
 from gossip.elastic.connections.listener import Listener
-from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Identity, Key, Kind, PeerConnection
+from gossip.elastic.connections.peer_connection import Identity, PeerConnection
 
-TOKEN = b"t" * 32
-TIMEOUT = timedelta(seconds=20)
 MOST = listeners._MOST_UNKNOWN
 
 
@@ -29,7 +26,7 @@ def listener() -> Iterator[Listener]:
 
         def connection(connected: socket.socket) -> PeerConnection:
             stack.callback(connected.close)
-            return PeerConnection(connected, TIMEOUT, torch.empty, Identity(TOKEN, 3))
+            return PeerConnection(connected, TIMEOUT, torch.empty, Identity(SECRET, 3))
 
         made = Listener(3, "127.0.0.1", connection)
         stack.callback(made.close)
@@ -99,22 +96,17 @@ def test_an_error_of_its_own_is_raised(listener: Listener) -> None:
 
 def test_strangers_are_hung_up_on_and_ranks_are_served_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_PATIENCE_S", 0.2)
-    mesh, other = (Mesh(member, TOKEN, "127.0.0.1", TIMEOUT) for member in range(2))
-    try:
+    with meshes(2) as (mesh, other):
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(socket.create_connection(mesh.address, 20)) for _ in range(3 * MOST)]
+            opened = [stack.enter_context(socket.create_connection(mesh.address, 60)) for _ in range(3 * MOST)]
             for stranger in opened:
                 stranger.sendall(b"gsp1")
             other.connect({0: mesh.address})
-            other.send(0, Key(Kind.MESSAGE, 7))
-            with mesh.changed:
-                assert mesh.changed.wait_for(lambda: mesh.has(1, Key(Kind.MESSAGE, 7)), 20)
+            other.send(0, message(7))
+            await_frame(mesh, 1, message(7))
             for stranger in opened:
                 with contextlib.suppress(ConnectionResetError):
                     while stranger.recv(64):  # the greeting; every one of them is hung up on
                         pass
         assert mesh.lost == {}
         mesh.check()
-    finally:
-        other.close()
-        mesh.close()

@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import unsupervised
+from elastic_ranks import make_model, targets
 from listening import logged
-from mortal_ranks import make_model, targets
 
 import gossip
 from gossip import ExchangeError
@@ -136,6 +136,7 @@ def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
     assert "without it the remaining ranks cannot agree on who trains" in course.end
 
 
+@pytest.mark.slow
 def test_a_store_that_stood_still_is_of_use_again(tmp_path: Path) -> None:
     course = course_of_rank_0(tmp_path, comes_back=True)
     lost, back = (text for text in course.warnings if "key-value store" in text)

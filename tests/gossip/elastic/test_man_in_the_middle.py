@@ -6,8 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -15,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from mortal_ranks import flat, make_model, targets
+from elastic_ranks import flat, make_model, steps_until, targets
+from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
 from gossip import ExchangeError
 from gossip.elastic.connections.frame_authentication import Seal
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, PeerConnection
+from gossip.elastic.connections.peer_connection import Outgoing, PeerConnection
 
 NUMEL = 64
-SECRET = b"s" * 32
-TIMEOUT = timedelta(seconds=10)
 HEADER_BYTES, TAG_BYTES = 37, 16
 PAYLOAD = torch.arange(3 * 2**17, dtype=torch.int64).view(torch.uint8)  # hashed in several parts
 ALTERED = "a frame arrived that is not what was sent"
@@ -114,29 +111,16 @@ class Relay:
 
 
 @contextlib.contextmanager
-def relayed(relay_to: Callable[[tuple[str, int]], Relay]) -> Iterator[tuple[list[Mesh], Relay]]:
+def relayed(change: Change, *, goes_back: bool = False) -> Iterator[list[Mesh]]:
     """Three members; the second one calls the first one through a relay."""
-    made = [Mesh(member, SECRET, "127.0.0.1", TIMEOUT) for member in range(3)]
-    relay = relay_to(made[0].address)
-    try:
-        addresses = {mesh.member: mesh.address for mesh in made}
-        own = [addresses, addresses | {0: relay.address}, addresses]
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(Mesh.connect, made, own))
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(meshes(3))
+        relay = Relay(made[0].address, change, goes_back=goes_back)
+        stack.callback(relay.close)
+        connect(made, {1: {0: relay.address}})
         relay.changes.set()
-        yield made, relay
-    finally:
-        for mesh in made:
-            mesh.close()
-        relay.close()
-
-
-def await_frame(mesh: Mesh, member: int, key: Key) -> torch.Tensor:
-    with mesh.changed:
-        assert mesh.changed.wait_for(lambda: mesh.has(member, key) or member in mesh.lost, 10)
-        payload = mesh.take(member, key)
-    assert payload is not None
-    return payload
+        yield made
+        made[1].close()  # before the relay
 
 
 @pytest.fixture(autouse=True)
@@ -186,32 +170,27 @@ def only_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_was_not_sent_ends_the_connection(change: Change, num_arriving: int) -> None:
-    with relayed(lambda target: Relay(target, change)) as ((first, second, third), _):
+    with relayed(change) as (first, second, third):
         payloads = [torch.ones(8, dtype=torch.uint8), PAYLOAD, torch.zeros(8, dtype=torch.uint8)]
-        keys = [Key(Kind.MESSAGE, step) for step in range(3)]
+        keys = [message(step) for step in range(3)]
         for key, payload in zip(keys, payloads, strict=True):
             second.send(0, key, payload)
         for key, payload in zip(keys[:num_arriving], payloads, strict=False):
             assert torch.equal(await_frame(first, 1, key), payload)
         if change is same:
             return
-        with first.changed:
-            assert first.changed.wait_for(lambda: 1 in first.lost, 10)
-            assert first.lost[1].startswith(ALTERED)
-            assert not any(first.has(1, key) for key in keys)
-        with second.changed:
-            assert second.changed.wait_for(lambda: 0 in second.lost, 10)
+        assert await_loss(first, 1).startswith(ALTERED)
+        assert not any(first.has(1, key) for key in keys)
+        await_loss(second, 0)
         third.send(0, keys[0], PAYLOAD)
         assert torch.equal(await_frame(first, 2, keys[0]), PAYLOAD), "the others go on"
 
 
 def test_a_frame_that_comes_back_to_its_sender_ends_the_connection() -> None:
-    with relayed(lambda target: Relay(target, same, goes_back=True)) as ((_, second, _), _):
+    with relayed(same, goes_back=True) as (_, second, _):
         for step in range(3):
-            second.send(0, Key(Kind.MESSAGE, step), torch.ones(8))
-        with second.changed:
-            assert second.changed.wait_for(lambda: 0 in second.lost, 10)
-        assert second.lost[0].startswith(ALTERED)
+            second.send(0, message(step), torch.ones(8))
+        assert await_loss(second, 0).startswith(ALTERED)
 
 
 @pytest.mark.parametrize(
@@ -224,27 +203,17 @@ def test_a_frame_that_comes_back_to_its_sender_ends_the_connection() -> None:
 def test_whoever_does_not_prove_that_it_knows_the_secret_is_not_connected(
     secret: bytes, authenticate: bool, reason: str
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        first = Mesh(0, SECRET, "127.0.0.1", TIMEOUT)
-        stack.callback(first.close)
-        stranger = Mesh(1, secret, "127.0.0.1", TIMEOUT, authenticate=authenticate)
-        stack.callback(stranger.close)
+    stranger = Mesh(1, secret, "127.0.0.1", TIMEOUT, authenticate=authenticate)
+    with meshes(1) as (first,), contextlib.closing(stranger):
         stranger.call({0: first.address})
-        with stranger.changed:
-            assert stranger.changed.wait_for(lambda: 0 in stranger.lost, 10)
-        assert stranger.lost[0].startswith((reason, "the connection was closed", "Connection reset"))
+        assert await_loss(stranger, 0).startswith((reason, "the connection was closed", "Connection reset"))
         assert not first.has_met(1)
 
 
 def test_a_member_in_place_of_another_one_is_not_connected() -> None:
-    with contextlib.ExitStack() as stack:
-        members = [Mesh(member, SECRET, "127.0.0.1", TIMEOUT) for member in range(2)]
-        for mesh in members:
-            stack.callback(mesh.close)
-        members[0].call({7: members[1].address})
-        with members[0].changed:
-            assert members[0].changed.wait_for(lambda: 7 in members[0].lost, 10)
-        assert members[0].lost[7] == "rank 1 replied in its place"
+    with meshes(2) as (first, second):
+        first.call({7: second.address})
+        assert await_loss(first, 7) == "rank 1 replied in its place"
 
 
 # ---------------------------------------------------------------------- in a training
@@ -265,7 +234,7 @@ class Altering:
 def train() -> tuple[torch.Tensor | str, dict[int, str]]:
     """In step 5 a frame of rank 1 is changed on its way; until one is given up, and some steps more."""
     rank, send = dist.get_rank(), Outgoing.send
-    model = make_model(NUMEL, {"topology": "ring", "timeout": TIMEOUT})
+    model = make_model(NUMEL, {"topology": "ring"})
     changed: list[Outgoing] = []
 
     def send_changed(frame: Outgoing, connection: Any, seal: Seal | None) -> bool:
@@ -274,13 +243,10 @@ def train() -> tuple[torch.Tensor | str, dict[int, str]]:
             connection = Altering(connection)
         return send(frame, connection, seal)
 
-    last = None
     try:
         with mock.patch.object(Outgoing, "send", send_changed):
-            while last is None or model.step < last:
+            for _ in steps_until(model, lambda: len(model.members) == 3):
                 model(targets(rank, NUMEL)).backward()
-                if last is None and len(model.members) == 3:
-                    last = model.step + 5
         model.global_avg()
         return flat(model.module), model.world.mesh.lost
     except ExchangeError as error:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import unsupervised
+from elastic_ranks import flat, make_model, targets
 from lab_hosts import why_no_hosts
-from mortal_ranks import flat, make_model, targets
 
 from gossip import ExchangeError
 from gossip.lab.benchmarks.shaped_hosts import Lab

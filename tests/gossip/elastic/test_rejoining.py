@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import unsupervised
-from joining_ranks import NUM_MORE, digest_of
-from mortal_ranks import RATE, Pair, flat, make_model, targets
+from elastic_ranks import NUM_MORE, RATE, Pair, digest_of, flat, make_model, targets
+from tiers import rest_is_slow
 
 from gossip import ExchangeError, GossipDataParallel
 from gossip.lab.faults.fault import Fault
@@ -90,11 +90,16 @@ def run(
         return ranks.results()
 
 
-@pytest.mark.parametrize("kind", ["freeze", "cut"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"measures": True}, {"compression": "int8"}, {"algorithm": "integral_correction"}],
-    ids=str,
+    ("kind", "options"),
+    rest_is_slow(
+        [
+            ("freeze", {"compression": "int8"}),
+            ("cut", {}),
+            ("freeze", {"measures": True}),
+            ("cut", {"algorithm": "integral_correction"}),
+        ]
+    ),
 )
 def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
     fault = Fault(kind, step=5, duration_s=6.0)
@@ -114,6 +119,7 @@ def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
     assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
 
 
+@pytest.mark.slow
 def test_it_may_come_back_twice() -> None:
     faults = {1: Fault("freeze", step=5, duration_s=6.0), 2: Fault("cut", step=8, duration_s=6.0)}
     results = run((0, 3, 4, 5), faults, partition_timeout=30, min_ranks=2)
@@ -121,6 +127,7 @@ def test_it_may_come_back_twice() -> None:
     assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "is_awaited", "text"),
     [

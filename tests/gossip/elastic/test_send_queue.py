@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from mortal_ranks import make_model
+from elastic_ranks import make_model
+from meshes import await_that, connected, message
 
 from gossip import launch
 from gossip.communication.host.worker_threads import WINDOW_BYTES
@@ -66,35 +62,14 @@ def test_older_exchanges_go_first(messages: list[UnderWay], members: list[int]) 
     assert whose_turn(messages) == whose_turn(messages[::-1]) == members
 
 
-@contextlib.contextmanager
-def connected() -> Iterator[list[Mesh]]:
-    made = [Mesh(member, b"t" * 32, "127.0.0.1", timedelta(seconds=20)) for member in range(3)]
-    try:
-        addresses = {mesh.member: mesh.address for mesh in made}
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(lambda mesh: mesh.connect(addresses), made))
-        yield made
-    finally:
-        for mesh in made:
-            mesh.close()
-
-
-def await_that(mesh: Mesh, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    with mesh.changed:
-        while not condition():
-            assert time.monotonic() < deadline
-            mesh.changed.wait(0.01)
-
-
 @pytest.mark.parametrize("is_expected_before", [True, False])
 def test_what_a_peer_is_ready_to_send_goes_before_what_is_sent_after_it(
     is_expected_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(send_queue, "PATIENCE_S", 60.0)  # signs of life may be late on a busy machine
     values = torch.ones(LARGE, dtype=torch.uint8)
-    key, later = Key(Kind.MESSAGE, 0), Key(Kind.MESSAGE, 1)
-    with connected() as (mesh, sender, receiver):
+    key, later = message(0), message(1)
+    with connected(3) as (mesh, sender, receiver):
         turns: list[list[PeerConnection]] = []
         its_turns = mesh._that_send
 

@@ -6,20 +6,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from meshes import TIMEOUT, await_frame, await_that, meshes
 
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW
 from gossip.elastic.connections import shared_payloads
-from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads
 
-TIMEOUT = timedelta(seconds=10)
 KEY = Key(Kind.MESSAGE, 7, 2, 1)
 LIKE = torch.empty(1000)
 
@@ -28,9 +26,7 @@ class Pair:
     """Two ends: rank 0 sends, rank 1 reads."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.meshes = [Mesh(member, b"secret", "127.0.0.1", TIMEOUT) for member in range(2)]
-        for mesh in self.meshes:
-            stack.callback(mesh.close)
+        self.meshes = stack.enter_context(meshes(2))
         self.awaited: list[Sequence[int]] = []
         self.sender, self.reader = (SharedPayloads(mesh, self.wait) for mesh in self.meshes)
         self.is_introduced = threading.Event()
@@ -61,16 +57,7 @@ class Pair:
         return message
 
     def receive(self) -> torch.Tensor:
-        mesh, found = self.meshes[1], []
-
-        def look() -> bool:
-            payload = mesh.take(0, KEY)
-            found.extend([payload] * (payload is not None))
-            return bool(found)
-
-        with mesh.changed:
-            assert mesh.changed.wait_for(look, TIMEOUT.total_seconds())
-        return found[0]
+        return await_frame(self.meshes[1], 0, KEY)
 
 
 @pytest.fixture
@@ -118,11 +105,9 @@ def test_what_a_lost_rank_may_still_read_is_not_written_again(pair: Pair) -> Non
 def test_ranks_on_other_machines_are_not_reached() -> None:
     with mock.patch.object(shared_payloads, "machine", side_effect=[["a"], ["b"]]), contextlib.ExitStack() as stack:
         pair = Pair(stack)
-        with pair.meshes[0].changed:
-            assert pair.meshes[0].changed.wait_for(lambda: pair.meshes[0].has_met(1), TIMEOUT.total_seconds())
+        await_that(pair.meshes[0], lambda: pair.meshes[0].has_met(1))
         sent = pair.meshes[0].send(1, KEY, torch.ones(4))  # comes after the introductions
-        with pair.meshes[1].changed:
-            assert pair.meshes[1].changed.wait_for(lambda: pair.meshes[1].has(0, KEY), TIMEOUT.total_seconds())
+        pair.receive()
         assert sent.has_ended
         assert not pair.sender.reaches(1)
 

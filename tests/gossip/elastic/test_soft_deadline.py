@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+from elastic_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+from tiers import rest_is_slow
 
 import gossip
 import topologies
@@ -123,13 +124,19 @@ def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) 
     return by_step
 
 
-@pytest.mark.parametrize("delayed_rank_and_step", [(1, 3), (0, 10)], ids=str)
-@pytest.mark.parametrize("topology", ["one_peer_exponential", "one_peer_hypercube"])
-def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
-    topology: str, delayed_rank_and_step: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("topology", "rank", "step"),
+    rest_is_slow(
+        [
+            ("one_peer_exponential", 1, 3),
+            ("one_peer_hypercube", 0, 10),
+            ("one_peer_exponential", 0, 10),
+            ("one_peer_hypercube", 1, 3),
+        ]
+    ),
+)
+def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(topology: str, rank: int, step: int) -> None:
     num_steps = 12
-    rank, step = delayed_rank_and_step
     courses = run(num_steps, {rank: Fault("delay", step=step, duration_s=1.0)}, topology=topology, soft_deadline=0.05)
     assert any(course.delayed for course in courses)
     for course in courses:
@@ -151,6 +158,7 @@ def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
         np.testing.assert_allclose(course.mean, mean, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_no_more_than_a_few_are_late_at_a_time() -> None:
     """With a peer that is late by far more than a few steps the others wait again."""
     courses = run(30, {1: Fault("delay", step=3, duration_s=1.0)}, topology="ring", soft_deadline=0.01)
@@ -164,13 +172,14 @@ def test_no_more_than_a_few_are_late_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"algorithm": "adapt_then_combine"},
-        {"compression": "bf16", "topology": "one_peer_exponential"},
-        {"step_in_backward": False},
-        {"buffers": "average"},
-    ],
-    ids=lambda options: next(iter(options.values())) if isinstance(options, dict) else None,
+    rest_is_slow(
+        [
+            {"compression": "bf16", "topology": "one_peer_exponential"},
+            {"algorithm": "adapt_then_combine"},
+            {"step_in_backward": False},
+            {"buffers": "average"},
+        ]
+    ),
 )
 def test_the_mean_is_exact_with_other_options(options: dict[str, Any]) -> None:
     with unsupervised.started(
@@ -235,7 +244,7 @@ def load_saved(folder: str) -> torch.Tensor:
         return flat(model.module)
 
 
-@pytest.mark.parametrize(("step", "looks_alone"), [(4, False), (5, False), (5, True)])
+@pytest.mark.parametrize(("step", "looks_alone"), rest_is_slow([(5, True), (4, False), (5, False)]))
 def test_a_checkpoint_holds_what_was_late(step: int, looks_alone: bool, tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoints")
     with unsupervised.started(save_late, step, folder, looks_alone, world_size=4) as ranks:
@@ -248,6 +257,7 @@ def test_a_checkpoint_holds_what_was_late(step: int, looks_alone: bool, tmp_path
         torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_may_die() -> None:
     deaths = {1: Fault("delay", step=3, duration_s=5.0), 2: Fault("kill", step=6)}
     results = run(14, deaths, topology="ring", soft_deadline=0.02)

@@ -21,7 +21,8 @@ from changing_ranks import (
     Outcome,
     run,
 )
-from mortal_ranks import RATE, targets
+from elastic_ranks import RATE, targets
+from tiers import rest_is_slow
 
 import gossip
 from gossip.lab.faults.fault import Fault
@@ -109,7 +110,7 @@ def assert_are_alike(outcome: Outcome, row: Row) -> None:
         assert min(np.ptp([moment.values for moment in moments], axis=0).max() for moments in by_step[-8:]) < 1e-12
 
 
-@pytest.mark.parametrize(("name", "death"), CASES)
+@pytest.mark.parametrize(("name", "death"), rest_is_slow(CASES, 2))
 def test_after_a_death(name: str, death: str) -> None:
     row = ROWS[name]
     outcome = outcome_of(row, DEATHS[death])
@@ -119,13 +120,14 @@ def test_after_a_death(name: str, death: str) -> None:
         row.dense(outcome).follow(outcome.stories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_jump_after_a_death_and_a_join(name: str) -> None:
     changes = Changes((0, 1, 3, 4), dies_before={2: 6}, joins=True)
     assert_train(outcome_of(OTHERS[name], changes))
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rest_is_slow(ROWS))
 def test_while_one_joins_and_one_leaves(name: str) -> None:
     row = ROWS[name]
     outcome = outcome_of(row, Changes((0, 1, 2, 3, 4), joins=True, leaves=(1,)))
@@ -142,6 +144,7 @@ def test_while_one_joins_and_one_leaves(name: str) -> None:
         row.dense(outcome).follow(outcome.stories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "sparse_loco", "noloco", "slowmo"])
 def test_one_that_was_frozen_comes_back(name: str) -> None:
     row = ROWS[name]

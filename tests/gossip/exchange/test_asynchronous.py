@@ -15,7 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 import unsupervised
-from mortal_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+from elastic_ranks import RATE, TIMEOUT, Pair, flat, make_model, steps_until, targets
+from tiers import rest_is_slow
 
 import gossip
 from gossip import Asynchronous, Average, GossipDataParallel, GossipError
@@ -125,18 +126,25 @@ class Dense:
 
 @pytest.mark.parametrize(
     ("loads", "numel", "options"),
-    [
-        ([0, 0, 0, 0], 64, {}),
-        ([0, 5, 20, 100], 64, {}),
-        ([0, 0, 0, 400], 64, {"topology": "complete"}),
-        ([0, 10, 0, 0, 30], 2**17, {"topology": "one_peer_exponential"}),
-        ([0, 0, 20], 64, {"topology": "random_matching"}),
-    ],
-    ids=["even", "uneven", "one slow", "long messages", "one idle in each round"],
+    rest_is_slow(
+        [
+            ([0, 5, 20, 100], 64, {}),
+            ([0, 0, 20], 64, {"topology": "random_matching"}),
+            ([0, 0, 0, 0], 64, {}),
+            ([0, 0, 0, 400], 64, {"topology": "complete"}),
+            ([0, 10, 0, 0, 30], 2**17, {"topology": "one_peer_exponential"}),
+        ],
+        2,
+    ),
 )
 def test_all_values_are_those_of_the_dense_recursion(loads: list[int], numel: int, options: dict[str, Any]) -> None:
     courses = [course for course in run(loads, numel, **options) if course is not None]
     assert len(courses) == len(loads)
+    made = [average for course in courses for average in course.history]
+    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
+    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
+    assert len(ends) == len(made)
+    assert all(average.step < average.entered <= NUM_STEPS for average in made)
     expected = Dense([course.history for course in courses], numel)
     for rank, course in enumerate(courses):
         for step, values in enumerate(course.values):
@@ -153,16 +161,7 @@ def test_all_values_are_those_of_the_dense_recursion(loads: list[int], numel: in
         torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
 
 
-def test_an_average_belongs_to_two_ranks_and_a_bucket() -> None:
-    courses = [course for course in run([0, 3, 10, 1]) if course is not None]
-    made = [average for course in courses for average in course.history]
-    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
-    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
-    assert len(ends) == len(made)
-    assert all(average.step < average.entered <= NUM_STEPS for average in made)
-
-
-@pytest.mark.parametrize("num_bytes", [None, 100], ids=["before a message", "inside a message"])
+@pytest.mark.parametrize("num_bytes", rest_is_slow([100, None]))
 def test_the_others_go_on_without_one_that_dies(num_bytes: int | None) -> None:
     results = run([0, 0, 0, 0], numel=2**14, faults={2: Fault("kill", step=9, num_bytes=num_bytes)})
     assert [result is None for result in results] == [False, False, True, False]
@@ -207,6 +206,7 @@ def join_and_average(num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch
         return model.step, flat(model.module), total
 
 
+@pytest.mark.slow
 def test_ranks_may_make_different_numbers_of_steps() -> None:
     with unsupervised.started(join_and_average, [3, 11, 0, 25], world_size=4) as ranks:
         results = ranks.results()
@@ -231,6 +231,7 @@ def unfreeze(_: int) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow
 def test_what_needs_a_common_step_is_refused_where_it_comes_up() -> None:
     with unsupervised.started(unfreeze, 0, world_size=2) as ranks:
         for text in ranks.results():
@@ -338,16 +339,28 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
 
 def test_a_question_does_not_overtake_a_refusal() -> None:
     """Who gets a question while it waits for an answer takes it for one; so none may come before a refusal."""
-    world, sent = mock.Mock(), list[Kind]()
+    world, sent, is_awaited = mock.Mock(), list[Kind](), threading.Event()
     world.questions, world.member, world.timeout, world.mesh.lost = queue.SimpleQueue(), 1, TIMEOUT, {}
     averager = PairAverager(world)
     values = torch.zeros(4)
     showing = threading.Thread(target=lambda: averager.show(0, averager.memory(0, values), 0, partner=0))
+    lock = averager._making
+
+    class Lock:
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                is_awaited.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    averager._making = Lock()
 
     def send(_: int, key: Key, __: torch.Tensor | None = None) -> mock.Mock:
         if not sent and not showing.ident:
             showing.start()
-            showing.join(timeout=0.5)
+            assert is_awaited.wait(60)
         sent.append(key.kind)
         return mock.Mock()
 
@@ -361,20 +374,22 @@ def test_a_question_does_not_overtake_a_refusal() -> None:
 def stay_for(num_steps: int, pauses_at: int) -> tuple[int, int, list[int], torch.Tensor, tuple[int, ...]]:
     """Train until there are four, and so many steps more; every few steps all ranks do something together."""
     model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
-    began, together, last = model.step, list[int](), None
+    began, together = model.step, list[int]()
+
+    def are_together_there() -> bool:
+        return bool(together) and together[-1] == model.step and len(model.members) == 4
+
     with model:
-        while last is None or model.step < last:
+        for _ in steps_until(model, are_together_there, num_steps):
             model(targets(model.world.member, 64)).backward()
             if model.step % pauses_at == 0:
                 model.consensus_distance()
                 together.append(model.step)
-                if last is None and len(model.members) == 4:
-                    last = model.step + num_steps
         model.global_avg()
         return model.world.member, began, together, flat(model.module), model.members
 
 
-@pytest.mark.parametrize("num_joining", [1, 2])
+@pytest.mark.parametrize("num_joining", rest_is_slow([1, 2]))
 def test_ranks_join(num_joining: int) -> None:
     """They do the same things together from their first step on as the others, whatever steps these make beside."""
     with unsupervised.started(stay_for, 60, 20, world_size=4 - num_joining) as ranks:
@@ -405,20 +420,23 @@ def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: 
 
     rank = torch.distributed.get_rank()
     options = {"algorithm": "asynchronous", "topology": "complete", "partition_timeout": 30, "timeout": RETURN_TIMEOUT}
-    steps, together, last = list[int](), list[int](), None
+    steps, together = list[int](), list[int]()
     with injected([faults[rank]] if rank in faults else []), make_model(64, options) as model:
-        while last is None or model.step < last:
+
+        def are_together_there() -> bool:
+            return bool(together) and together[-1] == model.step and 4 in model.members
+
+        for _ in steps_until(model, are_together_there, num_more):
             steps.append(model.step)
             model(targets(rank, 64)).backward()
             if model.step % pauses_at == 0:
                 model.consensus_distance()
                 together.append(model.step)
-                if last is None and 4 in model.members:
-                    last = model.step + num_more
         model.global_avg()
         return Stay(model.world.member, steps, together, flat(model.module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["freeze", "cut"])
 @pytest.mark.parametrize("step", [25, 40], ids=["between", "where-all-do-something-together"])
 def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
@@ -459,6 +477,7 @@ def stay_or_die(num_steps: int) -> tuple[int, tuple[int, ...]]:
         return model.world.member, model.members
 
 
+@pytest.mark.slow
 def test_a_rank_is_restarted() -> None:
     results = gossip.launch(stay_or_die, 100, world_size=3, on_peer_loss="continue", restart=1)
     assert sorted(result for result in results if result is not None) == [(member, (0, 2, 3)) for member in (0, 2, 3)]

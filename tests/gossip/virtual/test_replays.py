@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from mortal_ranks import RATE, TIMEOUT, Pair, flat, targets
+from elastic_ranks import RATE, TIMEOUT, Pair, flat, targets
 
 import gossip
 import topologies

@@ -1,0 +1,266 @@
+"""Loops that people write, in every mode: what trains wrongly, crashes or hangs in other trainers of this kind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small_runs import (
+    MODES,
+    assert_rows,
+    batch,
+    flat,
+    in_every_mode,
+    loss_of,
+    make_module,
+    rows_after,
+    rows_after_combining,
+    train,
+    wrap,
+)
+from torch import nn
+
+import topologies
+from gossip import GossipDataParallel, launch
+
+# ------------------------------------------------------------------ what comes before a step and leaves no trace
+
+
+def forward_twice(model: GossipDataParallel) -> None:
+    model(batch(model.rank, 7))
+    model(batch(model.rank, 8))
+
+
+def forward_without_gradients(model: GossipDataParallel) -> None:
+    guard = torch.inference_mode if model.step % 2 else torch.no_grad
+    with guard():
+        output = model(batch(model.rank, 7))
+    model.state_dict()  # by now all is combined
+    assert torch.equal(output, model.module(batch(model.rank, 7))), "computed before the exchange was combined"
+
+
+def average_twice(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        with model.averaged():
+            pass
+
+
+def drop_gradients(model: GossipDataParallel) -> None:
+    for zeroed in (model, model.module, model.optimizer):
+        zeroed.zero_grad()
+
+
+def swap_values_in_and_out(model: GossipDataParallel) -> None:
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: 0.5 * value for name, value in kept.items()})
+    with torch.no_grad():
+        halved = model(batch(model.rank, 9))
+    model.load_state_dict(kept)
+    assert not torch.equal(halved, model.module(batch(model.rank, 9)))
+
+
+def train_after(algorithm: str) -> None:
+    for before in (forward_twice, forward_without_gradients, average_twice, drop_gradients, swap_values_in_and_out):
+        for model in in_every_mode(algorithm=algorithm):
+            for step in range(3):
+                before(model)
+                train(model, range(step, step + 1))
+            model.state_dict()
+            rows = rows_after if algorithm == "adapt_while_communicating" else rows_after_combining
+            assert_rows(model, rows(range(3), model.world_size))
+
+
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+def test_what_comes_before_a_step_and_leaves_no_trace(algorithm: str) -> None:
+    """Elsewhere nothing is trained after it, an update or an exchange is lost, or what was put back is overwritten."""
+    run_ranks(train_after, algorithm, world_size=3)
+
+
+# ------------------------------------------------------------------ what does leave a trace
+
+
+def edited(rank: int, step: int, x: np.ndarray) -> np.ndarray:
+    """Clamped before steps 1 to 3, loaded from elsewhere before step 4."""
+    return np.full_like(x, 0.1 * (rank + 1)) if step == 4 else x.clip(-0.2, 0.2) if step else x
+
+
+def edit_and_average() -> None:
+    for model in in_every_mode():
+        for step in range(6):
+            if step == 4:
+                values = {name: torch.full_like(p, 0.1 * (model.rank + 1)) for name, p in model.named_parameters()}
+                model.load_state_dict(values)
+            elif step:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.clamp_(-0.2, 0.2)
+            train(model, range(step, step + 1))
+        assert_rows(model, rows_after(range(6), model.world_size, edit=edited))
+    for early in range(3):  # before the first forward, before the second, before the third
+        for model in in_every_mode():
+            train(model, range(early))
+            rows = rows_after(range(early), model.world_size)
+            for _ in range(2):
+                model.global_avg()
+                np.testing.assert_allclose(flat(model), rows.mean(0), rtol=0, atol=1e-12)
+            assert model.step == early
+            train(model, range(early, early + 3))
+            assert_rows(model, rows_after(range(early, early + 3), model.world_size, start=rows.mean(0)))
+
+
+def test_edits_and_global_averages_between_steps_are_trained_on() -> None:
+    run_ranks(edit_and_average, world_size=3)
+
+
+# ------------------------------------------------------------------ parts that are not always used
+
+
+class Branches(nn.Module):
+    """Four layers; the caller says which ones run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        for part in chosen:
+            x = torch.tanh(self.parts[part](x))
+        return x
+
+
+def late_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Part 1 is used from step 1 on, part 2 from step 2 on by rank 0 only, part 3 never."""
+    chosen = (0, 1, 2) if step >= 2 and rank == 0 else (0, 1) if step else (0,)
+    return module(batch(rank, step), chosen).square().mean()
+
+
+def dynamic_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Another order in every step, other parts on every rank, and a part that is used twice."""
+    chosen = ((0, 1, 2), (2, 1, 0), (rank, 3), (1, 1), (3, 2, rank))[step]
+    return module(batch(rank, step), chosen).square().mean()
+
+
+def train_branches() -> None:
+    for loss in (late_loss, dynamic_loss):
+        for model in in_every_mode(Branches):
+            for step in range(5):
+                train(model, range(step, step + 1), loss)
+                assert all(parameter.grad is None for parameter in model.parameters()), "a gradient is left over"
+                assert_rows(model, rows_after(range(step + 1), model.world_size, make=Branches, loss=loss))
+
+
+def test_parts_unused_at_first_or_used_in_another_order_are_trained_and_mixed() -> None:
+    run_ranks(train_branches, world_size=3)
+
+
+def overflow_in_one_bucket(outside: bool) -> None:
+    def skipping_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return loss_of(module, rank, step) * ((rank, step) != (1, 2))
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf") if (model.rank, model.step) == (1, 2) else gradient
+
+    for model_parameter in range(4):  # in the bucket that is complete first, last, and in between
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model = wrap(scaler=scaler, step_in_backward=not outside)
+        list(model.module.parameters())[model_parameter].register_hook(spoil)
+        for step in range(5):
+            scaler.scale(loss_of(model, model.rank, step)).backward()
+            if outside:
+                scaler.step(model.optimizer)
+                scaler.update()
+                model.optimizer.zero_grad()
+            assert scaler.get_scale() == (512.0 if step >= 3 else 1024.0)
+            assert_rows(model, rows_after(range(step + 1), model.world_size, loss=skipping_loss))
+        model.close()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> None:
+    run_ranks(overflow_in_one_bucket, outside, world_size=2)
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def one_rank_per_node() -> None:
+    topology = topologies.build("alternating_exp_ring", dist.get_world_size(), local_size=1)
+    with wrap(topology=topology) as model:
+        train(model, range(5))
+        assert_rows(model, rows_after(range(5), model.world_size, topology=topology))
+
+
+def test_alternating_exp_ring_with_one_rank_per_node() -> None:
+    """It leaves groups of one, for which there is no communicator."""
+    run_ranks(one_rank_per_node, world_size=4)
+
+
+def every_feature() -> None:
+    for name in ("one_peer_exponential", "complete", "ring", "random_matching"):
+        for model in in_every_mode(topology=name):
+            with model.join():
+                train(model, range(2))
+            rows = rows_after(range(2), model.world_size, topology=name)
+            np.testing.assert_allclose(flat(model), rows[model.rank], rtol=0, atol=1e-12)
+            distance = np.sqrt(np.square(rows - rows.mean(0)).sum(1).mean())
+            assert model.consensus_distance()[0] == pytest.approx(distance, abs=1e-12)
+            with model.averaged():
+                np.testing.assert_allclose(flat(model), rows.mean(0), rtol=0, atol=1e-12)
+            model.idle_step()
+            model.global_avg()
+            np.testing.assert_allclose(flat(model), rows.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_rank_and_odd_numbers_of_ranks_have_every_feature(world_size: int) -> None:
+    run_ranks(every_feature, world_size=world_size)
+
+
+# ------------------------------------------------------------------ the end
+
+
+def train_and_fail(model: GossipDataParallel) -> None:
+    with model:
+        train(model, range(2))
+        raise ZeroDivisionError
+
+
+def end_in_every_way() -> None:
+    plain = make_module()
+    loss_of(plain, 0, 0).backward()
+    for mode in MODES.values():
+        for how in ("close", "exception", "dropped"):
+            module = make_module()
+            model = wrap(module, **mode)
+            if how == "exception":
+                with pytest.raises(ZeroDivisionError):
+                    train_and_fail(model)
+            else:
+                train(model, range(2))
+            if how == "close":
+                model.close()
+            optimizer = model.optimizer
+            del model
+            gc.collect()
+            dist.barrier()  # who is dropped does not wait for what is in flight
+            module.load_state_dict(plain.state_dict())
+            if dist.get_rank() == 0:  # alone: an exchange would find nobody
+                for number in (1, 2):
+                    loss_of(module, 0, 0).backward()
+                    for parameter, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+                        assert torch.equal(parameter, wanted), how
+                        torch.testing.assert_close(parameter.grad, number * wanted.grad, rtol=0, atol=1e-15)
+                optimizer.step()
+                assert not any(map(torch.equal, module.parameters(), plain.parameters()))
+            dist.barrier()
+
+
+def test_nothing_of_the_wrapper_is_left_in_the_module_after_its_end() -> None:
+    launch(end_in_every_way, world_size=2)

@@ -1,0 +1,359 @@
+"""Ranks that go on without those that die, and that others join and leave; and the dense recursion of those that train.
+
+Every rank's loss is half its squared distance from a target of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import unsupervised
+from loguru import logger
+from torch import nn
+
+import topologies
+from gossip import GossipDataParallel
+from gossip.lab.faults.fault import Fault
+from gossip.parameters.flat_state import flatten
+from gossip.parameters.plain_state import plain
+
+RATE = 0.1
+TIMEOUT = timedelta(seconds=20)
+NUM_MORE = 12
+"""So many steps are made once everybody is there who was expected."""
+JOINING = -1
+"""Stands for ranks that join, where what is to happen is said by rank."""
+
+Dropped = dict[tuple[int, int], list[int]]
+"""By step and bucket, whose messages (by their ranks at the beginning) a rank did not mix in."""
+
+
+class Pair(nn.Module):
+    """Two parameters, and half the squared distance of each from its target."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(numel, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(numel, dtype=torch.float64))
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return 0.5 * ((self.first - target[0]).square().sum() + (self.second - target[1]).square().sum())
+
+
+def make_model(numel: int, options: Mapping[str, Any]) -> GossipDataParallel:
+    """Two parameters of a bucket each, of zeros."""
+    chosen: dict[str, Any] = {
+        "optimizer": functools.partial(torch.optim.SGD, lr=RATE),
+        "bucket_cap_mb": numel * 8 / 2**20,
+        "timeout": TIMEOUT,
+        "on_peer_loss": "continue",
+    }
+    return GossipDataParallel(Pair(numel), **chosen | dict(options))
+
+
+def targets(rank: int, numel: int) -> torch.Tensor:
+    return torch.randn(2, numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def flat(module: Any) -> torch.Tensor:
+    """Copies of both parameters, [2, numel]."""
+    return torch.stack([parameter.detach().clone() for parameter in module.parameters()])
+
+
+def digest_of(model: GossipDataParallel) -> str:
+    """Of parameters and the optimizer's state."""
+    state = plain([dict(model.module.named_parameters()), model.optimizer.state_dict()], "the state")
+    text, values = flatten(state)
+    return hashlib.sha256(text.encode() + values.numpy().tobytes()).hexdigest()
+
+
+def joins() -> bool:
+    """Whether this process joins the training of others."""
+    return torch.distributed.get_world_size() == 1
+
+
+def steps_until(
+    model: GossipDataParallel, is_complete: Callable[[], bool], num_more: int = NUM_MORE
+) -> Iterator[int | None]:
+    """Yield before every step, until ``is_complete`` and some steps more; their number in the end, once it is known."""
+    last = None
+    while last is None or model.step < last:
+        if last is None and is_complete():
+            last = model.step + num_more
+        yield last
+
+
+def train_until(model: GossipDataParallel, is_complete: Callable[[], bool], num_more: int = NUM_MORE) -> None:
+    """Make these steps."""
+    for _ in steps_until(model, is_complete, num_more):
+        model(targets(model.world.member, model.module.first.numel())).backward()
+
+
+# ---------------------------------------------------------------------- what ranks tell
+
+
+class Stay(NamedTuple):
+    """What a rank tells.
+
+    Attributes
+    ----------
+    member : int
+    first_step : int
+        0, or that at which it joined.
+    values : list of Tensor
+        By step from the first one on its parameters before it; then after the last one, and after the global average.
+    digests : list of str
+        Of parameters and the optimizer's state, likewise; the last is that after the last step.
+    generations : list of (int, tuple of int)
+        First steps and members.
+    lost : dict of int to str
+        Whom it has lost, and why.
+    came : tuple of (int, int) or None
+        Whose state it took over, and of which step.
+    """
+
+    member: int
+    first_step: int
+    values: list[torch.Tensor]
+    digests: list[str]
+    generations: list[tuple[int, tuple[int, ...]]]
+    lost: dict[int, str]
+    came: tuple[int, int] | None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it left half-way, and has no global average."""
+        return len(self.digests) == len(self.values)
+
+
+@contextlib.contextmanager
+def recorded(file: Path) -> Iterator[None]:
+    """Within the block it is noted whose messages are not mixed in, also for those who will end."""
+    from gossip.exchange.edge_transport import EdgeExchange
+
+    finish = EdgeExchange.finish
+
+    def finish_and_record(self: Any) -> None:
+        finish(self)
+        if self.dropped:
+            members = sorted(self._members[place] for place in self.dropped)
+            with file.open("a") as notes:
+                notes.write(json.dumps([self._step, self._bucket, members]) + "\n")
+
+    with mock.patch.object(EdgeExchange, "finish", finish_and_record):
+        yield
+
+
+def read_dropped(file: Path) -> Dropped:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {(step, bucket): members for step, bucket, members in map(json.loads, lines)}
+
+
+def stay(
+    folder: str,
+    numel: int,
+    until: tuple[int, ...] | int,
+    ends: Mapping[int, Fault],
+    leaves: tuple[int, ...],
+    options: Mapping[str, Any],
+    is_told: bool = False,
+) -> Stay:
+    """Make so many steps; or train until the members have been these, and some steps more.
+
+    ``ends`` says by rank where it ends. Those who leave do so half-way; with ``is_told`` it is SIGTERM that makes them.
+    With ``shares_memory=False`` among the options all messages go over sockets. Whose messages member r does not mix in
+    is in ``folder/r``, for :func:`read_dropped`.
+    """
+    from gossip.elastic import elastic_world
+    from gossip.lab.faults.injection import injected  # it loads what a test shows not to be loaded otherwise
+
+    number = JOINING if joins() else torch.distributed.get_rank()
+    came: list[tuple[int, int]] = []
+
+    def listen(message: Any) -> None:
+        if found := re.search(r"joins at step \d+, with what rank (\d+) had at step (\d+)", str(message)):
+            came.append((int(found[1]), int(found[2])))
+
+    logger.add(listen, level="INFO")
+    options = dict(options)
+    shares_memory = options.pop("shares_memory", True)
+    values: list[torch.Tensor] = []
+    digests: list[str] = []
+    generations: list[tuple[int, tuple[int, ...]]] = []
+    with (
+        mock.patch.object(elastic_world, "can_share", return_value=shares_memory),
+        injected([ends[number]] if number in ends else []),
+        contextlib.ExitStack() as stack,
+    ):
+        model = make_model(numel, options)
+        member, first = model.world.member, model.step
+        stack.enter_context(recorded(Path(folder) / str(member)))
+        target = targets(member, numel)
+
+        def note() -> None:
+            if not generations or model.members != generations[-1][1]:
+                generations.append((model.step, model.members))
+            values.append(flat(model.module))
+            digests.append(digest_of(model))
+
+        def told() -> Stay:
+            lost = dict(model.world.mesh.lost)
+            return Stay(member, first, values, digests, generations, lost, came[0] if came else None)
+
+        num_steps = until if isinstance(until, int) else NUM_MORE
+        for last in steps_until(model, lambda: isinstance(until, int) or model.members == until, num_steps):
+            note()
+            if last is not None and member in leaves and model.step == last - num_steps // 2:
+                if is_told:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    with pytest.raises(SystemExit, match="143"):
+                        model(target)
+                else:
+                    model.leave()
+                return told()
+            model(target).backward()
+            if not options.get("step_in_backward", True):
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+        note()
+        model.global_avg()
+        values.append(flat(model.module))
+        if model.members != generations[-1][1]:
+            generations.append((model.step + 1, model.members))
+        found = told()
+        model.close()
+    return found
+
+
+# ---------------------------------------------------------------------- what becomes of them
+
+
+class Outcome(NamedTuple):
+    """What became of all ranks.
+
+    Attributes
+    ----------
+    stays : dict of int to Stay
+        By member, what they tell; those that ended tell nothing.
+    dropped : dict of int to dict
+        Whose messages each did not mix in.
+    """
+
+    stays: dict[int, Stay]
+    dropped: dict[int, Dropped]
+
+    @property
+    def longest(self) -> Stay:
+        """What the one tells that was there for longest."""
+        return max(self.stays.values(), key=lambda one: len(one.values))
+
+
+def run(
+    until: tuple[int, ...] | int,
+    *,
+    world_size: int = 4,
+    numel: int = 64,
+    num_joining: int = 0,
+    ends: Mapping[int, Fault] | None = None,
+    leaves: tuple[int, ...] = (),
+    doomed: Fault | None = None,
+    is_told: bool = False,
+    **options: Any,
+) -> Outcome:
+    """Train, with joining ranks; with ``doomed`` one more comes first, and ends there."""
+    faults = dict(ends or {})
+    frozen = {rank for rank, fault in faults.items() if fault.kind == "freeze"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, numel, until, faults, leaves, options, is_told)
+        with unsupervised.started(stay, *arguments, world_size=world_size) as ranks:
+            if doomed is not None:
+                ranks.join(stay, folder, numel, until, {JOINING: doomed}, leaves, options)
+                ranks.wait_until_stopped(world_size)
+            for _ in range(num_joining):
+                ranks.join(stay, *arguments)
+            results = ranks.results(silent=frozen)
+        assert [rank for rank, one in enumerate(results[:world_size]) if one is None] == sorted(faults)
+        told = [one for one in results if one is not None]
+        members = {member for one in told for _, generation in one.generations for member in generation}
+        dropped = {member: read_dropped(Path(folder) / str(member)) for member in members}
+    return Outcome({one.member: one for one in told}, dropped)
+
+
+def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:
+    """By step, the members' values in the recursion along each generation's topology, without what was dropped."""
+    stays, longest = outcome.stays, outcome.longest
+    last = longest.first_step + len(longest.values) - 2
+    numel = longest.values[0].shape[1]
+    quits = {
+        member: one.first_step + len(one.values) - 1
+        for member, one in stays.items()
+        if member not in longest.generations[-1][1]
+    }
+    goal = {member: targets(member, numel).numpy() for member in outcome.dropped}
+    x = {member: np.zeros((2, numel)) for member in longest.generations[0][1]}
+    differences = dict.fromkeys(x, np.zeros((2, numel)))
+    by_step: list[dict[int, np.ndarray]] = []
+    for step in range(last + 1):
+        members = next(members for first, members in reversed(longest.generations) if first <= step)
+        if any(first == step for first, _ in longest.generations[1:]):
+            x = {member: values + differences[member] for member, values in x.items()}
+            for member in set(members) - x.keys():
+                source, given_at = stays[member].came or (0, 0)
+                x[member] = by_step[given_at][source]
+            differences = dict.fromkeys(x, np.zeros((2, numel)))
+        x = {member: x[member] for member in members}
+        by_step.append(x)
+        matrix = topologies.build(topology, len(members)).round(step).matrix()
+        after, mixed = {}, {}
+        for member in members:
+            updates = step < quits.get(member, last + 1)
+            after[member] = x[member] + differences[member] - RATE * updates * (x[member] - goal[member])
+        for i, member in enumerate(members):
+            mixed[member] = np.zeros((2, numel))
+            for (j, other), parameter in ((pair, p) for pair in enumerate(members) for p in range(2)):
+                # Buckets are in the reversed order of the parameters.
+                if other not in outcome.dropped[member].get((step, 1 - parameter), ()):
+                    mixed[member][parameter] += matrix[i, j] * (after[other][parameter] - after[member][parameter])
+        x, differences = after, mixed
+    return by_step
+
+
+def assert_follow_the_recursion(outcome: Outcome, topology: str) -> None:
+    assert_agree(outcome)
+    expected = dense(outcome, topology)
+    for member, one in outcome.stays.items():
+        for step, values in enumerate(one.values if one.has_left else one.values[:-1], one.first_step):
+            np.testing.assert_allclose(
+                values, expected[step][member], atol=1e-11, err_msg=f"rank {member}, step {step}"
+            )
+
+
+def assert_agree(outcome: Outcome) -> None:
+    """All have seen the same generations since they came, took what one had exactly, and end with the same mean."""
+    stays, longest = outcome.stays, outcome.longest
+    assert set(longest.generations[-1][1]) == {member for member, one in stays.items() if not one.has_left}
+    left = [stays[member] for member in longest.generations[-1][1]]
+    for one in left:
+        seen = [members for first, members in longest.generations if first >= one.first_step]
+        assert [members for _, members in one.generations[-len(seen) :]] == seen
+        if one.came is not None:
+            source, step = one.came
+            assert one.digests[0] == stays[source].digests[step - stays[source].first_step]
+    mean = np.mean([one.values[-2] for one in left], axis=0)
+    for one in left:
+        np.testing.assert_allclose(one.values[-1], mean, atol=1e-12)
