@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ _SHORTEST_PAUSE_MS, _LONGEST_PAUSE_MS = 1_000, 120_000  # the range that the ker
 _FIRST_PAUSE_MS = 200
 _USUAL_NUM_ATTEMPTS = 15
 _NUM_ATTEMPTS = Path("/proc/sys/net/ipv4/tcp_retries2")
-_OPEN_FILES = Path("/proc/self/fd")
+_OPEN_FILES = "/proc/self/fd"
 
 
 def with_resending(timeout: timedelta) -> timedelta:
@@ -40,9 +41,8 @@ def resending_soon(timeout: timedelta) -> Iterator[None]:
     before = _connections()
     yield
     pause_ms = longest_pause_ms(timeout, _num_attempts())
-    for number, identity in _connections().items():
-        if before.get(number) != identity:
-            _bound(number, pause_ms)
+    for number, _ in _connections() - before:
+        _bound(number, pause_ms)
 
 
 def longest_pause_ms(timeout: timedelta, num_attempts: int) -> int:
@@ -74,15 +74,15 @@ def _num_attempts() -> int:
         return _USUAL_NUM_ATTEMPTS
 
 
-def _connections() -> dict[int, str]:
+def _connections() -> set[tuple[int, int]]:
     """Return the open sockets of this process, each with what distinguishes it from a later one of the same number."""
-    found = {}
+    found = set()
     with contextlib.suppress(OSError):  # without /proc none can be found
-        for entry in _OPEN_FILES.iterdir():
+        for number in map(int, os.listdir(_OPEN_FILES)):
             with contextlib.suppress(OSError):  # closed meanwhile
-                identity = os.readlink(entry)
-                if identity.startswith("socket:"):
-                    found[int(entry.name)] = identity
+                status = os.fstat(number)
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((number, status.st_ino))
     return found
 
 
