@@ -5,6 +5,12 @@ Every rank trains its own replica and, after each step, averages it with a few p
 workers on this machine.
 """
 
+# ruff: noqa: E402
+
+import gossip_training
+
+gossip_training.check_files("gossip")  # before any file of a package of the same name is imported
+
 from gossip.algorithms import ALGORITHMS as ALGORITHMS
 from gossip.algorithms import AdamTracking as AdamTracking
 from gossip.algorithms import AdaptThenCombine as AdaptThenCombine

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv and measures the tables of the benchmark, as root on shaped links; arguments are passed on to each run.
 set -u
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" lab,bench
 
 folder=outputs/bench_$(date +%Y-%m-%d_%H-%M-%S)
 failed=()

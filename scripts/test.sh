@@ -3,7 +3,7 @@
 # also the slow ones and those beside other libraries and programs. With --quick only those that start no process either,
 # in less than two minutes. With other arguments, pytest runs once, with these.
 set -u
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters would compile the same files
 
 failed=()

@@ -91,6 +91,7 @@ def test_wheel_holds_every_module_and_the_configuration(wheel: Path) -> None:
     files = {path for package in ("gossip", "topologies") for path in (REPOSITORY / package).rglob("*.*")}
     files = {path for path in files if path.suffix not in (".c", ".so")}
     expected = {path.relative_to(REPOSITORY).as_posix(): path for path in files if "__pycache__" not in path.parts}
+    expected["gossip_training.py"] = REPOSITORY / "gossip_training.py"
     expected |= {f"gossip/lab/configs/{path.relative_to(CONFIGS)}": path for path in CONFIGS.rglob("*.yaml")}
     packed = {name: data for name, data in content(wheel).items() if ".dist-info/" not in name}
     assert len(compiled(packed)) == (quantized_by() == "C")
