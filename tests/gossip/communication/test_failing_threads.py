@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from elastic_ranks import make_model, targets
+from tiers import rest_is_slow
 
 from gossip import GossipError
 from gossip.algorithms.asynchronous import Asynchronous
@@ -52,9 +53,9 @@ def failing_beside(owner: Any, name: str) -> Any:
 
 
 PLACES: dict[str, tuple[type, str, dict[str, Any]]] = {
-    "the mesh takes up changes": (Mesh, "_take_up_changes", {}),
-    "the mesh handles a frame": (Mesh, "put", {}),
     "the agreement looks": (Consensus, "_is_due", {}),
+    "the mesh handles a frame": (Mesh, "put", {}),
+    "the mesh takes up changes": (Mesh, "_take_up_changes", {}),
     "averages": (PairAverager, "answer", {"algorithm": Asynchronous(max_staleness=1)}),
 }
 
@@ -83,7 +84,7 @@ def train(place: str) -> tuple[str, str]:
     return str(lost), ""
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", rest_is_slow(PLACES, 2))
 def test_a_rank_ends_with_what_its_thread_raised_and_the_other_goes_on(place: str) -> None:
     with unsupervised.started(train, place, world_size=2) as ranks:
         (text, trace), (lost, _) = ranks.results()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiers import rest_is_slow
 
 from gossip import ExchangeError, LaunchError, World, launch
 from gossip.communication import row_collectives
@@ -21,13 +22,21 @@ from gossip.launching import worker_reports
 
 TIMEOUT = timedelta(seconds=4)
 CHUNK_BYTES = row_collectives._CHUNK_BYTES
+DTYPES = torch.float32, torch.float64, torch.bfloat16
 
 
-def gather(shares_memory: bool, dtype: torch.dtype, numels: list[int]) -> None:
+def numels(dtype: torch.dtype) -> list[int]:
+    per_chunk = CHUNK_BYTES // dtype.itemsize
+    return [1, 7, per_chunk, per_chunk + 1, 0, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
+
+
+def gather(shares_memory: bool) -> None:
+    """Of any size: below a chunk, just one, and several; more often than there are buffers."""
     world = World(TIMEOUT)
     collectives = RowCollectives(world, shares_memory=shares_memory)
     assert collectives.gathers_in_memory == shares_memory
-    for turn, numel in enumerate(numels):
+    cases = [(dtype, numel) for dtype in DTYPES for numel in numels(dtype)]
+    for turn, (dtype, numel) in enumerate(cases):
         everyone = torch.stack(
             [torch.randn(numel, generator=torch.Generator().manual_seed(10 * turn + rank)) for rank in range(3)]
         ).to(dtype)
@@ -38,21 +47,20 @@ def gather(shares_memory: bool, dtype: torch.dtype, numels: list[int]) -> None:
     world.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_rows_of_all_ranks_are_gathered(shares_memory: bool, dtype: torch.dtype) -> None:
-    """Of any size: below a chunk, just one, and several; more often than there are buffers."""
-    per_chunk = CHUNK_BYTES // dtype.itemsize
-    numels = [1, 7, per_chunk, per_chunk + 1, 0, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
-    run_ranks(gather, shares_memory, dtype, numels, world_size=3)
+def test_rows_of_all_ranks_are_gathered(shares_memory: bool) -> None:
+    run_ranks(gather, shares_memory, world_size=3)
 
 
-def add_up(shares_memory: bool, dtype: torch.dtype, numels: list[int], has_out: bool) -> None:
+def add_up(shares_memory: bool) -> None:
     world = World(TIMEOUT)
     size = world.world_size
     collectives = RowCollectives(world, shares_memory=shares_memory)
     assert collectives.sums_in_memory == (shares_memory and size == 2)
-    for turn, numel in enumerate(numels):
+    cases = ((dtype, numel, has_out) for dtype in DTYPES for has_out in (False, True) for numel in numels(dtype))
+    for turn, (dtype, numel, has_out) in enumerate(cases):
+        if numel == 0:
+            continue
         everyone = [
             torch.randn(size, numel, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
             for rank in range(size)
@@ -69,15 +77,9 @@ def add_up(shares_memory: bool, dtype: torch.dtype, numels: list[int], has_out: 
     world.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("shares_memory", "world_size"), [(True, 2), (True, 3), (False, 2)])
-@pytest.mark.parametrize("has_out", [True, False])
-def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(
-    shares_memory: bool, world_size: int, dtype: torch.dtype, has_out: bool
-) -> None:
-    per_chunk = CHUNK_BYTES // dtype.itemsize
-    numels = [1, 7, per_chunk, per_chunk + 1, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
-    run_ranks(add_up, shares_memory, dtype, numels, has_out, world_size=world_size)
+def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(shares_memory: bool, world_size: int) -> None:
+    run_ranks(add_up, shares_memory, world_size=world_size)
 
 
 def count_collectives() -> None:
@@ -121,8 +123,9 @@ def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize(
+    ("how", "sums"), rest_is_slow([("killed", False), ("frozen", True), ("killed", True), ("frozen", False)], 2)
+)
 def test_a_rank_that_stops_is_named(how: str, sums: bool, tmp_path: Path) -> None:
     grace_s = 30.0 if how == "killed" else 0.5  # for rank 0 after the death of rank 1: it may get no core at once
     with mock.patch.object(worker_reports, "_SIBLING_GRACE_S", grace_s), contextlib.suppress(LaunchError):

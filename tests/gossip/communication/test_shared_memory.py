@@ -31,7 +31,7 @@ from gossip import (
 from gossip.communication import shared_memory
 
 WORLD_SIZE = 4
-NAMES = ("complete", "ring", "star", "directed_ring", "one_peer_exponential", "random_matching")
+NAMES = ("complete", "star", "directed_ring", "random_matching")
 KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
     "float32": (Uncompressed(), torch.float32, 1e-6),
     "float64": (Uncompressed(), torch.float64, 1e-13),
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
     "int8": (ModuloQuantization(8), torch.float32, 5e-2),
 }
 SIZES = (40_001, 300_007, 5)  # the second goes over a network in pieces; the last one is too small to be read
-NUM_STEPS = 6
+NUM_STEPS = 5  # more than there are buffers
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def exchange_both_ways(cases: list[tuple[str, str]]) -> None:
 
 
 def test_what_is_read_is_what_a_network_would_have_brought() -> None:
-    cases = [*((name, "float32") for name in NAMES), *(("ring", kind) for kind in KINDS if kind != "float32")]
+    cases = [*((name, "float32") for name in NAMES), *(("ring", kind) for kind in KINDS)]
     run_ranks(exchange_both_ways, cases, world_size=WORLD_SIZE)
 
 

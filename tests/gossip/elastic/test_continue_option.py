@@ -6,8 +6,8 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import Pair, flat, make_model, targets
+from elastic_ranks import flat, make_model, targets
 from free_ports import free_port
 from loguru import logger
+from ranks import run_ranks
+from tiers import rest_is_slow
 from torch import nn
 
 import gossip
@@ -66,38 +68,23 @@ def test_min_ranks_is_a_number_of_the_ranks(number: int) -> None:
     )
 
 
-def error_with_the_store_in_a_rank(rank: int, world_size: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    try:
+def error_with(make_group: Callable[[int], None]) -> str:
+    """In a process group of its own."""
+    rank = dist.get_rank()
+    dist.barrier()  # else a rank that leaves could take the other's connection with it
+    dist.destroy_process_group()
+    make_group(rank)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the text is looked at below
         make_model(4, {"topology": "ring"})
-    except ValueError as error:
-        print(error, flush=True)
-    sys.stdin.read()  # the other rank may still need this process
-    os._exit(0)
+    return str(caught.value)
 
 
-def lines_of_two(code: str, *arguments: str) -> list[str]:
-    """The first ones of two processes, ranks 0 and 1, which may end when both are there; the rank is an argument."""
-    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[2] / "helpers")))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments],
-            env={**os.environ, "PYTHONPATH": folders},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    lines = [process.stdout.readline() for process in processes if process.stdout is not None]
-    for process in processes:
-        process.communicate(timeout=60)
-    return lines
+def group_with_the_store_in_a_rank(port: int, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
 def test_a_store_that_dies_with_a_rank_is_refused() -> None:
-    code = "import test_continue_option as module, sys; module.error_with_the_store_in_a_rank(*map(int, sys.argv[1:]))"
-    for text in lines_of_two(code, "2", str(free_port())):
+    for text in run_ranks(error_with, functools.partial(group_with_the_store_in_a_rank, free_port()), world_size=2):
         assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
@@ -112,22 +99,18 @@ def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
         return model.members
 
 
-def error_on_two_machines(rank: int, path: str) -> None:
+def error_on_two_machines(path: str) -> str:
+    def make_group(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+
     from gossip.elastic import elastic_world  # another test shows that it is not loaded by default
 
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    with mock.patch.object(elastic_world, "own_network", return_value=["a machine", rank]):
-        try:
-            make_model(4, {"topology": "ring"})
-        except ValueError as error:
-            print(error, flush=True)
-    sys.stdin.read()
-    os._exit(0)
+    with mock.patch.object(elastic_world, "own_network", return_value=["a machine", dist.get_rank()]):
+        return error_with(make_group)
 
 
 def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
-    code = "import test_continue_option as module, sys; module.error_on_two_machines(int(sys.argv[1]), sys.argv[2])"
-    for text in lines_of_two(code, str(tmp_path / "store")):
+    for text in run_ranks(error_on_two_machines, str(tmp_path / "store"), world_size=2):
         assert "is on a different machine than rank" in text
         assert "because its key-value store, FileStore, has no host" in text
 
@@ -177,11 +160,6 @@ def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
         launch(train_and_die, 5, (0, 1), world_size=4, on_peer_loss="continue")
 
 
-def test_launch_ends_all_by_default() -> None:
-    with pytest.raises(LaunchError, match="rank 1 failed: the process ended without an error message, with signal 9"):
-        launch(train_and_die, 5, (1,), world_size=3)
-
-
 def loaded_by_default() -> list[str]:
     with make() as model:
         model(torch.ones(1, 2)).sum().backward()
@@ -226,6 +204,7 @@ def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
         return str(caught.value), sorted(path.name for path in Path(folder).glob("step*")), model.members
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nobody_s_training(tmp_path: Path) -> None:
     for text, saved, members in launch(save_on_a_full_disk, str(tmp_path), world_size=3, on_peer_loss="continue"):
         assert "No space left on device" in text
@@ -239,7 +218,7 @@ def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
         return checkpoint.world_size, checkpoint.step, flat(model.module)
 
 
-@pytest.mark.parametrize("number", [0, 2, 4, 5])
+@pytest.mark.parametrize("number", rest_is_slow([4, 0, 2, 5]))
 def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     with unsupervised.started(save_with_a_death, folder, number, world_size=4) as ranks:
@@ -252,10 +231,3 @@ def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path
     for rank, result in zip(range(3), (results[0], results[1], results[3]), strict=True):
         assert loaded[rank][:2] == (3, 4)
         assert torch.equal(loaded[rank][2], result[0])
-
-
-def test_the_pair_is_what_the_tests_take_it_for() -> None:
-    pair = Pair(3)
-    pair(torch.ones(2, 3, dtype=torch.float64)).backward()
-    assert pair.first.grad is not None
-    assert pair.first.grad.tolist() == [-1.0] * 3

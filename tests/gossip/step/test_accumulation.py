@@ -9,16 +9,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loguru import logger
+from listening import logged
 from ranks import run_ranks
+from small_runs import MODES, TINY_BUCKETS, finish
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
-MODES = {"in backward": {}, "all at once": {"clip_grad_norm": 1e9}, "outside": {"step_in_backward": False}}
 
 
 def make_module() -> nn.Sequential:
@@ -28,12 +27,6 @@ def make_module() -> nn.Sequential:
 
 def wrap(module: nn.Module, mode: str) -> GossipDataParallel:
     return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-
-
-def finish(model: GossipDataParallel) -> None:
-    if not model._arguments.step_in_backward:
-        model.optimizer.step()
-        model.optimizer.zero_grad()
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
@@ -110,40 +103,6 @@ def test_gradients_from_no_sync_alone_are_applied_and_nothing_leaks(mode: str) -
         finish(model)
         assert all(parameter.grad is None for parameter in model.parameters())
     assert_same(model, plain)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_two_networks_with_two_losses(mode: str) -> None:
-    """As in a GAN: the output of one feeds the other, and both forwards come before any backward."""
-    torch.manual_seed(0)
-    plain = nn.ModuleDict({"generator": nn.Linear(3, 4), "critic": nn.Linear(4, 1)}).double()
-
-    class Both(nn.Module):
-        def __init__(self, parts: nn.ModuleDict) -> None:
-            super().__init__()
-            self.parts = parts
-
-        def forward(self, noise: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            fake = torch.tanh(self.parts["generator"](noise))
-            return self.parts["critic"](fake), self.parts["critic"](real)
-
-    module = Both(plain)
-    reference = copy.deepcopy(module)
-    model = wrap(module, mode)
-    optimizer = SGD(reference.parameters())
-    for step in range(3):
-        noise = torch.full((2, 3), 1.0 + step, dtype=torch.float64)
-        real = torch.full((2, 4), 0.5, dtype=torch.float64)
-        for each in (reference, model):
-            on_fake, on_real = each(noise, real)
-            again, _ = each(noise + 1, real)
-            with model.no_sync():
-                (on_fake.mean() - on_real.mean()).backward()
-            (again.square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        finish(model)
-    assert_same(model, reference)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -223,23 +182,6 @@ def test_every_parameter_is_mixed_whatever_is_frozen() -> None:
     assert first[1] == start[1]  # 0.bias never trained
 
 
-def test_forwards_under_inference_mode_in_train_mode_change_nothing() -> None:
-    module = make_module()
-    plain, model = copy.deepcopy(module), GossipDataParallel(module, SGD)
-    with torch.inference_mode():
-        model.eval()(torch.ones(2, 4, dtype=torch.float64))
-    model.train()
-    with torch.no_grad():
-        model(torch.zeros(3, 4, dtype=torch.float64))
-        plain(torch.zeros(3, 4, dtype=torch.float64))
-    for each in (plain, model):
-        each(torch.ones(3, 4, dtype=torch.float64)).square().mean().backward()
-    SGD(plain.parameters()).step()
-    assert model.step == 1
-    assert_same(model, plain)
-    torch.testing.assert_close(model.module[2].running_mean, plain[2].running_mean)
-
-
 # ------------------------------------------------------------------ without no_sync
 
 
@@ -295,13 +237,8 @@ LOOPS: dict[str, tuple[Callable[[GossipDataParallel], None], int]] = {
 
 
 def warnings_of(loop: Callable[[GossipDataParallel], None], model: GossipDataParallel) -> list[str]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    try:
+    with logged() as lines, model:
         loop(model)
-    finally:
-        logger.remove(sink)
-        model.close()
     return lines
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import RankError, run_ranks
+from tiers import rest_is_slow
 from torch import nn
 from wrong_ranks import WRONG, blow_up, scale, train
 
@@ -67,17 +68,19 @@ ON_WIRE = {"topology": "complete", "transport": partial(DistributedTransport, sh
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"topology": "ring"},
-        {"topology": "one_peer_hypercube"},
-        {"topology": "ring", "compression": "int8"},
-        {"topology": "ring", "compression": "bf16"},
-        {"topology": "star", "max_difference": 3.0},
-        ON_WIRE,
-        {"topology": "ring", "on_peer_loss": "continue"},
-        {"topology": topologies.build("ring", 4).then(topologies.build("complete", 4), after=JUMP_AT)},  # new edges
-    ],
-    ids=str,
+    rest_is_slow(
+        [
+            {"topology": "ring", "compression": "int8"},
+            {"topology": "star", "max_difference": 3.0},
+            {"topology": topologies.build("ring", 4).then(topologies.build("complete", 4), after=JUMP_AT)},  # new edges
+            {"topology": "ring"},
+            {"topology": "one_peer_hypercube"},
+            {"topology": "ring", "compression": "bf16"},
+            ON_WIRE,
+            {"topology": "ring", "on_peer_loss": "continue"},
+        ],
+        3,
+    ),
 )
 def test_the_mean_is_exact_where_both_ends_clip(options: Mapping[str, Any]) -> None:
     values, clipped = zip(*run_ranks(mix, {"algorithm": "atc", **options}, world_size=4), strict=True)
@@ -134,6 +137,7 @@ def decaying(step: int) -> float:
     return max(0.0, 1 - step / 200)
 
 
+@pytest.mark.slow
 def test_a_fault_leaves_the_others_and_the_average_as_they_were() -> None:
     options = {"topology": "ring", "max_difference": "clip", "schedule": decaying, "on_peer_loss": "continue"}
     clean, faulty = (run_ranks(train, 200, fault, 50, options, world_size=4) for fault in (None, scale))
@@ -144,7 +148,7 @@ def test_a_fault_leaves_the_others_and_the_average_as_they_were() -> None:
     assert faulty[WRONG].loss < 2 * clean[WRONG].loss
 
 
-@pytest.mark.parametrize("fault", [scale, blow_up])
+@pytest.mark.parametrize("fault", rest_is_slow([scale, blow_up]))
 def test_a_rank_that_is_astray_raises_where_nobody_can_be_joined(fault: Callable[[GossipDataParallel], None]) -> None:
     with pytest.raises(RankError, match=rf"rank {WRONG}: step 70, bucket 0: whatever arrived in 20 exchanges"):
         run_ranks(train, 80, fault, 50, {"topology": "ring", "max_difference": "clip"}, world_size=4)

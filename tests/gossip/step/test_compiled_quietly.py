@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import rest_is_slow
 from torch import nn
 
 from gossip import GossipDataParallel, launch
@@ -101,6 +102,6 @@ def train_in_all_ways(algorithm: str) -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+@pytest.mark.parametrize("algorithm", rest_is_slow(["adapt_while_communicating", "adapt_then_combine"]))
 def test_compiled_training_leaves_no_warnings(algorithm: str) -> None:
     launch(train_in_all_ways, algorithm, world_size=2)

@@ -121,28 +121,6 @@ def test_evaluation_and_forwards_without_backward_are_no_steps() -> None:
     assert model.step == 2
 
 
-def steps_with_control_flow_that_differs() -> int:
-    """Each rank and step uses another part of the model, or none."""
-    model = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)))
-    for step in range(6):
-        part = (model.rank + step) % 4
-        if part == 3:
-            model.idle_step()
-        else:
-            model.module[part](torch.ones(1, 3)).sum().backward()
-    model.global_avg()
-    everyone = [torch.empty(3, 3) for _ in range(model.world_size)]
-    for layer in model.module:
-        dist.all_gather(everyone, layer.weight.detach().contiguous())
-        assert all(torch.equal(other, everyone[0]) for other in everyone)
-    model.close()
-    return model.step
-
-
-def test_control_flow_may_differ_by_rank_and_step() -> None:
-    assert run_ranks(steps_with_control_flow_that_differs, world_size=3) == [6, 6, 6]
-
-
 # ------------------------------------------------------------------ what goes wrong
 
 
@@ -303,8 +281,6 @@ def wrap_many_times(how: str) -> tuple[int, int]:
             model = wrap()
             model(torch.ones(1, 3)).sum().backward()
             model.global_avg()
-            if how == "closed":
-                model.close()
             del model
         gc.collect()
         if number in (2, 12):
@@ -313,7 +289,7 @@ def wrap_many_times(how: str) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped", "refused"])
+@pytest.mark.parametrize("how", ["dropped", "refused"])
 def test_wrapping_many_times_leaves_no_threads(how: str) -> None:
     for early, late in launch(wrap_many_times, how, world_size=2):
         assert late <= early
@@ -322,22 +298,19 @@ def test_wrapping_many_times_leaves_no_threads(how: str) -> None:
 # ------------------------------------------------------------------ dtypes and buffers
 
 
-def idle_steps_in_half_precision(dtype: torch.dtype) -> bool:
-    torch.manual_seed(0)
-    module = nn.Linear(64, 64).to(dtype)
-    model = GossipDataParallel(module, None, "complete")
-    before = module.weight.detach().clone()
-    for _ in range(3):
-        model.idle_step()
-    unchanged = torch.equal(module.weight, before)
-    model.close()
-    return unchanged
+def idle_steps_in_half_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        module = nn.Linear(64, 64).to(dtype)
+        with GossipDataParallel(module, None, "complete") as model:
+            before = module.weight.detach().clone()
+            for _ in range(3):
+                model.idle_step()
+            assert torch.equal(module.weight, before), dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [3, 5])
-def test_mixing_equal_replicas_changes_nothing(dtype: torch.dtype, world_size: int) -> None:
-    assert all(run_ranks(idle_steps_in_half_precision, dtype, world_size=world_size))
+def test_mixing_equal_replicas_changes_nothing(world_size: int) -> None:
+    run_ranks(idle_steps_in_half_precision, world_size=world_size)
 
 
 BUFFER_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.int64)
