@@ -30,7 +30,7 @@ class Kept(NamedTuple):
         What becomes of it when ranks are lost, leave or join during training. "joint": it only means something together
         with that of the same other ranks, such as trackers and corrections, whose sum over ranks is known; all ranks
         begin it anew. "own": it belongs to the values of its rank, such as error feedback; the rank keeps it, and one
-        that joins takes over its giver's along with the values. "common": it is equal on all ranks by definition, such
+        that joins takes over its source's along with the values. "common": it is equal on all ranks by definition, such
         as the anchor and the velocity of outer steps; it is kept and taken over too, and if an exchange that was to be
         exact has left it different on different ranks, all get the mean.
     """

@@ -13,13 +13,13 @@ from gossip.communication.world import World
 
 
 class Flag(Protocol):
-    """Whether any rank has said yes, step by step; only :meth:`wait` blocks."""
+    """Whether any rank has voted yes, step by step; only :meth:`wait` blocks."""
 
-    def say(self, yes: bool) -> None:
+    def vote(self, yes: bool) -> None:
         """Take part in the next agreement. Local."""
 
     def wait(self) -> bool | None:
-        """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
+        """Return whether any rank voted yes in the latest agreement of this rank; None if there has been none.
 
         Raises
         ------
@@ -49,7 +49,7 @@ class AgreedFlag:
 
     Notes
     -----
-    Construction is collective: every rank must construct it, and say yes or no equally often.
+    Construction is collective: every rank must construct it, and vote equally often.
     """
 
     def __init__(self, world: World, what: str) -> None:
@@ -63,7 +63,7 @@ class AgreedFlag:
             self._worker_threads = WorkerThreads(f"gossip-flag-{world.rank}", world.timeout)
             self._device_paths = DevicePaths(self._worker_threads, world.membership.backends)
 
-    def say(self, yes: bool) -> None:
+    def vote(self, yes: bool) -> None:
         if self._world.is_alone:
             self._answer = yes
             return

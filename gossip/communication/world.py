@@ -123,7 +123,7 @@ class World:
         assert self.membership is not None
         self._store = self.membership.store()
         with resending_soon(self.timeout):
-            notes = None if self._store is None else self._guarded(own_connection(self._store), "roll call")
+            notes = None if self._store is None else self._guarded(own_connection(self._store), "progress markers")
         self.progress_markers = ProgressMarkers(notes, self.rank, self.world_size)
         self.progress_markers.note("constructing the model")
         absent: str | None = "interrupted"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gossip.communication.authenticated_store import NotGenuine
-from gossip.elastic.flag_votes import Position, Yes
+from gossip.elastic.flag_votes import FlagVote, Position
 from gossip.errors import ExchangeError
 
 
@@ -39,14 +39,14 @@ class Vote(NamedTuple):
     ----------
     position : tuple of int
         The position that it does not leave before there is a decision.
-    yeses : list of tuple
-        What it knows that lost ranks had said yes to.
+    flag_votes : list of tuple
+        The votes for yes that it knows of lost ranks.
     is_joint : bool
         Whether it is in a collective operation.
     """
 
     position: Position
-    yeses: list[Yes]
+    flag_votes: list[FlagVote]
     is_joint: bool
 
 
@@ -57,12 +57,12 @@ class Decision(NamedTuple):
     ----------
     positions : list of (int, tuple of int)
         The ranks that continue, join or leave, and their positions.
-    yeses : list of tuple
-        What the lost ranks had said yes to.
+    flag_votes : list of tuple
+        The votes for yes of the lost ranks.
     """
 
     positions: list[tuple[int, Position]]
-    yeses: list[Yes]
+    flag_votes: list[FlagVote]
 
 
 class StoreLost(ExchangeError):

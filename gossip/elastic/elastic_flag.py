@@ -12,7 +12,7 @@ from gossip.errors import ExchangeError
 class ElasticFlag:
     """A :class:`gossip.communication.flags.Flag` for ranks some of which may be lost.
 
-    What a rank had said before it was lost counts equally on all others, even if it had told only one of them: they
+    What a rank had voted before it was lost counts equally on all others, even if it had told only one of them: they
     agree on it when they agree on the remaining ranks.
 
     Parameters
@@ -30,16 +30,16 @@ class ElasticFlag:
         self._pending: tuple[Position, bool, tuple[int, ...]] | None = None
         self._answer: bool | None = None
 
-    def say(self, yes: bool) -> None:
+    def vote(self, yes: bool) -> None:
         """Take part in the next agreement, that of the ranks that make this step. Local."""
         consensus = self._world.consensus
         members = consensus.entered.members
         self._pending = consensus.position, yes, members
         others = (member for member in members if member != self._world.member)
-        consensus.board.tell(others, self._question, consensus.position, yes)
+        consensus.flag_votes.tell(others, self._question, consensus.position, yes)
 
     def wait(self) -> bool | None:
-        """Return whether any rank said yes in the latest agreement of this rank; None if there has been none.
+        """Return whether any rank voted yes in the latest agreement of this rank; None if there has been none.
 
         If this rank cannot continue, which it learns at the end of its step, the answer has no meaning.
         """
@@ -56,10 +56,10 @@ class ElasticFlag:
             except ExchangeError:
                 return True  # this rank cannot continue: it raises, or comes back, at the end of its step
             for member in list(missing):
-                word = consensus.board.word_of(member, self._question, position)
-                # A rank that leaves says goodbye after its last word.
-                if word is not None or (member in mesh.lost and member not in left):
-                    answer |= bool(word)
+                vote = consensus.flag_votes.vote_of(member, self._question, position)
+                # A rank that leaves says goodbye after its last vote.
+                if vote is not None or (member in mesh.lost and member not in left):
+                    answer |= bool(vote)
                     missing.discard(member)
             return not missing
 

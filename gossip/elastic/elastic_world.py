@@ -29,7 +29,7 @@ from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
 from gossip.elastic.failure_detector import FailureDetector
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
-from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.state_transfer import StateSource
 from gossip.elastic.store_host import is_kept_here
 from gossip.errors import ExchangeError, GenerationEndedError
 
@@ -68,7 +68,7 @@ class ElasticWorld(FailureDetector):
     ----------
     mesh : Mesh
         The connections to the other ranks.
-    giver : StateGiver
+    state_source : StateSource
         Gives this rank's state to joining ranks.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
@@ -85,7 +85,7 @@ class ElasticWorld(FailureDetector):
     """
 
     mesh: Mesh
-    giver: StateGiver
+    state_source: StateSource
     shared: SharedPayloads | None
     consensus: Consensus
 
@@ -159,7 +159,7 @@ class ElasticWorld(FailureDetector):
         # Without a key, whoever can read the store can join.
         secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
         self.mesh = Mesh(self.member, secret, host, self.timeout, authenticate=self._authenticate)
-        self.giver = StateGiver(self.mesh)
+        self.state_source = StateSource(self.mesh)
         for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
             self.mesh.handlers[kind] = functools.partial(_put, self.questions)
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None

@@ -26,17 +26,7 @@ _STEPS = 2**40
 
 
 class FailureDetector(World):
-    """The part of :class:`gossip.elastic.elastic_world.ElasticWorld` that waits for other ranks.
-
-    Attributes
-    ----------
-    mesh : Mesh
-        The connections to the other ranks.
-    consensus : Consensus
-        Determines who trains.
-    is_in_step : bool
-        Whether the ranks make their steps together.
-    """
+    """The part of :class:`gossip.elastic.elastic_world.ElasticWorld` that waits for other ranks."""
 
     mesh: Mesh
     consensus: Consensus

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.flag_votes import Position
-from gossip.errors import ExchangeError
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,3 @@ class Generation:
     def furthest(self, members: Collection[int]) -> Position:
         """Return the position of the one of ``members`` that was furthest ahead at the time."""
         return max(position for member, position in self.positions if member in members)
-
-
-def too_few(
-    member: int, left: Sequence[int], initial: Sequence[int], reasons: Mapping[int, str], min_ranks: int
-) -> ExchangeError:
-    """Return the error of a rank when fewer than ``min_ranks`` are left of the initial ranks."""
-    gone = [other for other in initial if other not in left]
-    missing = "; ".join(f"rank {other}: {reasons.get(other, 'dropped by others')}" for other in gone)
-    return ExchangeError(
-        f"rank {member}: {len(left)} of {len(initial)} ranks remain ({in_words(left)}), fewer than "
-        f"min_ranks={min_ranks}; missing: {missing}. Start again from the newest checkpoint, or pass a lower min_ranks",
-        failed_ranks=gone,
-    )

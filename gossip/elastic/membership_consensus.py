@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.communication.host import daemon_threads
-from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote
 from gossip.elastic.flag_votes import FlagVotes, Position
-from gossip.elastic.generations import Generation, too_few
+from gossip.elastic.generations import Generation
 from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import ExchangeError, GossipError
 
@@ -58,7 +58,7 @@ class Consensus:
         Whether this rank is in a collective operation.
     is_new : bool
         Whether this rank has joined and made no step yet.
-    board : FlagVotes
+    flag_votes : FlagVotes
         The flags of all members; what lost ranks had said is known to all remaining ranks once they agree on the
         members.
     store_monitor : StoreMonitor
@@ -77,7 +77,7 @@ class Consensus:
     ) -> None:
         self.position: Position = (0, 0, 0)
         self.is_joint = self.is_new = False
-        self.board = FlagVotes(mesh)
+        self.flag_votes = FlagVotes(mesh)
         self._consensus_store = ConsensusStore(store)
         self._mesh = mesh
         self._generations = [Generation(0, tuple(members))]
@@ -380,10 +380,10 @@ class Consensus:
                 self._mesh.cut(other, "the others continue without it")
             with self._changed:
                 position = self.position
-            self._consensus_store.vote(number, member, Vote(position, self.board.yeses_of(gone), self.is_joint))
+            self._consensus_store.vote(number, member, Vote(position, self.flag_votes.votes_of(gone), self.is_joint))
         decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
-            self.board.take_over(decision.yeses)
+            self.flag_votes.take_over(decision.flag_votes)
         with self._changed:
             self._num_attempts = number
             self._asked_in = None
@@ -439,8 +439,10 @@ class Consensus:
                 is_between = min(positions) == max(positions) and not any(vote.is_joint for vote in votes.values())
                 if are_joining and not (self._is_in_step or is_between):
                     return self._consensus_store.decide(number, None)
-                yeses = [yes for vote in votes.values() for yes in vote.yeses]
-                return self._consensus_store.decide(number, Decision(list(zip(votes, positions, strict=True)), yeses))
+                flag_votes = [yes for vote in votes.values() for yes in vote.flag_votes]
+                return self._consensus_store.decide(
+                    number, Decision(list(zip(votes, positions, strict=True)), flag_votes)
+                )
             if time.monotonic() > deadline:
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             if self._mesh.member in asked and not self._suspects.keys().isdisjoint(missing):
@@ -489,7 +491,14 @@ class Consensus:
         self.fail(self._too_few(members))
 
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
-        return too_few(self._mesh.member, members, self._initial, self._suspects, self._min_ranks)
+        gone = [other for other in self._initial if other not in members]
+        missing = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
+        return ExchangeError(
+            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks remain ({in_words(members)}), "
+            f"fewer than min_ranks={self._min_ranks}; missing: {missing}. Start again from the newest checkpoint, or "
+            "pass a lower min_ranks",
+            failed_ranks=gone,
+        )
 
     def _fail(self, text: str) -> None:
         self.fail(ExchangeError(f"rank {self._mesh.member}: {text}"))

@@ -30,7 +30,7 @@ _FIRST, _SECOND = 0, 1  # parts of the state
 _REFUSES = 1  # in place of any piece of a part: the reason why there is none
 
 
-class StateGiver:
+class StateSource:
     """Gives this rank's state to joining ranks, or the reason why they cannot have it. Errors here concern only them.
 
     Parameters
@@ -147,14 +147,16 @@ class StateGiver:
         self._mesh.send(member, Key(Kind.STATE, piece, part), payload)
 
 
-def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool, returns: bool) -> tuple[int, str, torch.Tensor]:
-    """Return the state of the first of ``givers`` that gives it: its rank, text and values.
+def take_state(
+    mesh: Mesh, sources: Sequence[int], *, at_step_end: bool, returns: bool
+) -> tuple[int, str, torch.Tensor]:
+    """Return the state of the first of ``sources`` that gives it: its rank, text and values.
 
     Parameters
     ----------
     mesh : Mesh
         The connections to the other ranks.
-    givers : sequence of int
+    sources : sequence of int
         The ranks to ask, in order.
     at_step_end : bool
         Whether to take the state at the end of a step; otherwise at the beginning of one, after everything that happens
@@ -170,29 +172,29 @@ def take_state(mesh: Mesh, givers: Sequence[int], *, at_step_end: bool, returns:
         No rank gave its state; the text says why.
     """
     lost: list[str] = []
-    refused: dict[str, list[int]] = {}  # givers, by reason
-    for giver in givers:
+    refused: dict[str, list[int]] = {}  # sources, by reason
+    for source in sources:
         needless = _SECOND
         try:
-            mesh.send(giver, Key(Kind.ASK, 0, at_step_end, returns))
-            taken = _take_from(mesh, giver, _FIRST)
+            mesh.send(source, Key(Kind.ASK, 0, at_step_end, returns))
+            taken = _take_from(mesh, source, _FIRST)
             needless = _FIRST
-            return giver, *taken
+            return source, *taken
         except _RefusedError as error:
-            refused.setdefault(str(error), []).append(giver)
+            refused.setdefault(str(error), []).append(source)
         except CannotJoinError:
             raise
         except ExchangeError as error:
             lost.append(str(error))
         finally:
-            mesh.send(giver, Key(Kind.ASK, _LAST, needless))  # it need not keep the state any longer, nor take it
+            mesh.send(source, Key(Kind.ASK, _LAST, needless))  # it need not keep the state any longer, nor take it
     reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
     text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
     raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
 
 
-def take_second_part(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
-    """Return the second part of the state of ``giver``, which sends it unasked: its text and values.
+def take_second_part(mesh: Mesh, source: int) -> tuple[str, torch.Tensor]:
+    """Return the second part of the state of ``source``, which sends it unasked: its text and values.
 
     Raises
     ------
@@ -200,74 +202,74 @@ def take_second_part(mesh: Mesh, giver: int) -> tuple[str, torch.Tensor]:
         It refused, was lost, or did not send it in time.
     """
     try:
-        return _take_from(mesh, giver, _SECOND)
+        return _take_from(mesh, source, _SECOND)
     finally:
-        mesh.send(giver, Key(Kind.ASK, _LAST, _SECOND))
+        mesh.send(source, Key(Kind.ASK, _LAST, _SECOND))
 
 
 class _RefusedError(ExchangeError):
     """A rank cannot give its state; the text is its reason."""
 
 
-def _take_from(mesh: Mesh, giver: int, part: int) -> tuple[str, torch.Tensor]:
-    (head,) = _pieces(mesh, giver, part, [0])
+def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, torch.Tensor]:
+    (head,) = _pieces(mesh, source, part, [0])
     try:
         described: dict[str, Any] = json.loads(head.numpy().tobytes())
         text, num_bytes = str(described["text"]), int(described["num_bytes"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ExchangeError(f"what rank {giver} says of its state cannot be read: {reason(error)}") from error
+        raise ExchangeError(f"what rank {source} says of its state cannot be read: {reason(error)}") from error
     try:
         values = torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
         raise CannotJoinError(
-            f"rank {mesh.member}: joining: the state of rank {giver} has {num_bytes} bytes, for which there is no "
+            f"rank {mesh.member}: joining: the state of rank {source} has {num_bytes} bytes, for which there is no "
             f"memory here: {reason(error)}"
         ) from error
     places = values.split(_PIECE_BYTES) if values.numel() else ()
     for begin in range(0, len(places), _NUM_ASKED):
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
-        for number, content in zip(numbers, _pieces(mesh, giver, part, numbers), strict=True):
+        for number, content in zip(numbers, _pieces(mesh, source, part, numbers), strict=True):
             if content.numel() != places[number - 1].numel():
-                raise ExchangeError(f"piece {number} of rank {giver}'s state has {content.numel()} bytes")
+                raise ExchangeError(f"piece {number} of rank {source}'s state has {content.numel()} bytes")
             places[number - 1].copy_(content)
     return text, values
 
 
-def _pieces(mesh: Mesh, giver: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
+def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
     """Request pieces, but for the first one, and wait for them.
 
     Raises
     ------
     ExchangeError
-        The giver refused, was lost or did not reply in time, or what arrived is not what was sent.
+        The source refused, was lost or did not reply in time, or what arrived is not what was sent.
     """
     for number in filter(None, numbers):
-        mesh.send(giver, Key(Kind.ASK, number, part))
+        mesh.send(source, Key(Kind.ASK, number, part))
     found: dict[int, torch.Tensor] = {}
     timeout_s = mesh.timeout.total_seconds()
     deadline = time.monotonic() + timeout_s
     with mesh.changed:
         while True:
             for number in set(numbers) - found.keys():
-                payload = mesh.take(giver, Key(Kind.STATE, number, part))
+                payload = mesh.take(source, Key(Kind.STATE, number, part))
                 if payload is not None:
                     found[number] = payload
             if len(found) == len(numbers):
                 break
             mesh.check()
-            if (refusal := mesh.take(giver, Key(Kind.STATE, 0, part, _REFUSES))) is not None:
+            if (refusal := mesh.take(source, Key(Kind.STATE, 0, part, _REFUSES))) is not None:
                 raise _RefusedError(refusal.numpy().tobytes().decode())
-            if giver in mesh.lost:
-                raise ExchangeError(f"rank {giver} was lost: {mesh.lost[giver]}")
+            if source in mesh.lost:
+                raise ExchangeError(f"rank {source} was lost: {mesh.lost[source]}")
             if time.monotonic() > deadline:
                 raise ExchangeError(
-                    f"rank {giver}, which gives its state between two steps, sent none for {timeout_s:g} s"
+                    f"rank {source}, which gives its state between two steps, sent none for {timeout_s:g} s"
                 )
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
     contents = []
     for number in numbers:
         digest, content = found[number][:_DIGEST_BYTES], found[number][_DIGEST_BYTES:]
         if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
-            raise ExchangeError(f"piece {number} of rank {giver}'s state is not what it sent")
+            raise ExchangeError(f"piece {number} of rank {source}'s state is not what it sent")
         contents.append(content)
     return contents

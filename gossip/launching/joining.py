@@ -198,10 +198,25 @@ def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
+def environment_set(variables: Mapping[str, object]) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def _variables_of_torchrun(step: slurm.Step) -> Iterator[None]:
     """Set environment and threads within the block as torchrun and :func:`gossip.launch` do for their ranks."""
     host, port = _address_of(step)
-    variables = {
+    variables: dict[str, object] = {
         "RANK": step.task,
         "LOCAL_RANK": step.local_task,
         "WORLD_SIZE": step.num_tasks,
@@ -211,20 +226,14 @@ def _variables_of_torchrun(step: slurm.Step) -> Iterator[None]:
     }
     if step.num_nodes == 1 and os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    before = {name: os.environ.get(name) for name in variables}
     num_threads = torch.get_num_threads()
-    os.environ.update({name: str(value) for name, value in variables.items()})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(num_threads, _cpus_of_one_task(step)))
     try:
-        yield
+        with environment_set(variables):
+            yield
     finally:
         torch.set_num_threads(num_threads)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _cpus_of_one_task(step: slurm.Step) -> int:

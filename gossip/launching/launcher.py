@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -34,7 +34,13 @@ from gossip.communication.host.open_files import limit_named
 from gossip.communication.waiting import checked_timeout
 from gossip.errors import CannotJoinError, ExchangeError, LaunchError
 from gossip.launching import fork_server
-from gossip.launching.joining import DEFAULT_TIMEOUT, find_placement, join_training, joined_process_group
+from gossip.launching.joining import (
+    DEFAULT_TIMEOUT,
+    environment_set,
+    find_placement,
+    join_training,
+    joined_process_group,
+)
 from gossip.launching.worker_reports import Failure, collect, collect_of_those_left, pickled
 
 _TERMINATE_GRACE_S = 1.0
@@ -261,19 +267,9 @@ def _check_local_size(local_size: int | None, world_size: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def _local_size_set(local_size: int | None) -> Iterator[None]:
-    """Tell :func:`gossip.make_shard_mesh` within the block."""
-    before = os.environ.get(LOCAL_SIZE)
-    if local_size is not None:
-        os.environ[LOCAL_SIZE] = str(local_size)
-    try:
-        yield
-    finally:
-        if local_size is not None:
-            os.environ.pop(LOCAL_SIZE)
-            if before is not None:
-                os.environ[LOCAL_SIZE] = before
+def _local_size_set(local_size: int | None) -> contextlib.AbstractContextManager[None]:
+    """Tell :func:`gossip.make_shard_mesh` within a block."""
+    return environment_set({} if local_size is None else {LOCAL_SIZE: local_size})
 
 
 def _check_failures(on_peer_loss: str, restart: int) -> None:

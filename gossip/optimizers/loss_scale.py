@@ -51,7 +51,7 @@ class SharedScaler:
     def settle(self, optimizers: Sequence[Optimizer], overflowed: bool) -> None:
         """Report this rank's overflow to the others, and any rank's overflow in the previous step to the scaler."""
         before = bool(self.flag.wait())
-        self.flag.say(overflowed)
+        self.flag.vote(overflowed)
         self._rule(optimizers, before)
 
     def _rule(self, optimizers: Sequence[Optimizer], verdict: bool) -> None:

@@ -121,7 +121,7 @@ class CollectiveOperations:
         outer = engine.on_step_begin
 
         def begin_step() -> None:
-            flag.say(True)
+            flag.vote(True)
             if outer is not None:
                 outer()
 
@@ -130,10 +130,10 @@ class CollectiveOperations:
             yield
             engine.on_step_begin, engine.is_in_join = outer, False
             with engine.fatal():
-                flag.say(False)
+                flag.vote(False)
                 while flag.wait():
                     engine.idle_step()
-                    flag.say(False)
+                    flag.vote(False)
                 self.collectively(lambda: None)  # what the flag says in the next block concerns later steps
         finally:
             engine.on_step_begin, engine.is_in_join = outer, False

@@ -31,7 +31,7 @@ from gossip.step.backward_pass import (
     tensors_in,
 )
 from gossip.step.forward_waits import ForwardWaits, refuse_if_read
-from gossip.step.health_checks import Liveness
+from gossip.step.health_checks import HealthChecks
 from gossip.step.local_update import Updater
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state, regroup
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_NON_FINITE_STEPS = 16
 
 
-class StepEngine(Liveness, ABC):
+class StepEngine(HealthChecks, ABC):
     """Makes the steps of one model.
 
     A subclass determines when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.

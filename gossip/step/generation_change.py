@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections.abc import Callable
@@ -10,12 +9,10 @@ from functools import partial
 from typing import Any
 
 from loguru import logger
-from torch.optim import Optimizer
 
 import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication.world import World
-from gossip.compression.codec import Compression
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
@@ -37,46 +34,6 @@ from topologies import Topology
 
 _PAUSE_S = 0.1
 _PATIENCE_TIMEOUTS = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the ranks of a generation exchange.
-
-    Attributes
-    ----------
-    topology : Topology
-        A topology with as many ranks as the generation has members.
-    algorithm : Algorithm
-        The algorithm, bound to the topology.
-    """
-
-    topology: Topology
-    algorithm: Algorithm
-
-    @classmethod
-    def make(
-        cls,
-        topology: Topology,
-        world_size: int,
-        arguments: Arguments,
-        compression: Compression,
-        optimizers: tuple[Optimizer, ...],
-    ) -> Plan:
-        """Return the plan for ``world_size`` ranks, with the algorithm and the compression of the arguments.
-
-        Raises
-        ------
-        ValueError, TypeError
-            The topology cannot serve this number of ranks, or not with these.
-        """
-        resized = topology.resized(world_size)
-        algorithm = resolve_algorithm(arguments.algorithm)
-        averages_buffers = arguments.buffers == "average"
-        return cls(
-            resized,
-            prepare_algorithm(algorithm, resized, compression, optimizers, averages_buffers=averages_buffers),
-        )
 
 
 class GenerationChange:
@@ -130,8 +87,8 @@ class GenerationChange:
         if end_joining is not None:
             end_joining()
 
-    # A rank that joins starts where its giver begins a step, after everything that happens between two steps; a rank
-    # that returns does so within its loop, where its giver ends a step. If ranks make their steps together, they take
+    # A rank that joins starts where its source begins a step, after everything that happens between two steps; a rank
+    # that returns does so within its loop, where its source ends a step. If ranks make their steps together, they take
     # most of the state earlier, at the end of any step, and the rest, whose history matters, at this point.
 
     def _end_pause(self) -> None:
@@ -205,11 +162,11 @@ class GenerationChange:
 
     def _give(self, *, at_step_end: bool) -> None:
         """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
-        giver, in_step = self._world.giver, self._world.is_in_step
-        if joining := giver.asked_by(at_step_end=at_step_end):
-            giver.give(joining, lambda: flatten(self._state() | ({} if in_step else {"second": self._second_part()})))
-        if in_step and (joining := giver.begun(self.generation.members, returning=at_step_end)):
-            giver.give(joining, lambda: flatten(self._second_part()), is_second=True)
+        source, in_step = self._world.state_source, self._world.is_in_step
+        if joining := source.asked_by(at_step_end=at_step_end):
+            source.give(joining, lambda: flatten(self._state() | ({} if in_step else {"second": self._second_part()})))
+        if in_step and (joining := source.begun(self.generation.members, returning=at_step_end)):
+            source.give(joining, lambda: flatten(self._second_part()), is_second=True)
 
     @property
     def _step(self) -> int:
@@ -257,7 +214,7 @@ class GenerationChange:
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         while generation is None:
-            giver, text, values = joining_rank.take_state()
+            source, text, values = joining_rank.take_state()
             try:
                 state = unflatten(text, values)
                 for names in state["unfrozen"]:
@@ -265,7 +222,7 @@ class GenerationChange:
                 restore_replica(engine, self._parts.optimizers, state)
             except Exception as error:
                 raise CannotJoinError(
-                    f"rank {world.member}: joining: what rank {giver} gave cannot be loaded here: {reason(error)}"
+                    f"rank {world.member}: joining: what rank {source} gave cannot be loaded here: {reason(error)}"
                 ) from error
             self._has_common_state = False  # it is from an earlier step
             given_at = self._joined_at = engine.step
@@ -283,28 +240,28 @@ class GenerationChange:
             engine.step = generation.first_step
         self.generation, self.rank = Generation(-1, (world.member,)), 0
         logger.info(
-            "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, giver, given_at
+            "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, source, given_at
         )
-        return partial(self._end_joining, giver, state.get("second"), returns=returns)
+        return partial(self._end_joining, source, state.get("second"), returns=returns)
 
-    def _end_joining(self, giver: int, second: dict[str, Any] | None, *, returns: bool) -> None:
-        """Take the second part of the state of ``giver``, if it is not ``second``.
+    def _end_joining(self, source: int, second: dict[str, Any] | None, *, returns: bool) -> None:
+        """Take the second part of the state of ``source``, if it is not ``second``.
 
-        Nobody can take the place of a giver that is lost: the others record nothing for this rank, and are further when
-        their loss of it is known; and an average over time is that of the giver's own parameters.
+        Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
+        when their loss of it is known; and an average over time is that of the source's own parameters.
 
         Raises
         ------
         ExchangeError
             It cannot be had, and this rank cannot train without it.
         GossipError
-            This rank and the giver do not keep the same objects.
+            This rank and the source do not keep the same objects.
         """
         world, engine = self._world, self._parts.engine
-        who = f"rank {world.member}: rank {giver}, whose state it takes,"
+        who = f"rank {world.member}: rank {source}, whose state it takes,"
         if second is None:
             try:
-                second = unflatten(*take_second_part(world.mesh, giver))
+                second = unflatten(*take_second_part(world.mesh, source))
                 if second["step"] != engine.step:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
             except ExchangeError as error:
@@ -398,27 +355,27 @@ class GenerationChange:
     def _follow(self, generation: Generation) -> None:
         if generation.number <= self.generation.number:
             return
-        plan = self._plan(len(generation.members))
-        plan.algorithm.follow(self._parts.engine.exchanges.algorithm)
-        schedule = plan.algorithm.schedule(plan.topology)
+        topology, algorithm = self._plan(len(generation.members))
+        algorithm.follow(self._parts.engine.exchanges.algorithm)
+        schedule = algorithm.schedule(topology)
         transport = None
         if len(generation.members) > 1:
             transport = make_generation_transport(
                 self._world,
                 schedule,
-                algorithm=plan.algorithm,
+                algorithm=algorithm,
                 compression=self._parts.compression,
                 soft_deadline_s=self._arguments.soft_deadline_s,
                 members=generation.members,
                 before=self._parts.engine.exchanges.transport,
             )
         self.rank = generation.members.index(self._world.member)
-        self._parts.engine.move(schedule, transport, plan.algorithm, self.rank)
+        self._parts.engine.move(schedule, transport, algorithm, self.rank)
         before, self.generation = self.generation, generation
         self._parts.engine.generation = generation.number
         self._agree()
-        self._tell(before, plan.topology)
-        self.on_change(plan.topology, plan.algorithm)
+        self._tell(before, topology)
+        self.on_change(topology, algorithm)
 
     def _agree(self) -> None:
         """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
@@ -429,11 +386,16 @@ class GenerationChange:
         if common and is_latest and len(self.generation.members) > 1:
             self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
-    def _plan(self, world_size: int) -> Plan:
+    def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
+        """Return the topology and the algorithm bound to it by which so many ranks exchange.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The fallback topology, too, cannot serve this number of ranks, or not with these.
+        """
         try:
-            return Plan.make(
-                self._parts.topology, world_size, self._arguments, self._parts.compression, self._parts.optimizers
-            )
+            return self._resized(self._parts.topology, world_size)
         except (ValueError, TypeError) as error:
             if self._world.member == self._world.generation.members[0]:
                 logger.warning(
@@ -443,8 +405,18 @@ class GenerationChange:
                     self._arguments.fallback_topology,
                     error,
                 )
-            fallback = topologies.build(self._arguments.fallback_topology, world_size)
-            return Plan.make(fallback, world_size, self._arguments, self._parts.compression, self._parts.optimizers)
+            return self._resized(topologies.build(self._arguments.fallback_topology, world_size), world_size)
+
+    def _resized(self, topology: Topology, world_size: int) -> tuple[Topology, Algorithm]:
+        resized = topology.resized(world_size)
+        algorithm = prepare_algorithm(
+            resolve_algorithm(self._arguments.algorithm),
+            resized,
+            self._parts.compression,
+            self._parts.optimizers,
+            averages_buffers=self._arguments.buffers == "average",
+        )
+        return resized, algorithm
 
     def _tell(self, before: Generation, topology: Topology) -> None:
         if self._world.member != self.generation.members[0]:

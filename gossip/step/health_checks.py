@@ -24,27 +24,11 @@ if TYPE_CHECKING:
 _LETTING_GO = timedelta(milliseconds=100)
 
 
-class Liveness:
-    """What an engine checks before anything is done with its model, in any thread.
+class HealthChecks:
+    """What :class:`gossip.step.engine.StepEngine` checks before anything is done with its model, in any thread.
 
     Attributes
     ----------
-    rank : int
-        This rank, for error texts.
-    step : int
-        The number of steps made, which is also the index of the next round.
-    buckets : list of Bucket or BufferBucket
-        The buckets that are exchanged.
-    updater : Updater
-        Applies the optimizers.
-    shards : LocalGroup or None
-        The ranks with which this one holds a replica.
-    is_averaged : bool
-        Whether the buckets temporarily hold the global average.
-    is_in_join : bool
-        Whether ranks may temporarily be at different steps.
-    error : BaseException or None
-        The error that ended training on this rank, so that the ranks are no longer in step.
     is_parents : bool
         Whether this process was forked from the one that trains.
     """

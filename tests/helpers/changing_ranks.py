@@ -195,7 +195,7 @@ class Dense:
         raise NotImplementedError
 
     def change(self, stay: list[int], join: Mapping[int, Moment]) -> None:
-        """Common state becomes the mean of those that stay; one that joins has that, and its giver's values and own."""
+        """Common state becomes the mean of those that stay; one that joins has it, and its source's values and own."""
         for name in self.common:
             self.kept[name][:] = self.kept[name][stay].mean(0)
         for member, moment in join.items():

@@ -40,7 +40,7 @@ class ProgressMarkers:
     Parameters
     ----------
     store : Store or None
-        A store with keys that no other roll call uses. With None (MPI has no store), notes go nowhere and no rank can
+        A store with keys that no other markers use. With None (MPI has no store), notes go nowhere and no rank can
         be named.
     rank, world_size : int
         This rank, and the number of ranks.
@@ -211,7 +211,7 @@ class ProgressMarkers:
         def ask() -> None:
             answers.append(question(stop))
 
-        thread = daemon_threads.start("gossip-roll-call", ask, end=stop.set, failed=errors.append)
+        thread = daemon_threads.start("gossip-progress-markers", ask, end=stop.set, failed=errors.append)
         try:
             thread.join(patience.total_seconds())
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.communication.liveness.process_liveness import GONE, SUSPENDED
@@ -96,17 +96,6 @@ class Verdict(NamedTuple):
         return self.reason + (f" (so rank {self.source} found)" if self.source is not None else "")
 
 
-@dataclass
-class _Chains:
-    """The ends of the chains of ranks that wait for each other."""
-
-    waiting: list[int] = field(default_factory=list)
-    given_up: list[int] = field(default_factory=list)
-    gone: list[int] = field(default_factory=list)
-    suspended: list[int] = field(default_factory=list)
-    silent: list[int] = field(default_factory=list)
-
-
 def find_blocking_ranks(
     rank: int,
     where: str,
@@ -134,27 +123,27 @@ def find_blocking_ranks(
         Whether it waits in one of them; ranks that have called fewer are then absent.
     """
     reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
-    chains = _Chains()
+    waiting, given_up, gone, suspended, silent = (list[int]() for _ in range(5))  # where the chains end
     queue = list(awaited)
     for other in queue:
         sighting = sightings[other]
         arrival = sighting.arrival
         if arrival is not None and arrival.gave_up and arrival.blames:
-            chains.given_up.append(other)
+            given_up.append(other)
         elif sighting.state == GONE:
-            chains.gone.append(other)
+            gone.append(other)
         elif sighting.state == SUSPENDED:
-            chains.suspended.append(other)
+            suspended.append(other)
         elif arrival is not None and arrival.gave_up:
-            chains.given_up.append(other)
+            given_up.append(other)
         elif arrival is not None and arrival.waits_in and sighting.is_fresh:
-            chains.waiting.append(other)
+            waiting.append(other)
             for further in arrival.waits_for:
                 if further != rank and further not in reached_from:
                     reached_from[further] = other
                     queue.append(further)
         else:
-            chains.silent.append(other)
+            silent.append(other)
 
     def verdict_on(ranks: Sequence[int]) -> Verdict:
         texts = [
@@ -165,18 +154,18 @@ def find_blocking_ranks(
         ]
         return Verdict(tuple(ranks), "; ".join(texts))
 
-    if chains.gone:
+    if gone:
         # What a process sent before it ended might still be on its way.
-        nothing_comes = is_collective and any(_is_behind(sightings[other].arrival, sequence) for other in chains.gone)
-        return verdict_on(chains.gone)._replace(is_certain=True, ends_wait=nothing_comes)
-    if chains.given_up:
-        return _passed_on(chains.given_up, rank, sightings)
-    if chains.suspended:
-        return verdict_on(chains.suspended)._replace(is_certain=True)
-    if chains.silent:
-        absent = [other for other in chains.silent if is_collective and _is_behind(sightings[other].arrival, sequence)]
-        return verdict_on(absent or chains.silent)
-    return Verdict((), _cycle(where, chains.waiting, sightings))
+        nothing_comes = is_collective and any(_is_behind(sightings[other].arrival, sequence) for other in gone)
+        return verdict_on(gone)._replace(is_certain=True, ends_wait=nothing_comes)
+    if given_up:
+        return _passed_on(given_up, rank, sightings)
+    if suspended:
+        return verdict_on(suspended)._replace(is_certain=True)
+    if silent:
+        absent = [other for other in silent if is_collective and _is_behind(sightings[other].arrival, sequence)]
+        return verdict_on(absent or silent)
+    return Verdict((), _cycle(where, waiting, sightings))
 
 
 def _is_behind(arrival: Arrival | None, sequence: int) -> bool:

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     GOODBYE = 6
     ASK = 7
     STATE = 8
-    WORD = 9
+    FLAG_VOTE = 9
     BEAT = 10
     MEMORY = 11
     READER = 12

@@ -27,7 +27,7 @@ from gossip.elastic.connections.peer_connection import Kind, Outgoing, PeerConne
 from gossip.elastic.consensus_store import ConsensusStore
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.joining_rank import JoiningRank
-from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.state_transfer import StateSource
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.pair_transport import PairTransport
 from gossip.lab.faults.fault import Fault
@@ -217,7 +217,7 @@ def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
 def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def send_and_happen(self: Any, member: int, key: Any, *more: Any) -> Any:
         frame = send(self, member, key, *more)
-        if key.kind == Kind.WORD and key.second >= fault.step:
+        if key.kind == Kind.FLAG_VOTE and key.second >= fault.step:
             with self.changed:
                 self.changed.wait_for(lambda: frame.has_ended, _SENDING_PATIENCE.total_seconds())
             happen()
@@ -261,7 +261,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], An
     "saving": (saving, "write_tensors", _before),
     "listening": (ElasticWorld, "_listen", _before),
     "calling": (Mesh, "connect", _before),
-    "giving": (StateGiver, "_send", _giving),
+    "giving": (StateSource, "_send", _giving),
     "taking": (state_transfer, "_pieces", _after),
     "asking": (JoiningRank, "be_admitted", _before),
     "entering": (JoiningRank, "be_admitted", _after),

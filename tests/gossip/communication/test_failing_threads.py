@@ -127,7 +127,7 @@ def test_a_long_wait_ends_with_what_its_thread_raised() -> None:
     assert isinstance(caught.value.__cause__, InjectedError)
 
 
-def test_the_roll_call_raises_what_its_thread_raised() -> None:
+def test_progress_markers_raise_what_their_thread_raised() -> None:
     progress_markers = ProgressMarkers(dist.HashStore(), 0, 2)
     with mock.patch.object(ProgressMarkers, "_meet", fail), pytest.raises(InjectedError):
         progress_markers.wait_for_all(TIMEOUT)

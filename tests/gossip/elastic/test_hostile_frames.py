@@ -36,7 +36,7 @@ from gossip.elastic.connections.peer_connection import (
 )
 from gossip.elastic.connections.shared_payloads import SharedPayloads
 from gossip.elastic.flag_votes import FlagVotes
-from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.state_transfer import StateSource
 
 NUM_FRAMES = 10_000
 _NUMBERS = (0, 1, 2, 4, 2**31, 2**45, 2**62, 2**63, 2**64 - 1)
@@ -136,7 +136,7 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
     mesh, other = (Mesh(member, SECRET, "127.0.0.1", TIMEOUT, authenticate=False) for member in range(2))
     questions: list[Any] = []
     try:
-        parts = [StateGiver(mesh), SharedPayloads(mesh, cast(Any, None)), FlagVotes(mesh)]
+        parts = [StateSource(mesh), SharedPayloads(mesh, cast(Any, None)), FlagVotes(mesh)]
         for kind in (Kind.ALARM, Kind.PAIR, Kind.AVERAGE):
             mesh.handlers[kind] = lambda member, came: questions.append((member, came))
         other.connect({0: mesh.address})

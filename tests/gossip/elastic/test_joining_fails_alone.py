@@ -19,7 +19,7 @@ from tiers import rest_is_slow
 from gossip import ExchangeError
 from gossip.elastic import state_transfer
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
-from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
 from gossip.step import generation_change
@@ -72,7 +72,7 @@ def flatten_to_too_much(_: Any) -> tuple[str, torch.Tensor]:
 
 
 def send_only_the_first(
-    self: StateGiver, member: int, piece: int, content: torch.Tensor, part: int, *, send: Any
+    self: StateSource, member: int, piece: int, content: torch.Tensor, part: int, *, send: Any
 ) -> None:
     if piece:
         raise MemoryError("no memory to hash it")
@@ -80,12 +80,12 @@ def send_only_the_first(
 
 
 def broken(where: str) -> Any:
-    """Within this block a giver lacks memory, or a joining rank does."""
+    """Within this block a source lacks memory, or a joining rank does."""
     if where == "copying":
         return mock.patch.object(generation_change, "flatten", lack_memory)
     if where == "sending":
-        failing = functools.partialmethod(send_only_the_first, send=StateGiver._send)
-        return mock.patch.object(StateGiver, "_send", failing)
+        failing = functools.partialmethod(send_only_the_first, send=StateSource._send)
+        return mock.patch.object(StateSource, "_send", failing)
     if where == "loading":
         return mock.patch.object(generation_change, "restore_replica", lack_memory)
     if where == "entering":
@@ -175,7 +175,7 @@ def test_a_state_that_cannot_be_given_is_told_to_the_joining_rank_and_training_g
 def test_what_is_taken_for_a_joining_rank_is_not_kept_when_it_is_of_no_use(end: str) -> None:
     silent_s = 0.0
     mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
-    giver = StateGiver(mesh)
+    source = StateSource(mesh)
 
     def ask(piece: int) -> None:
         mesh.send.reset_mock()
@@ -184,15 +184,15 @@ def test_what_is_taken_for_a_joining_rank_is_not_kept_when_it_is_of_no_use(end: 
     ask(0)
     if end == "elsewhere before":
         ask(state_transfer._LAST)
-        assert giver.asked_by(at_step_end=False) == []
+        assert source.asked_by(at_step_end=False) == []
         return
-    giver.give(giver.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
+    source.give(source.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
     ask(1)
     assert mesh.send.called
     if end == "elsewhere":
         ask(state_transfer._LAST)
     silent_s = 3.0 if end == "silent" else 0.0
-    giver.asked_by(at_step_end=False)
+    source.asked_by(at_step_end=False)
     ask(1)
     assert not mesh.send.called
 

@@ -23,7 +23,7 @@ from tiers import rest_is_slow
 from torch.optim import SGD
 
 from gossip import GossipError
-from gossip.elastic.state_transfer import StateGiver
+from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults.fault import Fault
 from gossip.lab.faults.injection import injected
 
@@ -236,14 +236,14 @@ def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case:
 
 def lose_the_source(options: dict[str, Any]) -> str:
     """The error of the rank that joins; whoever is about to give it the second part of a state ends."""
-    give = StateGiver.give
+    give = StateSource.give
 
-    def end(giver: StateGiver, *args: Any, is_second: bool = False) -> None:
+    def end(source: StateSource, *args: Any, is_second: bool = False) -> None:
         if is_second:
             os.kill(os.getpid(), signal.SIGKILL)
-        give(giver, *args)
+        give(source, *args)
 
-    with mock.patch.object(StateGiver, "give", end):
+    with mock.patch.object(StateSource, "give", end):
         try:
             model, objects, scaler = make("exponential", {"min_ranks": 2} | options)
         except GossipError as error:
