@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gossip import LaunchError
 from gossip.lab.benchmarks.shaped_hosts import LabUnavailable
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.gossip_command import config_folder
 from gossip.lab.time_to_loss.loss_run import run
 from gossip.lab.time_to_loss.loss_settings import LossSettings

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from gossip.lab.experiments.option_help import FLAGS
-from gossip.lab.experiments.run_settings import nearest
+from gossip.lab.experiments.validated_models import nearest
 from topologies.standard_output import ends_quietly
 
 APPLICATIONS = {

@@ -16,8 +16,8 @@ from gossip.lab.benchmarks.bench_settings import Settings
 from gossip.lab.experiments import new_folders, run_folder
 from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.option_help import FLAGS, help_text
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.train_command import REFUSED, report
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 def main(config_folder: Path, config_name: str) -> int:

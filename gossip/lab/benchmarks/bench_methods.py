@@ -24,7 +24,7 @@ from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
 from gossip.lab.benchmarks.bench_models import Batch, loss_of
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
 from gossip.lab.benchmarks.replica_means import averaged
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 
 MOMENTUM = 0.9
 Options = Mapping[str, Any]

@@ -22,7 +22,7 @@ from gossip.lab.benchmarks.machine import machine
 from gossip.lab.benchmarks.networks import Loopback, Network, bits_per_second
 from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of the repository: pip install '.[bench]'"
 

@@ -12,7 +12,7 @@ from gossip.lab.benchmarks.bench_methods import check
 from gossip.lab.benchmarks.bench_models import WORKLOADS
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.benchmarks.networks import bits_per_second
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
 
 NETWORKS = ("loopback", "lab")
 

@@ -13,7 +13,7 @@ from typing import Any
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import find_checkpoints
 from gossip.lab.experiments import resuming, run_folder
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 AUTO = "auto"
 """The value of ``resume`` that selects the newest run of the same configuration instead of a given folder."""

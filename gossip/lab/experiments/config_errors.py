@@ -11,7 +11,7 @@ from typing import Any
 
 from gossip.lab.experiments.own_choices import OWN
 from gossip.lab.experiments.registered_choices import registered
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 

@@ -19,9 +19,10 @@ from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataP
 from gossip.lab.experiments.datasets import Data, as_data
 from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
 from gossip.lab.experiments.partition import partition
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.loggers.logger_choice import JSONL, logging_settings
 from gossip.step.building.wrapper_arguments import prepare_algorithm
@@ -81,8 +82,8 @@ class Experiment:
     @property
     def total_steps(self) -> int:
         """The number of steps of the whole run, with the configured number of ranks."""
-        steps = self.settings.steps
-        return self.settings.epochs * self.shards.steps_per_epoch if steps is None else steps
+        steps = self.settings.training.steps
+        return self.settings.training.epochs * self.shards.steps_per_epoch if steps is None else steps
 
     @property
     def num_epochs(self) -> int:
@@ -112,10 +113,10 @@ def build(config: Mapping[str, Any]) -> Experiment:
         return _partition(config, data, world_size, seed)
 
     shards = Shards(
-        divide(settings.world_size, settings.seed),
+        divide(settings.launch.world_size, settings.seed),
         batch_size=settings.batch_size,
         seed=settings.seed,
-        repeats=settings.steps is not None,
+        repeats=settings.training.steps is not None,
     )
     model = _factory(config, "model")
     return Experiment(
@@ -163,8 +164,10 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
         return None
     name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
     try:
-        topology = topologies.build(name, settings.num_groups, **options).every(settings.exchange_every)
-        topology = topologies.build("complete", settings.num_groups).then(topology, after=settings.warmup_rounds)
+        topology = topologies.build(name, settings.num_groups, **options).every(settings.topology.every)
+        topology = topologies.build("complete", settings.num_groups).then(
+            topology, after=settings.topology.warmup_rounds
+        )
     except FAULTS as error:
         raise _blaming_topology(name, options, settings, error) from error
     algorithm = make_algorithm(config)
@@ -195,9 +198,9 @@ def _blaming_topology(
     option = named_in(text, options)
     if option is not None:
         return ConfigurationError(f"topology.options.{option}={shown(options[option])}: {text}")
-    ranks = f"launch.world_size={settings.world_size}"
-    if settings.local_size > 1:
-        ranks += f" launch.local_size={settings.local_size}"
+    ranks = f"launch.world_size={settings.launch.world_size}"
+    if settings.launch.local_size > 1:
+        ranks += f" launch.local_size={settings.launch.local_size}"
     cause = ranks if "world_size" in text else f"topology.name={name}"
     return ConfigurationError(f"{cause}: {text}")
 

@@ -18,9 +18,10 @@ from gossip.lab.experiments import attempts, resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.new_folders import missing, remove_empty
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.stopping import signals_for_workers
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.loggers.following import Following
 from gossip.lab.loggers.logger import Ending
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
@@ -213,19 +214,19 @@ def reason(error: BaseException) -> str:
 def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     settings = Settings.from_config(config)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(signals_for_workers()) if settings.checkpoint_every else []
+        signals = stack.enter_context(signals_for_workers()) if settings.checkpoint.every else []
         try:
             summaries = launch(
                 train,
                 config,
                 folder,
-                world_size=settings.world_size,
-                port=settings.port,
+                world_size=settings.launch.world_size,
+                port=settings.launch.port,
                 timeout=settings.timeout,
-                num_threads=settings.num_threads,
+                num_threads=settings.launch.num_threads,
                 preload=PRELOAD,
                 on_peer_loss=value_of(config, "wrapper").get("on_peer_loss", "raise"),
-                restart=settings.restart,
+                restart=settings.launch.restart,
             )
         except LaunchError:
             if signals:  # they ended workers that were not training yet, or that could not agree in time

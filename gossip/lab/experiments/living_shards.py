@@ -39,7 +39,7 @@ class LivingShards:
 
     def __init__(self, experiment: Experiment, method: Method) -> None:
         self._experiment, self._method = experiment, method
-        self._members = tuple(range(experiment.settings.world_size))
+        self._members = tuple(range(experiment.settings.launch.world_size))
         self._dealt: Shards | None = None
         self.changes: list[dict[str, Any]] = []
 
@@ -63,7 +63,7 @@ class LivingShards:
         settings, before = self._experiment.settings, self._members
         self._members = self._method.members
         self.changes.append({"step": step, "before": list(before), "members": list(self._members)})
-        if settings.on_loss == "redistribute":
+        if settings.data.on_loss == "redistribute":
             seed = settings.seed + zlib.crc32(repr(self._members).encode())
             indices = self._experiment.divide(len(self._members), seed)
             self._dealt = Shards(indices, settings.batch_size, seed, repeats=True)
@@ -73,13 +73,13 @@ class LivingShards:
                 step,
                 len(self._members),
                 len(before),
-                settings.on_loss,
+                settings.data.on_loss,
                 "all samples are dealt again among them" if self._dealt is not None else self._left_out(),
             )
 
     def _left_out(self) -> str:
         shares = self._shares()
-        lost = [rank for rank in range(self._experiment.settings.world_size) if rank not in shares.values()]
+        lost = [rank for rank in range(self._experiment.settings.launch.world_size) if rank not in shares.values()]
         num_samples = sum(len(self._experiment.shards.indices[rank]) for rank in lost)
         return f"{num_samples} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
 
@@ -92,7 +92,7 @@ class LivingShards:
 
         Members that joined take over the shards of members that are gone; once none is left, any shard.
         """
-        world_size = self._experiment.settings.world_size
+        world_size = self._experiment.settings.launch.world_size
         shares = {member: member for member in self._members if member < world_size}
         free = [rank for rank in range(world_size) if rank not in shares]
         for number, member in enumerate(member for member in self._members if member >= world_size):

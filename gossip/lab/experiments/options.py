@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, ImportError)
 """The exceptions that a constructor may raise for an invalid value."""

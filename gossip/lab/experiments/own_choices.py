@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.registered_choices import plain_options
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, TARGET, locate
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 @dataclass(frozen=True)

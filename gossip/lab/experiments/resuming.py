@@ -12,8 +12,8 @@ from loguru import logger
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 CHECKPOINT_FOLDER = "checkpoints"
 MAY_CHANGE = ("launch", "checkpoint", "profile", "engine", "logger", "logging")

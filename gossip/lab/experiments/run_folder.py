@@ -20,7 +20,7 @@ from loguru import logger
 import topologies
 from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.experiments import records, run_figures
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from topologies import Topology
 
 CONFIG_FILE = "config.yaml"

@@ -16,9 +16,9 @@ from gossip import CheckpointError
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.living_shards import LivingShards
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.run_summary import RankReport
 from gossip.lab.experiments.training_methods import Method
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 class RunState:
@@ -96,7 +96,7 @@ class RunState:
             gossip.save(
                 self._method.model,
                 self._checkpoints,
-                keep=self._experiment.settings.checkpoint_keep,
+                keep=self._experiment.settings.checkpoint.keep,
                 report=self.report,
                 epoch=epoch,
                 step_in_epoch=step_in_epoch,
@@ -118,7 +118,7 @@ class RunState:
             The run was resumed: only the ranks that resumed it know its position in the data.
         """
         assert self._method.model is not None
-        if self._experiment.settings.resumes:
+        if self._experiment.settings.resume is not None:
             raise ConfigurationError(
                 "a run that was resumed cannot be joined; start it again, resume=..., with all ranks"
             )
@@ -141,12 +141,12 @@ class RunState:
         data = checkpoint.data
         self.step = checkpoint.step
         self._earlier_wall_time_s = data["wall_time_s"]
-        if self._experiment.settings.steps is None:
+        if self._experiment.settings.training.steps is None:
             self.position = data["epoch"] * self._steps_per_epoch
             self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
         else:  # the total number of steps is given and does not depend on the length of an epoch
             self.position = data["epoch"] * data["steps_per_epoch"] + data["step_in_epoch"]
-        world_size = self._experiment.settings.world_size
+        world_size = self._experiment.settings.launch.world_size
         if checkpoint.world_size != world_size:
             self._renew_scheduler()
             if self._world.rank == 0:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 OPTION = "trusted_targets"
 """The option by which a user extends the allow-list. It is read from the command line, never from a resumed folder."""

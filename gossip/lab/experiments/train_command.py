@@ -23,9 +23,9 @@ from gossip.lab.experiments.console_table import print_run
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.progress_bar import configure_logging
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.run_summary import percent
 from gossip.lab.experiments.stopping import SIGNALS
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
 
 NAME_VARIABLE = "GOSSIP_RUN_NAME"

@@ -88,15 +88,15 @@ def train_experiment(
     tracer = Tracer(folder / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
     with ExitStack() as stack:
         if settings.engine == "virtual":
-            stack.enter_context(VirtualMethod.surroundings(settings.num_threads))
+            stack.enter_context(VirtualMethod.surroundings(settings.launch.num_threads))
             method: Method = VirtualMethod(experiment)
         else:
             method = make_method(experiment, tracer)
         world = method.world
         state = RunState(experiment, method, folder)
-        if method.world.member >= settings.world_size:
+        if method.world.member >= settings.launch.world_size:
             state.join()
-        elif settings.resumes:
+        elif settings.resume is not None:
             state.load()
             _cut_records(folder, method, state.step)
         records = stack.enter_context(_begun_records(experiment, method, state, folder))
@@ -111,7 +111,7 @@ def train_experiment(
         else:
             summary = {"signal": signal_number}
     if signal_number is None:
-        if settings.local_size > 1 and method.model is not None:
+        if settings.launch.local_size > 1 and method.model is not None:
             export(method.model, folder / MODEL_FILE)
         elif world.rank == 0:
             write_module(method.module, folder / MODEL_FILE)
@@ -133,7 +133,7 @@ def _make_all_steps(
     Returns the last record and the number of the signal, or None. The record of the final step of the run has not been
     logged yet.
     """
-    checkpoint_every, total_steps = experiment.settings.checkpoint_every, state.total_steps
+    checkpoint_every, total_steps = experiment.settings.checkpoint.every, state.total_steps
     last: dict[str, Any] = {}
     with ExitStack() as stack:
         saves = bool(checkpoint_every)
@@ -195,8 +195,8 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             has_come_back = state.advance(record)
             if state.step < total_steps:
                 epoch_ended = state.position % shards.steps_per_epoch == 0
-                is_evaluated = settings.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
-                if is_evaluated or every(settings.consensus_every_steps, state.step):
+                is_evaluated = settings.training.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
+                if is_evaluated or every(settings.training.consensus_every_steps, state.step):
                     record |= _consensus(method)
                 if is_evaluated:
                     if len(method.ranks) == 1:  # evaluating many replicas takes long
@@ -263,7 +263,7 @@ def _begun_records(experiment: Experiment, method: Method, state: RunState, fold
     records = JsonlLogger()
     records.begin(Beginning(folder, rank, world.world_size, state.step))
     try:
-        if settings.resumes and experiment.is_followed:
+        if settings.resume is not None and experiment.is_followed:
             world.gather_bytes(b"", "waiting until all ranks have cut their records")
         if world.rank == 0 and experiment.is_followed:
             say_begun(folder, state.step)

@@ -108,7 +108,7 @@ def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
         method: Method = AllReduceMethod(experiment, module, world, tracer)
     else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        num_groups = world_size // experiment.settings.local_size
+        num_groups = world_size // experiment.settings.launch.local_size
         method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups), tracer)
     torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout must differ between ranks
     return method
@@ -166,8 +166,8 @@ class GossipMethod:
             sums_on_wire = experiment.compression.adds_on_wire
             options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         settings = experiment.settings
-        if settings.local_size > 1:
-            options |= _grouped(module, settings.local_size, settings.shard)
+        if settings.launch.local_size > 1:
+            options |= _grouped(module, settings.launch.local_size, settings.shard)
         self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
@@ -182,7 +182,7 @@ class GossipMethod:
         self.module = module
         self.optimizer = self.model.optimizer
         self.world = self.groups = self.model.world
-        if settings.local_size > 1:
+        if settings.launch.local_size > 1:
             self.world = World(settings.timeout)
         self.name, self.ranks = of_one_rank(self.world)
 

@@ -1,7 +1,8 @@
-"""Pydantic models for settings and documents, and what is wrong with a user's value as one line."""
+"""Pydantic models for settings and documents, and what is wrong with a user's configuration as one line."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,11 +10,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest
-
 M = TypeVar("M", bound=BaseModel)
 _NUMBERS = {"integer": "an integer", "number": "a number"}
 _TYPES = {"boolean": "true or false", "string": "a text", "object": "a mapping", "null": "null"}
+
+
+class ConfigurationError(ValueError):
+    """The user's configuration cannot be run; the message is one line with the reason and the alternative."""
 
 
 class Model(BaseModel):
@@ -52,6 +55,28 @@ def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
         return model.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise ConfigurationError(_line(model, error.errors()[0], path)) from error
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return the words "; did you mean x?" with the closest match to ``name``, or a full stop if there is none."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key.
+
+    Raises
+    ------
+    ConfigurationError
+        The configuration has no such key.
+    """
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigurationError(f"the configuration has no key {key}; set {key}=...")
+        value = value[part]
+    return value
 
 
 def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:

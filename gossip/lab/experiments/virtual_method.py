@@ -34,9 +34,9 @@ class VirtualMethod:
             options = {name: options[name] for name in ALL_REDUCE_OPTIONS}
         self.model = VirtualWorkers(
             experiment.make_module,
-            settings.world_size,
+            settings.launch.world_size,
             experiment.make_optimizer,
-            experiment.topology or without_exchange(settings.world_size),
+            experiment.topology or without_exchange(settings.launch.world_size),
             algorithm=experiment.algorithm,
             compression=experiment.compression if settings.method == "gossip" else None,
             devices=["cpu"],  # the device of the data
@@ -45,13 +45,13 @@ class VirtualMethod:
         self.module = self.model.module
         self.optimizer = self.model.optimizer
         self.world = self.groups = World(settings.timeout)
-        self.name, self.ranks = TOGETHER_FILE.removesuffix(".jsonl"), range(settings.world_size)
+        self.name, self.ranks = TOGETHER_FILE.removesuffix(".jsonl"), range(settings.launch.world_size)
         self._forward_s = 0.0
         if self._is_all_reduced:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.register_post_accumulate_grad_hook(_average_gradients)
-        logger.info("{} replicas in one process, {} steps", settings.world_size, experiment.total_steps)
+        logger.info("{} replicas in one process, {} steps", settings.launch.world_size, experiment.total_steps)
 
     @staticmethod
     @contextlib.contextmanager

@@ -15,8 +15,9 @@ from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
 from gossip.lab.experiments.options import FAULTS, blaming, shown
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.step.building.wrapper_arguments import Arguments, check_arguments
 
 SECTION = "wrapper"
@@ -99,9 +100,9 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
             "wrapper.clip=global or wrapper.step_in_backward=true"
         )
     continues = options.get("on_peer_loss") == "continue"
-    if settings.restart and not continues:
+    if settings.launch.restart and not continues:
         raise ConfigurationError(
-            f"launch.restart={settings.restart}: a worker that is started again joins others that go on; set "
+            f"launch.restart={settings.launch.restart}: a worker that is started again joins others that go on; set "
             "wrapper.on_peer_loss=continue, or launch.restart=0"
         )
     if continues and settings.profile:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gossip.lab.experiments.options import FAULTS, blaming, check_options
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.loggers.jsonl_logger import JsonlLogger
 from gossip.lab.loggers.logger import Logger
 from gossip.lab.loggers.mlflow_logger import MlflowLogger

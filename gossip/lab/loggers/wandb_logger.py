@@ -11,7 +11,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.loggers import wandb_files
 from gossip.lab.loggers.logger import Beginning, Ending, flattened
 

@@ -9,7 +9,8 @@ from typing import Any
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.experiment_build import make_topology
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.experiments.run_settings import METRICS, ConfigurationError, Settings, nearest, value_of
+from gossip.lab.experiments.run_settings import METRICS, Settings
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
 from gossip.lab.sweeps.sweep_curves import Metric, read_curve
 from gossip.lab.sweeps.sweep_jobs import Job, Setting, topology_label
 from gossip.lab.sweeps.sweep_pairs import read_bars
@@ -113,11 +114,11 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     settings = Settings.from_config(config)
-    total = value_of(config, "training.total_batch_size")
+    training, world_size = settings.training, settings.launch.world_size
     return {
         "samples per rank and step": str(settings.batch_size),
-        "samples per step": str(settings.batch_size * settings.world_size if total is None else total),
-        "length": f"{settings.epochs} epochs" if settings.steps is None else f"{settings.steps} steps",
+        "samples per step": str(training.total_batch_size or settings.batch_size * world_size),
+        "length": f"{training.epochs} epochs" if training.steps is None else f"{training.steps} steps",
         "engine": settings.engine,
     }
 

@@ -17,8 +17,8 @@ import topologies
 from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.registered_choices import options_of
-from gossip.lab.experiments.run_settings import ConfigurationError, value_of
 from gossip.lab.experiments.targets import TARGET
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
 
 Summary = Mapping[str, Any]
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.sweeps import sweep_grid
 from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run

@@ -9,7 +9,8 @@ from typing import Any
 import gossip
 from gossip.lab.experiments.experiment_build import make_algorithm, make_topology
 from gossip.lab.experiments.options import blaming
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings, value_of
+from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.experiments.wrapper_options import wrapper_options
 from topologies import Topology
 
@@ -70,7 +71,7 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
     method: Topology | str = topology or {"ddp": "ddp", "local": "none"}[settings.method]
     run = gossip.simulate_time(
         method,
-        make_cluster(config, settings.world_size),
+        make_cluster(config, settings.launch.world_size),
         workload,
         min(_NUM_STEPS, summary["steps"]),
         algorithm=algorithm,

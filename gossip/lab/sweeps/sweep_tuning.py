@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
 from gossip.lab.sweeps.sweep_choices import Choice, Trial
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only

@@ -12,7 +12,7 @@ from loguru import logger
 
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.progress_bar import configure_logging
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.sweeps.result_table import print_rows
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric

@@ -11,7 +11,7 @@ from gossip.lab.benchmarks import shaped_hosts
 from gossip.lab.benchmarks.bench_settings import NETWORKS, expand
 from gossip.lab.benchmarks.bench_specification import MethodSpecification
 from gossip.lab.benchmarks.networks import bits_per_second
-from gossip.lab.experiments.run_settings import ConfigurationError, nearest
+from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 from gossip.lab.time_to_loss.loss_tasks import TASKS
 
 _MAX_DELAY_S = 1.0

@@ -14,7 +14,7 @@ from gossip.lab.benchmarks import bench_methods
 from gossip.lab.benchmarks.bench_models import WORKLOADS
 from gossip.lab.benchmarks.bench_settings import Settings, expand
 from gossip.lab.benchmarks.networks import bits_per_second
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 def composed(*overrides: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from running import sweep, train
 
 from gossip.lab.experiments import own_choices
 from gossip.lab.experiments.datasets import as_data
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 MODULE = """
 import torch

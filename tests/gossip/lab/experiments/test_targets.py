@@ -19,8 +19,8 @@ from gossip.lab.experiments.experiment_build import build, check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
-from gossip.lab.experiments.run_settings import ConfigurationError
 from gossip.lab.experiments.targets import check_targets
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 class Touches:

@@ -15,9 +15,10 @@ from torch.autograd.profiler import record_function
 
 from gossip import World
 from gossip.lab.experiments.job import PRELOAD
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings
+from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training import train
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching.launcher import launch
 
 WINDOW = range(5, 10)

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, PositiveFloat, field_validator
 
-from gossip.lab.experiments.run_settings import ConfigurationError
-from gossip.lab.experiments.validated_models import Model, OneOf, read
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, OneOf, read
 
 
 class Link(Model):

@@ -13,7 +13,8 @@ from gossip.lab.experiments.console_table import print_run, print_sweep
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
-from gossip.lab.experiments.run_settings import ConfigurationError, Settings
+from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 pytestmark = pytest.mark.slow  # together
 

@@ -12,7 +12,7 @@ from repository import CONFIGS
 
 from gossip.lab.experiments.config_errors import explain
 from gossip.lab.experiments.options import blaming, check_options
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 TEXT = ("data=stdlib_text", "model=char_transformer")
 DIRICHLET = "data.partition.scheme=dirichlet"

@@ -10,7 +10,7 @@ from composing import composed
 
 from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.loggers.logger_choice import LOGGERS, logging_settings, make_loggers
 
 

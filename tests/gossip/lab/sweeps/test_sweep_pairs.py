@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.sweeps.sweep_pairs import differences, judge, read_bars, with_interval
 
 ACCURACIES = [0.95, 0.97, 0.94, 0.99, 0.96]

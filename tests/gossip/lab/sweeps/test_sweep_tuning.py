@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gossip.lab.experiments.run_settings import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, expand
 from gossip.lab.sweeps.sweep_jobs import Job, Setting
