@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossip.checkpoints.all_or_none import together
-from gossip.checkpoints.checkpoint_layout import exported_tensors
+from gossip.checkpoints.collective_errors import run_on_all_ranks
+from gossip.checkpoints.model_description import exported_tensors
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.checkpoints.trained_models import TrainedModel, collectively
@@ -66,7 +66,7 @@ def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
     replicas.check_alive()
     what = f"exporting to {path}"
     with SafetensorsFile(path, replicas.exported(), _metadata(module)) as file:
-        together(replicas, what, lambda: file.begin() if replicas.process == 0 else None)
+        run_on_all_ranks(replicas, what, lambda: file.begin() if replicas.process == 0 else None)
         failure: Exception | None = None
         for name, tensor in replicas.averages():
             if tensor is not None and failure is None:
@@ -82,7 +82,7 @@ def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
             if replicas.process == 0:
                 file.finish()
 
-        together(replicas, what, finish)
+        run_on_all_ranks(replicas, what, finish)
     return path
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from loguru import logger
 
-from gossip.checkpoints.all_or_none import fail_on_all, together
 from gossip.checkpoints.checkpoint_files import read_tensors
 from gossip.checkpoints.checkpoint_folder import (
     age_key,
@@ -24,7 +23,8 @@ from gossip.checkpoints.checkpoint_folder import (
     read_manifest,
     records,
 )
-from gossip.checkpoints.checkpoint_layout import first_difference
+from gossip.checkpoints.collective_errors import raise_on_all_ranks, run_on_all_ranks
+from gossip.checkpoints.model_description import first_difference
 from gossip.checkpoints.random_states import restore_rng_states
 from gossip.checkpoints.rank_state import SECTIONS_WITH_NAMES, check_sections
 from gossip.checkpoints.replicas import Replicas
@@ -132,12 +132,12 @@ def load(model: TrainedModel, path: str | os.PathLike[str], **parts: Any) -> Che
 
 def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoint:
     replicas.check_between_steps()
-    kinds = together(replicas, f"gossip.load from {path}", lambda: _check_call(path, replicas.kept, parts))
+    kinds = run_on_all_ranks(replicas, f"gossip.load from {path}", lambda: _check_call(path, replicas.kept, parts))
     parts = replicas.kept.with_parts(parts)
     contents = _read_one(replicas, path) if any(kinds) else _read_newest(replicas, path)
     manifest = contents.manifest
 
-    together(replicas, f"{contents.path} does not fit", lambda: _check_fit(replicas, contents, parts))
+    run_on_all_ranks(replicas, f"{contents.path} does not fit", lambda: _check_fit(replicas, contents, parts))
     for names in manifest.get("unfrozen", ()):
         replicas.unfreeze(names)  # recreate the buckets that the run had when it was saved
     changes, keeps_exchanges = _changes(replicas, manifest)
@@ -146,7 +146,7 @@ def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoin
             state["engine"] = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
     what = f"restoring {contents.path} (the model is partly loaded; load again, or construct a new one)"
     try:
-        left_out = together(replicas, what, lambda: _restore(replicas, contents, parts))
+        left_out = run_on_all_ranks(replicas, what, lambda: _restore(replicas, contents, parts))
     except Exception:
         replicas.failure = None  # not an end like others: some ranks are at the checkpoint's step, and some are not
         raise
@@ -192,10 +192,10 @@ def _read_one(replicas: Replicas, path: Path) -> _Contents:
         contents.append(_read(path, replicas))
         return _digest(contents[0])
 
-    digests = together(replicas, "this checkpoint cannot be loaded", read)
+    digests = run_on_all_ranks(replicas, "this checkpoint cannot be loaded", read)
     if len(set(digests)) > 1:
         text = f"the ranks see different checkpoints under {path}; all ranks must share the folder"
-        fail_on_all(replicas, CheckpointError(text))
+        raise_on_all_ranks(replicas, CheckpointError(text))
     return contents[0]
 
 
@@ -203,17 +203,17 @@ def _read_newest(replicas: Replicas, path: Path) -> _Contents:
     """Find the newest checkpoint that is valid on all ranks, which go through them together, the newest first."""
     names: list[str] = []
     rejected: list[str] = []
-    together(replicas, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
+    run_on_all_ranks(replicas, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
     while True:
-        proposals = together(replicas, f"choosing from {path}", lambda: names[0] if names else None)
+        proposals = run_on_all_ranks(replicas, f"choosing from {path}", lambda: names[0] if names else None)
         if not any(proposals):
             found = "; ".join(rejected) or "there is none in it"
-            fail_on_all(replicas, CheckpointError(f"no valid checkpoint in {path}: {found}"))
+            raise_on_all_ranks(replicas, CheckpointError(f"no valid checkpoint in {path}: {found}"))
         name = max((proposal for proposal in proposals if proposal), key=age_key)
         if names and names[0] == name:
             names.pop(0)
         contents: list[_Contents] = []
-        findings = together(replicas, f"reading {path / name}", lambda: _find(path / name, replicas, contents))  # noqa: B023
+        findings = run_on_all_ranks(replicas, f"reading {path / name}", lambda: _find(path / name, replicas, contents))  # noqa: B023
         reasons = list(dict.fromkeys(finding["reason"] for finding in findings if finding["reason"]))
         if not reasons and len({finding["digest"] for finding in findings}) > 1:
             reasons = [f"the ranks see different checkpoints under {path / name}"]

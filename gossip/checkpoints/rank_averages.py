@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gossip.checkpoints.all_or_none import compare, together
-from gossip.checkpoints.checkpoint_layout import describe_tensor, exported_tensors
+from gossip.checkpoints.collective_errors import compare, run_on_all_ranks
+from gossip.checkpoints.model_description import describe_tensor, exported_tensors
 from gossip.checkpoints.replicas import Replicas
 from gossip.communication.world import World
 from gossip.parameters.buckets import is_mixable
@@ -62,7 +62,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     module = engine.module
     engine.frozen.compare()
     equal = engine.frozen.names_of_equal()
-    digests = together(replicas, "gossip.export", lambda: _digest(module, equal))
+    digests = run_on_all_ranks(replicas, "gossip.export", lambda: _digest(module, equal))
     tensors, averaged = dict(exported_tensors(module)), _averaged(module)
     entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in tensors.items()}
     compare(replicas, entries, "comparing what is exported")

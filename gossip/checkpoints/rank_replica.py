@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.checkpoint_layout import (
+from gossip.checkpoints.model_description import (
     describe_buckets,
     describe_module,
     describe_optimizers,

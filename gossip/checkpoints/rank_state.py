@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from gossip.checkpoints.checkpoint_layout import describe_tensor
+from gossip.checkpoints.model_description import describe_tensor
 from gossip.errors import CheckpointError
-from gossip.parameters.plain_state import plain, state_of
+from gossip.parameters.serializable_state import state_of, to_serializable
 from gossip.step.state.kept_objects import is_stateful
 
 SECTIONS: Mapping[str, type] = {
@@ -38,9 +38,9 @@ def parts_state(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, part in parts.items():
         if is_stateful(part):
             where = f"{name}.state_dict()"
-            stateful[name] = plain(state_of(part, where), where)
+            stateful[name] = to_serializable(state_of(part, where), where)
         else:
-            data[name] = plain(part, name)
+            data[name] = to_serializable(part, name)
     return {"stateful": stateful, "data": data}
 
 

@@ -13,8 +13,8 @@ import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
-from gossip.checkpoints.all_or_none import compare, fail_on_all, together
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
+from gossip.checkpoints.collective_errors import compare, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.rank_state import parts_state
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.trained_models import TrainedModel, collectively
@@ -86,10 +86,12 @@ def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> P
     shared = _announce(replicas, path, keep, parts)
     replicas.settle()
     with ExitStack() as lock:
-        together(replicas, f"preparing to save into {path}", lambda: _prepare(replicas, path, lock))
+        run_on_all_ranks(replicas, f"preparing to save into {path}", lambda: _prepare(replicas, path, lock))
         try:
-            files = together(replicas, f"saving step {step}", lambda: _write_ranks(replicas, path, shared))
-            together(replicas, f"completing the checkpoint of step {step}", lambda: _complete(replicas, path, files))
+            files = run_on_all_ranks(replicas, f"saving step {step}", lambda: _write_ranks(replicas, path, shared))
+            run_on_all_ranks(
+                replicas, f"completing the checkpoint of step {step}", lambda: _complete(replicas, path, files)
+            )
         except Exception:
             if replicas.process == 0:
                 layout_on_disk.abandon(path, step)
@@ -118,7 +120,7 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
             "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in everything.items()],
         }
 
-    announced = together(replicas, f"gossip.save at step {replicas.step}", check)
+    announced = run_on_all_ranks(replicas, f"gossip.save at step {replicas.step}", check)
     for rank, described in enumerate(announced):
         for what, value in described.items():
             if value != announced[0][what]:
@@ -127,7 +129,7 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
                     f"rank {rank}; call gossip.save on every rank after the same number of steps, with the same "
                     "arguments"
                 )
-                fail_on_all(replicas, CheckpointError(text))
+                raise_on_all_ranks(replicas, CheckpointError(text))
     description = replicas.describe()
     entries = description["module"] | description["optimizers"]
     entries |= {f"bucket {index}": text for index, text in enumerate(description["buckets"])}

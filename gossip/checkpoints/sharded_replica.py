@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from gossip.checkpoints.checkpoint_layout import describe_module
-from gossip.checkpoints.joined_shards import join_shards, whole_shape
+from gossip.checkpoints.model_description import describe_module
 from gossip.checkpoints.rank_averages import Mean
 from gossip.checkpoints.rank_replica import RankReplica
+from gossip.checkpoints.shard_gathering import gather_shards, whole_shape
 from gossip.parameters.buffers import is_averaged, persistent_buffers
-from gossip.parameters.plain_state import compact
+from gossip.parameters.serializable_state import compact
 from gossip.wrapper import GossipDataParallel
 
 
@@ -80,7 +80,7 @@ class ShardedReplica(RankReplica):
             return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
             if divided is not None:
-                return join_shards(mean, *divided, self._shards.gather, self.num_shards, is_first=is_first)
+                return gather_shards(mean, *divided, self._shards.gather, self.num_shards, is_first=is_first)
             tensor = mean.assemble(is_kept=True)
             assert tensor is not None
             if is_averaged(tensor):

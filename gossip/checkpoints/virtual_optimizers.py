@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.parameters.plain_state import plain
+from gossip.parameters.serializable_state import to_serializable
 from gossip.step.state.replica_state import optimizer_state
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
@@ -66,7 +66,7 @@ class StackedOptimizer:
             groups.append(saved | {"params": list(range(first, stop))})
             first = stop
         saved_state = {"state": state, "param_groups": groups}
-        checked: dict[str, Any] = plain(saved_state, f"the state of {type(self._optimizer).__name__}")
+        checked: dict[str, Any] = to_serializable(saved_state, f"the state of {type(self._optimizer).__name__}")
         return checked
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gossip.checkpoints.checkpoint_layout import (
+from gossip.checkpoints.model_description import (
     describe_buckets,
     describe_module,
     describe_optimizers,
@@ -19,7 +19,7 @@ from gossip.checkpoints.virtual_optimizers import StackedOptimizer
 from gossip.errors import CheckpointError, GossipError
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.manifest import describe_topology
-from gossip.parameters.plain_state import compact
+from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.virtual.shards import Shard, average_of, deal_, written

@@ -12,9 +12,9 @@ from loguru import logger
 from torch import nn
 
 from gossip.communication.world import World
-from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.names import bare
-from gossip.parameters.plain_state import plain
+from gossip.parameters.serializable_state import to_serializable
+from gossip.parameters.state_serialization import deserialize, serialize
 
 _KEY = "_extra_state"  # as in a state_dict, after the module's name
 
@@ -27,7 +27,7 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     TypeError
         A state is not plain data; the text names its module.
     """
-    return {key: plain(part.get_extra_state(), _named(key)) for key, part in _parts(module)}
+    return {key: to_serializable(part.get_extra_state(), _named(key)) for key, part in _parts(module)}
 
 
 def load_extra_states(module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
@@ -35,7 +35,8 @@ def load_extra_states(module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     parts = dict(_parts(module))
     for key, part in parts.items():
         if key in saved:
-            part.set_extra_state(copy.deepcopy(plain(saved[key], key)))  # a state may be shared, or view other values
+            own = copy.deepcopy(to_serializable(saved[key], key))  # a state may be shared, or view other values
+            part.set_extra_state(own)
     left_out = [f"{_named(key)}: there is none in the checkpoint" for key in parts if key not in saved]
     return left_out + [f"{_named(key)}: the module here has none" for key in saved if key not in parts]
 
@@ -74,7 +75,7 @@ def broadcast_extra_states(module: nn.Module, world: World) -> None:
     """
     if next(_parts(module), None) is None or world.world_size == 1:
         return
-    text, values = flatten(_sendable(module)) if world.rank == 0 else ("", torch.empty(0, dtype=torch.uint8))
+    text, values = serialize(_sendable(module)) if world.rank == 0 else ("", torch.empty(0, dtype=torch.uint8))
     what = "broadcasting extra states of modules from rank 0"
     head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode() if world.rank == 0 else b""
     described = json.loads(world.gather_bytes(head, what)[0])
@@ -85,7 +86,7 @@ def broadcast_extra_states(module: nn.Module, world: World) -> None:
         world.broadcast_([held], what)
         values = held.cpu()
     if world.rank:
-        load_extra_states(module, unflatten(described["text"], values))
+        load_extra_states(module, deserialize(described["text"], values))
 
 
 def _sendable(module: nn.Module) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _sendable(module: nn.Module) -> dict[str, Any]:
     found = {}
     for key, part in _parts(module):
         try:
-            found[key] = plain(part.get_extra_state(), _named(key))
+            found[key] = to_serializable(part.get_extra_state(), _named(key))
         except TypeError as error:
             logger.warning("each rank keeps its own while the replicas are averaged: {}", error)
     return found

@@ -11,8 +11,8 @@ from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import Compression
 from gossip.exchange.transport import Transport
 from gossip.private_torch import fsdp_modules
-from gossip.sharding.divided_messages import DividedCompression, GatheringTransport
 from gossip.sharding.local_group import LocalGroup
+from gossip.sharding.partitioned_messages import GatheringTransport, PartitionedCompression
 
 
 class ReplicaGroup(LocalGroup):
@@ -39,7 +39,7 @@ class ReplicaGroup(LocalGroup):
     def divided(self, compression: Compression) -> Compression:
         if self.world.is_alone:
             return compression
-        return DividedCompression(compression, self.world.rank, self.world.world_size)
+        return PartitionedCompression(compression, self.world.rank, self.world.world_size)
 
     def carried(self, transport: Transport | None) -> Transport | None:
         if transport is None or self.world.is_alone:

@@ -20,9 +20,9 @@ from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
 from gossip.exchange.generation_transport import make_generation_transport
-from gossip.parameters.flat_state import flatten, unflatten
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
+from gossip.parameters.state_serialization import deserialize, serialize
 from gossip.step.building.construction import Parts
 from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
 from gossip.step.preemption import Preemption
@@ -164,9 +164,11 @@ class GenerationChange:
         """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
         source, in_step = self._world.state_source, self._world.is_in_step
         if joining := source.asked_by(at_step_end=at_step_end):
-            source.give(joining, lambda: flatten(self._state() | ({} if in_step else {"second": self._second_part()})))
+            source.give(
+                joining, lambda: serialize(self._state() | ({} if in_step else {"second": self._second_part()}))
+            )
         if in_step and (joining := source.begun(self.generation.members, returning=at_step_end)):
-            source.give(joining, lambda: flatten(self._second_part()), is_second=True)
+            source.give(joining, lambda: serialize(self._second_part()), is_second=True)
 
     @property
     def _step(self) -> int:
@@ -216,7 +218,7 @@ class GenerationChange:
         while generation is None:
             source, text, values = joining_rank.take_state()
             try:
-                state = unflatten(text, values)
+                state = deserialize(text, values)
                 for names in state["unfrozen"]:
                     engine.unfreeze(names)
                 restore_replica(engine, self._parts.optimizers, state)
@@ -261,7 +263,7 @@ class GenerationChange:
         who = f"rank {world.member}: rank {source}, whose state it takes,"
         if second is None:
             try:
-                second = unflatten(*take_second_part(world.mesh, source))
+                second = deserialize(*take_second_part(world.mesh, source))
                 if second["step"] != engine.step:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
             except ExchangeError as error:

@@ -29,8 +29,8 @@ from torch import nn
 import topologies
 from gossip import GossipDataParallel
 from gossip.lab.faults.fault import Fault
-from gossip.parameters.flat_state import flatten
-from gossip.parameters.plain_state import plain
+from gossip.parameters.serializable_state import to_serializable
+from gossip.parameters.state_serialization import serialize
 
 RATE = 0.1
 TIMEOUT = timedelta(seconds=20)
@@ -77,8 +77,8 @@ def flat(module: Any) -> torch.Tensor:
 
 def digest_of(model: GossipDataParallel) -> str:
     """Of parameters and the optimizer's state."""
-    state = plain([dict(model.module.named_parameters()), model.optimizer.state_dict()], "the state")
-    text, values = flatten(state)
+    state = to_serializable([dict(model.module.named_parameters()), model.optimizer.state_dict()], "the state")
+    text, values = serialize(state)
     return hashlib.sha256(text.encode() + values.numpy().tobytes()).hexdigest()
 
 

@@ -240,16 +240,16 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
 
 def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
     """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
+    from gossip.sharding.fsdp_group import FSDPGroup
     from gossip.sharding.local_group import check_dense
     from gossip.sharding.replica_group import ReplicaGroup
-    from gossip.sharding.row_group import RowGroup
-    from gossip.sharding.shard_group import ShardGroup
+    from gossip.sharding.zero_group import ZeroGroup
 
     assert arguments.mesh is not None
     check_dense(module)
     if arguments.shard is None:
-        return ShardGroup(module, arguments.mesh, world)
-    return RowGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
+        return FSDPGroup(module, arguments.mesh, world)
+    return ZeroGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
 
 
 def make_flag(world: World, what: str) -> Flag:

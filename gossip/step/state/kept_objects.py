@@ -10,7 +10,7 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError, reason
-from gossip.parameters.plain_state import HasState, is_plain, plain, state_of
+from gossip.parameters.serializable_state import HasState, is_serializable, state_of, to_serializable
 
 START_AGAIN = (
     "start this rank again (restart= of gossip.launch does), and it takes everything from another one: no other rank "
@@ -67,7 +67,7 @@ class KeptObjects(dict[str, Stateful]):
         for name, kept in self.items():
             where = f"{name}.state_dict()"
             try:
-                found[name] = {"state": plain(state_of(kept, where), where)}
+                found[name] = {"state": to_serializable(state_of(kept, where), where)}
             except Exception as error:
                 found[name] = {"error": reason(error)}
                 logger.warning("no rank that joins can have what is kept as {!r}: {}", name, reason(error))
@@ -143,14 +143,14 @@ class GivenObjects:
             entry = self._states.get(name, {"error": self._otherwise})
             if "error" in entry:
                 raise GossipError(f"{self._who} has no state for keep({name}=...): {entry['error']}; {self._remedy}")
-            kept.load_state_dict(plain(entry["state"], name))  # copies: these are views of all that was given
+            kept.load_state_dict(to_serializable(entry["state"], name))  # copies: these are views of all that was given
         for optimizer, groups in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                         group[key].copy_(value)
                     else:
-                        group[key] = plain(value, key)
+                        group[key] = to_serializable(value, key)
 
     def check_complete(self, kept: Mapping[str, Stateful]) -> None:
         """Raise GossipError if there is a state that no object has loaded."""
@@ -166,7 +166,7 @@ def group_options(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]
     """Return the options of parameter groups that are plain data, by optimizer and group. Local."""
     return [
         [
-            {key: value for key, value in group.items() if key != "params" and is_plain(value)}
+            {key: value for key, value in group.items() if key != "params" and is_serializable(value)}
             for group in optimizer.param_groups
         ]
         for optimizer in optimizers

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states, load_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
-from gossip.parameters.plain_state import compact, is_plain, plain, state_of
+from gossip.parameters.serializable_state import compact, is_serializable, state_of, to_serializable
 from gossip.step.engine import StepEngine
 
 
@@ -44,7 +44,7 @@ def optimizer_state(
     names = {id(tensor): name for name, tensor in named}
     held = [names[id(tensor)] for group in optimizer.param_groups for tensor in group["params"]]
     entries = {
-        plain(key, f"a key of {where}"): plain(
+        to_serializable(key, f"a key of {where}"): to_serializable(
             entry,
             f"the state of parameter {held[key]!r} in {kind}" if type(key) is int else f"{where}['state'][{key!r}]",
         )
@@ -52,9 +52,9 @@ def optimizer_state(
     }
     if is_given:
         saved["param_groups"] = [
-            {key: value for key, value in group.items() if is_plain(value)} for group in saved["param_groups"]
+            {key: value for key, value in group.items() if is_serializable(value)} for group in saved["param_groups"]
         ]
-    return {"state": entries, **plain(saved, where)}
+    return {"state": entries, **to_serializable(saved, where)}
 
 
 def own_options(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, int, str]]:
@@ -62,7 +62,7 @@ def own_options(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, in
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             options = ((key, value) for key, value in group.items() if key != "params")
-            yield from ((optimizer, number, key) for key, value in options if not is_plain(value))
+            yield from ((optimizer, number, key) for key, value in options if not is_serializable(value))
 
 
 def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, VirtualWorkers
-from gossip.checkpoints import checkpoint_layout, rank_replica
+from gossip.checkpoints import model_description, rank_replica
 from gossip.step.state import replica_state
 
 # Of the compiler itself, for the input of a compiled part.
@@ -98,7 +98,7 @@ def test_everything_that_leaves_a_model_has_bare_names(way: str, tmp_path: Path)
 
 def with_written_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write names as they were before."""
-    for where in (checkpoint_layout, rank_replica, replica_state):
+    for where in (model_description, rank_replica, replica_state):
         monkeypatch.setattr(where, "named_parameters", nn.Module.named_parameters)
     for where in (replica_state,):
         monkeypatch.setattr(where, "named_buffers", nn.Module.named_buffers)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gossip import ExchangeError, GossipDataParallel, GossipError, LaunchError, World, launch
-from gossip.sharding.watched_collectives import unwatch_collectives, watch_collectives
+from gossip.sharding.collective_timeouts import unwatch_collectives, watch_collectives
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost shards")]  # all worlds wait at the same time
 

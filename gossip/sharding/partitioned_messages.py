@@ -15,7 +15,7 @@ from gossip.exchange.transport import Exchange, LateDifference, Transport
 from topologies import Round, Topology
 
 
-class DividedCompression(Compression):
+class PartitionedCompression(Compression):
     """Encodes one of several equal parts of each bucket, as another compression does.
 
     Parameters

@@ -28,8 +28,8 @@ _NAMES = {kind: name for name, kind in (_MAPPINGS | _SEQUENCES).items()} | {
 }
 
 
-def flatten(state: Any) -> tuple[str, torch.Tensor]:
-    """Return what :func:`gossip.parameters.plain_state.plain` returned as text and tensor values. Local; copies.
+def serialize(state: Any) -> tuple[str, torch.Tensor]:
+    """Return what ``serializable_state.to_serializable`` returned as text and tensor values. Local; copies.
 
     Returns
     -------
@@ -64,8 +64,8 @@ def flatten(state: Any) -> tuple[str, torch.Tensor]:
     return text, values
 
 
-def unflatten(text: str, values: torch.Tensor) -> Any:
-    """Return what :func:`flatten` was given; its tensors are views of ``values``. Local."""
+def deserialize(text: str, values: torch.Tensor) -> Any:
+    """Return what :func:`serialize` was given; its tensors are views of ``values``. Local."""
 
     def unpack(packed: Any) -> Any:
         if not isinstance(packed, dict):

@@ -14,7 +14,7 @@ from gossip.parameters.names import named_parameters
 from gossip.private_torch import FSDPParameter, call_gradient_hooks, fsdp_modules, fsdp_parameters, mirror_module
 
 
-class LocalShards(nn.Module):
+class FSDPShards(nn.Module):
     """What this rank holds of a sharded module, under the names of the module.
 
     Its parameters are plain tensors, [rows of this rank, padded to those of the first rank, ...], in the memory from

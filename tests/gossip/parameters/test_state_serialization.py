@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gossip.parameters.flat_state import flatten, unflatten
-from gossip.parameters.plain_state import plain
+from gossip.parameters.serializable_state import to_serializable
+from gossip.parameters.state_serialization import deserialize, serialize
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -50,7 +50,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_plain_data_come_back(value: Any) -> None:
-    assert_same(unflatten(*flatten(plain(value, "value"))), plain(value, "value"))
+    assert_same(deserialize(*serialize(to_serializable(value, "value"))), to_serializable(value, "value"))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_states_of_optimizers_come_back(make: Any) -> None:
     optimizer = make(module.parameters())
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    state = plain(optimizer.state_dict(), "the state")
-    assert_same(unflatten(*flatten(state)), state)
+    state = to_serializable(optimizer.state_dict(), "the state")
+    assert_same(deserialize(*serialize(state)), state)
 
 
 def test_the_copies_are_the_sender_s_own() -> None:
     tensor = torch.ones(3)
-    text, values = flatten([tensor])
+    text, values = serialize([tensor])
     tensor.zero_()
-    assert unflatten(text, values)[0].tolist() == [1, 1, 1]
+    assert deserialize(text, values)[0].tolist() == [1, 1, 1]

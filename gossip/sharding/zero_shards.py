@@ -22,7 +22,7 @@ from gossip.sharding.resharding import chunk_length
 _MAX_PENDING = 1  # operations that run beside the backward pass; each holds the whole values of a bucket
 
 
-class RowShards(nn.Module):
+class ZeroShards(nn.Module):
     """This rank's rows of the parameters that are trained, under the names of the module.
 
     Its parameters are plain tensors, [rows of a rank, ...], padded with zeros to those of the first rank. Frozen
@@ -165,7 +165,7 @@ class GradientDivision:
 
     Parameters
     ----------
-    shards : RowShards
+    shards : ZeroShards
         The shards that receive the averaged gradients.
     buckets : iterable of Bucket
         The buckets of the shards' parameters, in launch order.
@@ -178,7 +178,7 @@ class GradientDivision:
     """
 
     def __init__(
-        self, shards: RowShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives, steps: Steps
+        self, shards: ZeroShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives, steps: Steps
     ) -> None:
         self._shards, self._world, self._rows = shards, world, rows
         self._buckets = list(buckets)
@@ -278,7 +278,7 @@ class RowGathering:
 
     Parameters
     ----------
-    shards : RowShards
+    shards : ZeroShards
         The shards whose rows are gathered.
     buckets : iterable of Bucket
         The buckets of the shards' parameters.
@@ -288,7 +288,7 @@ class RowGathering:
         Gathers their rows.
     """
 
-    def __init__(self, shards: RowShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives) -> None:
+    def __init__(self, shards: ZeroShards, buckets: Iterable[Bucket], world: World, rows: RowCollectives) -> None:
         self._shards, self._world, self._rows = shards, world, rows
         self._buckets: Mapping[int, Bucket] = {bucket.index: bucket for bucket in buckets}
         self._pending: deque[Callable[[], None]] = deque()

@@ -14,7 +14,7 @@ from gossip.sharding.local_group import LocalGroup
 _CHUNK_BYTES = 16 * 2**20
 
 
-class DividedGroup(LocalGroup):
+class PartitionedGroup(LocalGroup):
     """A group whose ranks each have a shard of gradients, optimizer state and messages.
 
     Parameters

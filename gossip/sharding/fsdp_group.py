@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import fsdp_modules, fsdp_parameters, gather_by, sum_by
-from gossip.sharding.divided_group import DividedGroup
+from gossip.sharding.collective_timeouts import in_words, unwatch_collectives, watch_collectives
+from gossip.sharding.fsdp_shards import FSDPShards, unsharded_parameters
 from gossip.sharding.local_group import Steps
-from gossip.sharding.local_shards import LocalShards, unsharded_parameters
-from gossip.sharding.watched_collectives import in_words, unwatch_collectives, watch_collectives
+from gossip.sharding.partitioned_group import PartitionedGroup
 
 
-class ShardGroup(DividedGroup):
+class FSDPGroup(PartitionedGroup):
     """A group whose replica ``fully_shard`` has divided: each rank trains and exchanges its shards.
 
     Parameters
@@ -31,11 +31,11 @@ class ShardGroup(DividedGroup):
         The ranks of the group.
     """
 
-    replica: LocalShards
+    replica: FSDPShards
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
         _check_sharding(module, mesh)
-        super().__init__(module, LocalShards(module), world)
+        super().__init__(module, FSDPShards(module), world)
         self._step = 0
         self._on_state_dict: Any = None
 

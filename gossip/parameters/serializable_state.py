@@ -16,7 +16,7 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set)
 
 
-def plain(value: Any, where: str) -> Any:
+def to_serializable(value: Any, where: str) -> Any:
     """Return ``value`` with containers copied, tensors compacted and NumPy's numbers converted to Python's. Local.
 
     Parameters
@@ -40,10 +40,13 @@ def plain(value: Any, where: str) -> Any:
     if kind in (torch.Tensor, nn.Parameter):
         return compact(value, where)
     if kind in _MAPPINGS:
-        items = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = {
+            to_serializable(key, f"a key of {where}"): to_serializable(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
         return kind(items)
     if kind in _SEQUENCES:
-        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return kind(to_serializable(item, f"{where}[{index}]") for index, item in enumerate(value))
     hint = "; torch.from_numpy makes a tensor of it" if kind is np.ndarray else ""
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: give numbers, strings, "
@@ -72,10 +75,10 @@ def state_of(stateful: HasState, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} failed: {reason(error)}") from error
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether :func:`plain` would return a value."""
+def is_serializable(value: Any) -> bool:
+    """Return whether :func:`to_serializable` would return a value."""
     try:
-        plain(value, "it")
+        to_serializable(value, "it")
     except Exception:
         return False
     return True

@@ -11,12 +11,12 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.parameters.buckets import Bucket, check_parameters
 from gossip.private_torch import fsdp_modules
-from gossip.sharding.divided_group import DividedGroup
 from gossip.sharding.local_group import Steps
-from gossip.sharding.row_shards import GradientDivision, RowGathering, RowShards
+from gossip.sharding.partitioned_group import PartitionedGroup
+from gossip.sharding.zero_shards import GradientDivision, RowGathering, ZeroShards
 
 
-class RowGroup(DividedGroup):
+class ZeroGroup(PartitionedGroup):
     """A group whose ranks each update and exchange some rows of every parameter, and gather them after each step.
 
     Gradients are averaged over the group by a reduce-scatter of each bucket, and rows are gathered by an all-gather;
@@ -31,7 +31,7 @@ class RowGroup(DividedGroup):
         The ranks of the group.
     """
 
-    replica: RowShards
+    replica: ZeroShards
 
     def __init__(self, module: nn.Module, world: World) -> None:
         if fsdp_modules(module):
@@ -40,7 +40,7 @@ class RowGroup(DividedGroup):
                 "one of them"
             )
         check_parameters(module)
-        super().__init__(module, RowShards(module, world), world)
+        super().__init__(module, ZeroShards(module, world), world)
         self._division: GradientDivision | None = None
         self._gathering: RowGathering | None = None
         self._on_state_dict: Any = None

@@ -1,4 +1,4 @@
-"""Work that all ranks do together, and whose failure on one rank is raised on all."""
+"""Actions of all ranks whose failure on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossip.errors import CheckpointError, ExchangeError, ManifestError, reason
 from gossip.parameters.manifest import first_difference
 
 
-def together(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run ``action`` in every process and return the results in the order of the processes. Collective.
 
     No process continues before all have finished or failed. So no rank is left waiting for one that has failed, and all
@@ -51,8 +51,8 @@ def together(replicas: Replicas, what: str, action: Callable[[], Any]) -> list[A
             ranks_by_reason.setdefault(message["error"], []).append(rank)
     if ranks_by_reason:
         if isinstance(failure, TypeError | ValueError):
-            fail_on_all(replicas, failure)
-        fail_on_all(replicas, CheckpointError(f"{what}: {_by_rank(ranks_by_reason, len(messages))}"), failure)
+            raise_on_all_ranks(replicas, failure)
+        raise_on_all_ranks(replicas, CheckpointError(f"{what}: {_by_rank(ranks_by_reason, len(messages))}"), failure)
     return [message["answer"] for message in messages]
 
 
@@ -64,12 +64,12 @@ def compare(replicas: Replicas, entries: dict[str, str], what: str) -> None:
     ManifestError
         The text names the first entry that differs and both values.
     """
-    digests = together(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
+    digests = run_on_all_ranks(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
     if len(set(digests)) > 1:
-        fail_on_all(replicas, ManifestError(first_difference(together(replicas, what, lambda: entries))))
+        raise_on_all_ranks(replicas, ManifestError(first_difference(run_on_all_ranks(replicas, what, lambda: entries))))
 
 
-def fail_on_all(replicas: Replicas, error: Exception, cause: Exception | None = None) -> NoReturn:
+def raise_on_all_ranks(replicas: Replicas, error: Exception, cause: Exception | None = None) -> NoReturn:
     """Raise an error, where all processes raise one: see :attr:`Replicas.failure`."""
     replicas.failure = error
     raise error from cause

@@ -16,7 +16,7 @@ def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
     return [length if place == dimension else size for place, size in enumerate(shape)]
 
 
-def join_shards(
+def gather_shards(
     mean: Mean,
     dimension: int,
     length: int,
