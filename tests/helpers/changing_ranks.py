@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,13 +103,13 @@ class Outcome(NamedTuple):
     dropped: dict[int, Dropped]
 
 
-def run(changes: Changes, timeout: timedelta = timedelta(seconds=20), **options: Any) -> Outcome:
+def run(changes: Changes, **options: Any) -> Outcome:
     with (
         tempfile.TemporaryDirectory() as folder,
-        unsupervised.started(train, folder, changes, {"timeout": timeout} | options, world_size=4) as ranks,
+        unsupervised.started(train, folder, changes, options, world_size=4) as ranks,
     ):
         if changes.joins:
-            ranks.join(train, folder, changes, {"timeout": timeout} | options)
+            ranks.join(train, folder, changes, options)
         told = [story for story in ranks.results() if story is not None]
         dropped = {int(file.name): read_dropped(file) for file in Path(folder).iterdir()}
     return Outcome({story.member: story for story in told}, dropped)

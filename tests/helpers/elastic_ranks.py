@@ -33,7 +33,8 @@ from gossip.parameters.serializable_state import to_serializable
 from gossip.parameters.state_serialization import serialize
 
 RATE = 0.1
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
+"""Longer than a busy machine keeps a rank waiting: nobody is given up by it."""
 NUM_MORE = 12
 """So many steps are made once everybody is there who was expected."""
 JOINING = -1

@@ -20,8 +20,9 @@ from gossip.communication import row_collectives
 from gossip.communication.row_collectives import RowCollectives
 from gossip.launching import worker_reports
 
-TIMEOUT = timedelta(seconds=4)
-CHUNK_BYTES = row_collectives._CHUNK_BYTES
+TIMEOUT = timedelta(seconds=60)
+CHUNK_BYTES = 2**16
+small_chunks = mock.patch.object(row_collectives, "_CHUNK_BYTES", CHUNK_BYTES)
 DTYPES = torch.float32, torch.float64, torch.bfloat16
 
 
@@ -30,6 +31,7 @@ def numels(dtype: torch.dtype) -> list[int]:
     return [1, 7, per_chunk, per_chunk + 1, 0, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
 
 
+@small_chunks
 def gather(shares_memory: bool) -> None:
     """Of any size: below a chunk, just one, and several; more often than there are buffers."""
     world = World(TIMEOUT)
@@ -52,6 +54,7 @@ def test_rows_of_all_ranks_are_gathered(shares_memory: bool) -> None:
     run_ranks(gather, shares_memory, world_size=3)
 
 
+@small_chunks
 def add_up(shares_memory: bool) -> None:
     world = World(TIMEOUT)
     size = world.world_size
@@ -101,9 +104,11 @@ def test_memory_needs_no_collective() -> None:
     run_ranks(count_collectives, world_size=2)
 
 
+@small_chunks
 def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
     """Rank 1 has published a first chunk when it stops, so that rank 0 waits for the second one."""
     world = World(TIMEOUT)
+    world.timeout = timedelta(seconds=2)  # once both are there
     collectives = RowCollectives(world, shares_memory=True)
     rows = torch.zeros(2, CHUNK_BYTES)  # four chunks
     if dist.get_rank() == 1:

@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
     "bf16 of float32": (Cast(torch.bfloat16), torch.float32, 1e-2),
     "int8": (ModuloQuantization(8), torch.float32, 5e-2),
 }
-SIZES = (40_001, 300_007, 5)  # the second goes over a network in pieces; the last one is too small to be read
+SIZES = (40_001, 150_007, 5)  # the second goes over a network in pieces; the last one is too small to be read
 NUM_STEPS = 5  # more than there are buffers
 
 
@@ -106,8 +106,9 @@ def test_what_is_read_is_what_a_network_would_have_brought() -> None:
 
 
 def hand_out_to_nobody() -> str:
-    world = World(timedelta(seconds=2))
+    world = World(timedelta(seconds=60))
     transport = DistributedTransport(world, topologies.build("ring", 2))
+    world.timeout = timedelta(seconds=2)  # once both are there
     message = torch.empty(SIZES[0])
     text = "nothing"
     if world.rank == 0:
@@ -132,9 +133,10 @@ def test_a_peer_that_does_not_read_is_named() -> None:
 
 def wait_for_what_is_not_sent() -> list[str]:
     """What rank 0 and a child forked from it are told."""
-    world = World(timedelta(seconds=2))
+    world = World(timedelta(seconds=60))
     topology = topologies.build("ring", 2)
     transport = DistributedTransport(world, topology)
+    world.timeout = timedelta(seconds=2)  # once both are there
     shape = BucketShape(0, torch.empty(SIZES[0]), memory=memory_for(transport, 0))
     texts = []
     if world.rank == 0:

@@ -41,7 +41,8 @@ def test_added_transport_carries_what_ours_carries(tmp_path: Path, compression: 
 
 def wait_in_vain(folder: Path) -> str:
     transport = functools.partial(defined("docs/extending/transport.md", 0)["FolderTransport"], folder=folder)
-    model = GossipDataParallel(rank_module(), SGD, "ring", transport=transport, timeout=timedelta(seconds=1))
+    model = GossipDataParallel(rank_module(), SGD, "ring", transport=transport)
+    model.world.timeout = timedelta(seconds=1)  # once both are there
     text = ""
     if dist.get_rank() == 0:
         with pytest.raises(ExchangeError) as caught:

@@ -85,7 +85,8 @@ def test_ranks_that_ended_exchange_until_all_have(mode: str) -> None:
 
 
 def train_unevenly() -> str:
-    model = make_model(2, timeout=timedelta(seconds=2))
+    model = make_model(2)
+    model.world.timeout = timedelta(seconds=2)  # once both are there
     try:
         train(model, 4 if model.rank == 0 else 2)
     except ExchangeError as error:
@@ -105,7 +106,8 @@ def test_without_join_the_time_out_names_who_is_missing() -> None:
 
 
 def raise_inside() -> str:
-    model = make_model(2, timeout=timedelta(seconds=2))
+    model = make_model(2)
+    model.world.timeout = timedelta(seconds=2)  # once both are there
     try:
         with model.join():
             if model.rank == 1:
