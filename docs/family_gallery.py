@@ -12,7 +12,7 @@ from typing import Any
 
 import topologies
 from topologies.drawing import draw_compact
-from topologies.reports.family_samples import options_text, samples
+from topologies.reports.family_samples import sample_text, samples
 
 PAGE = "topologies"
 PLACE = "<!-- the gallery: drawn when the site is built -->"
@@ -51,10 +51,7 @@ def _insert(_: Any, page: str, source: list[str]) -> None:
 def _card(name: str) -> str:
     drawn = samples(name, WORLD_SIZE)[0]
     facts = topologies.facts_of(name)
-    options = options_text(drawn.options)
-    shown = f"{drawn.world_size} ranks{f', {options}' if options else ''}"
-    if drawn.world_size != WORLD_SIZE:
-        shown += f" (the nearest number to {WORLD_SIZE} that it serves)"
+    shown = sample_text(drawn, WORLD_SIZE)
     picture = f"{PICTURES}/{name}.svg"
     summary = re.sub(r"`{1,2}([^`]+)`{1,2}", r"<code>\1</code>", escape(facts.summary))
     return (

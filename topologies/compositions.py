@@ -49,7 +49,29 @@ class Composition(Expression):
 
 
 def every(topology: ScheduleT, k: int) -> ScheduleT:
-    """Return :meth:`Topology.every`."""
+    """Return the schedule with k - 1 local steps before each exchange.
+
+    Round s of this topology is round ``k (s + 1) - 1`` of the result: rounds k - 1, 2 k - 1, ... exchange, all
+    others are the identity. Warm-up, period and the rounds until all is exact are k times as long. For k = 1,
+    and for a single rank, it is the topology itself.
+
+    Parameters
+    ----------
+    k
+        Exchange in every k-th round only; at least 1.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If k is not an integer of at least 1.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> local_sgd = topologies.build("complete", 4).every(3)
+    >>> [local_sgd.round(t).is_identity for t in range(6)]
+    [True, True, False, True, True, False]
+    """
     k = check_integer("k", k, minimum=1)
     if k == 1 or topology.world_size == 1:
         return topology
@@ -67,8 +89,36 @@ def every(topology: ScheduleT, k: int) -> ScheduleT:
     )
 
 
-def then(topology: ScheduleT, other: ScheduleT, after: int) -> ScheduleT:
-    """Return :meth:`Topology.then`."""
+def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
+    """Return the schedule of this topology for some rounds, and of another one from then on.
+
+    Round t is round t of this topology for ``t < after``, and round ``t - after`` of ``other`` from there on.
+    The first ``after`` rounds are a warm-up: period and exactness are those of ``other``. For ``after=0``, and
+    for a single rank, it is ``other`` itself.
+
+    Parameters
+    ----------
+    other
+        A topology of as many ranks.
+    after
+        How many rounds this topology runs; at least 0.
+
+    Raises
+    ------
+    ValueError
+        If ``after`` is negative, the world sizes differ, or one of the two is row- and the other one
+        column-stochastic.
+    TypeError
+        If ``other`` is no topology or ``after`` no integer.
+
+    Examples
+    --------
+    All-reduce for 100 rounds, then a ring:
+
+    >>> import topologies
+    >>> topologies.build("complete", 8).then(topologies.build("ring", 8), after=100)
+    Topology('complete.then(ring, after=100)', world_size=8, warmup=100, period=1)
+    """
     _check_other(topology, other)
     after = check_integer("after", after, minimum=0)
     if after == 0 or topology.world_size == 1:
@@ -101,7 +151,25 @@ class Interleaving(Expression):
 
 
 def interleave(topology: ScheduleT, other: ScheduleT) -> ScheduleT:
-    """Return :meth:`Topology.interleave`."""
+    """Return the schedule in which this topology and another one take turns.
+
+    Round 2 s is round s of this topology, round 2 s + 1 round s of ``other``. The period is twice the least
+    common multiple of both. It takes a topology of as many ranks; neither of the two may have a warm-up.
+
+    Raises
+    ------
+    ValueError
+        If the world sizes differ, one has a warm-up, or one is row- and the other column-stochastic.
+    TypeError
+        If ``other`` is no topology.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> rings = topologies.build("one_peer_ring", 8).interleave(topologies.build("one_peer_hypercube", 8))
+    >>> rings.period, rings.round(3).neighbours(0)
+    (12, {2: 0.5})
+    """
     _check_other(topology, other)
     parts = (topology, other)
     check_no_warmup("interleave", parts)
@@ -133,7 +201,33 @@ class Averaging(Expression):
 
 
 def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
-    """Return :meth:`Topology.averaged_every`."""
+    """Return the schedule in which all ranks average in every k-th round.
+
+    Rounds k - 1, 2 k - 1, ... are the exact average, W = J; round t is round t of this topology for all others.
+    The period of a part that repeats becomes the least common multiple of its own and k. A schedule whose rounds
+    k - 1, 2 k - 1, ... are such averages already is returned as it is, as for a single rank.
+
+    Parameters
+    ----------
+    k
+        At least 1.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If k is not an integer of at least 1.
+
+    References
+    ----------
+    Chen et al., "Accelerating gossip SGD with periodic global averaging", ICML 2021.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> ring = topologies.build("ring", 6).averaged_every(4)
+    >>> [ring.round(t).uniform_groups is not None for t in range(8)], ring.exact_after
+    ([False, False, False, True, False, False, False, True], 4)
+    """
     k = check_integer("k", k, minimum=1)
     if topology.world_size == 1 or all(_averages_in_every(phase, k) for phase in topology.phases):
         return topology
@@ -173,7 +267,25 @@ def averaging(topology: ScheduleT, k: int, offset: int) -> ScheduleT:
 
 
 def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
-    """Return :meth:`Topology.permuted`."""
+    """Return the same schedule with the ranks in other places.
+
+    Parameters
+    ----------
+    order
+        Rank ``order[place]`` does what rank ``place`` does in this topology: for a ring, the order in which it
+        passes the ranks.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If ``order`` does not name every rank once.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("ring", 4).permuted([0, 2, 1, 3]).round(0).peers(0)
+    (2, 3)
+    """
     if not isinstance(topology.make_round, Composition):
         return placement.permuted(topology, order)
     return _compose(

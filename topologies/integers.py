@@ -25,6 +25,11 @@ def is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
+def is_power_of_two(number: int) -> bool:
+    """Whether a number of at least 1 is a power of two; 1 is one."""
+    return not number & (number - 1)
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors in rising order, 1 and the number itself included.
 

@@ -10,7 +10,20 @@ from topologies.validation import check_world_size
 
 
 def resized(topology: ScheduleT, world_size: int) -> ScheduleT:
-    """Return :meth:`Topology.resized`."""
+    """Return the same topology for another number of ranks: each family that it is made of, with its options.
+
+    Raises
+    ------
+    ValueError
+        If a family, or its options, cannot serve that size, or it was made for its own ranks: by rounds, as a
+        product or permuted.
+
+    Examples
+    --------
+    >>> import topologies
+    >>> topologies.build("one_peer_exponential", 8).every(2).resized(5).name
+    'one_peer_exponential.every(2)'
+    """
     world_size = check_world_size(world_size)
     if world_size == topology.world_size:
         return topology

@@ -38,7 +38,28 @@ class Product(Expression):
 
 
 def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
-    """Return :meth:`Topology.product`."""
+    """Return the Kronecker product: this topology between machines, ``local`` between the ranks of each.
+
+    Rank ``machine * local.world_size + place`` reads rank ``other * local.world_size + there`` with the weight
+    ``W[machine, other] * local W[place, there]`` of round t of both. The period is the least common multiple;
+    exact once both are. Neither of the two may have a warm-up.
+
+    Raises
+    ------
+    ValueError
+        If one has a warm-up, or one is row- and the other column-stochastic.
+    TypeError
+        If ``local`` is no topology.
+
+    Examples
+    --------
+    Three machines in a ring; the two ranks of each work as one:
+
+    >>> import topologies
+    >>> topology = topologies.build("ring", 3).product(topologies.build("complete", 2))
+    >>> topology.world_size, topology.round(0).self_weight(0)
+    (6, 0.16666666666666666)
+    """
     check_schedule("local", local, machines.world_size)
     parts = (machines, local)
     check_no_warmup("product", parts)

@@ -138,5 +138,5 @@ def _from_phases(kind: type[ScheduleT], items: Sequence[Mapping[str, Any]]) -> S
     parts = [every(_from_dict(kind, item["topology"]), item["every"]) for item in items]
     topology = parts[0]
     for start, part in zip(starts[1:], parts[1:], strict=True):
-        topology = then(topology, part, start)
+        topology = then(topology, part, after=start)
     return topology

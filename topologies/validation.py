@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable
@@ -55,14 +56,34 @@ def check_integer(argument: str, value: object, *, minimum: int, maximum: int | 
     return number
 
 
-def check_share(argument: str, value: object) -> float:
-    """Return ``value`` as a float between 0 and 1, both excluded."""
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{argument} must be a number, got {value!r} ({type(value).__name__}); pass for example 0.01")
-    number = float(value)
-    if not 0.0 < number < 1.0:
-        raise ValueError(f"{argument} must be between 0 and 1, got {value!r}; pass for example 0.01")
-    return number
+#: The intervals that real numbers are asked to lie in, in words.
+_INTERVALS: dict[str, Callable[[float], bool]] = {
+    "between 0 and 1": lambda number: 0.0 <= number <= 1.0,
+    "between 0 and 1, both excluded": lambda number: 0.0 < number < 1.0,
+    "above 0 and at most 1": lambda number: 0.0 < number <= 1.0,
+    "above 0 and finite": lambda number: 0.0 < number < math.inf,
+    "at least 0 and finite": lambda number: 0.0 <= number < math.inf,
+}
+
+
+def check_real(argument: str, value: object, allowed: str, *, example: float) -> float:
+    """Return ``value`` as a float of the interval ``allowed``, one of the keys of ``_INTERVALS``.
+
+    Raises
+    ------
+    TypeError
+        If it is no real number (a ``bool`` is none).
+    ValueError
+        If it is outside of the interval.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{argument} must be a number, {allowed}, got {value!r} ({type(value).__name__}); pass for example "
+            f"{example}"
+        )
+    if not _INTERVALS[allowed](float(value)):
+        raise ValueError(f"{argument} must be {allowed}, got {value!r}; pass for example {example}")
+    return float(value)
 
 
 def check_world_size(world_size: object) -> int:
@@ -118,7 +139,7 @@ def check_stochasticity(stochasticity: str) -> None:
         )
 
 
-def unserved_size(
+def check_served(
     family: str,
     world_size: int,
     rule: str,
@@ -126,8 +147,8 @@ def unserved_size(
     *,
     sparse: Iterable[int] = powers(2, MAX_WORLD_SIZE),
     advice: str = "",
-) -> ValueError:
-    """Return the error for a world size that a family cannot serve; it names the nearest sizes that it can.
+) -> None:
+    """Refuse a world size that a family cannot serve; the error names the nearest sizes that it can.
 
     Parameters
     ----------
@@ -143,7 +164,14 @@ def unserved_size(
         Sizes to try if none within 4096 of ``world_size`` is served: the nearest served ones are among them.
     advice
         What else the user can change, as a full sentence.
+
+    Raises
+    ------
+    ValueError
+        If the size is not served.
     """
+    if serves(world_size):
+        return
     others = sorted(size for size in sparse if 1 < size <= MAX_WORLD_SIZE)
     lower = (*range(world_size - 1, max(world_size - _WINDOW, 1), -1), *reversed(others))
     upper = (*range(world_size + 1, min(world_size + _WINDOW, MAX_WORLD_SIZE) + 1), *others)
@@ -151,7 +179,7 @@ def unserved_size(
     above = next((size for size in upper if size > world_size and serves(size)), None)
     nearest = f"the nearest is {below}" if above is None else f"the nearest are {below} and {above}"
     chosen = "it" if above is None else "one of these"
-    return ValueError(
+    raise ValueError(
         f"topology {family!r} needs a world_size that is {rule}, got {world_size}; {nearest}. "
         f"{advice or f'Choose {chosen}, or a family for any size, such as one_peer_exponential.'}"
     )

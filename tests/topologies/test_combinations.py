@@ -160,24 +160,34 @@ def combinations() -> list[Topology]:
         ring.permuted([0, 2, 1, 3]),
         ring.permuted([0, 3, 1, 2]),
         star.then(ring.permuted([0, 2, 1, 3]).interleave(star), after=3),
+        ring.every(2),
+        ring.every(3),
+        Topology.from_rounds([Round.identity(4), ring.round(0)], name=ring.every(2).name),
+        star.then(ring, after=2),
+        star.then(ring, after=3),
+        ring.then(star.every(2), after=2),
+        topologies.build("random_matching", 4, seed=0).every(2),
+        topologies.build("random_matching", 4, seed=1).every(2),
+        topologies.build("hyper_cuboid", 4, factors=[2, 2]),
         topologies.build("random_matching", 4, seed=1).product(complete),
     ]
 
 
 def test_json_pickle_copies_and_equality() -> None:
+    others = combinations()
     for number, topology in enumerate(combinations()):
         for again in (
             Topology.from_json(topology.to_json()),
             pickle.loads(pickle.dumps(topology)),
             copy.deepcopy(topology),
-            combinations()[number],
+            others[number],
         ):
             assert again == topology
             assert hash(again) == hash(topology)
             assert repr(again) == repr(topology)
             for t in range(5):
                 assert again.round(t) == topology.round(t)
-        for other_number, other in enumerate(combinations()):
+        for other_number, other in enumerate(others):
             assert (topology == other) is (number == other_number), (topology, other)
 
 

@@ -1,10 +1,9 @@
 """Topology.every and Topology.then: exactly the rounds that they promise, whatever they are made of."""
 
-import copy
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 import topologies
 from topologies import Phase, Round, Topology, analysis, draw
-from topologies.compositions import Composition
 
 #: The families that serve four ranks.
 FAMILIES = sorted(
@@ -31,8 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "matchings": {"graph": "star"},
     "random_matching": {"seed": 3},
 }
-INTERVALS = (1, 2, 3, 7)
-WARMUPS = (0, 1, 2, 3, 10)
 NUM_ROUNDS = 45
 
 Schedule = Callable[[int], np.ndarray]
@@ -67,47 +63,6 @@ def first_exact(schedule: Schedule, n: int, start: int, num_rounds: int) -> int 
         if np.abs(mixed - 1 / n).max() < 1e-12:
             return t - start + 1
     return None
-
-
-@pytest.mark.parametrize("k", INTERVALS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_exchanges_in_each_kth_round(name: str, k: int) -> None:
-    base = family(name)
-    topology = base.every(k)
-    assert_rounds(topology, every(matrices(base), k, 4))
-    assert topology.period == (None if base.period is None else k * base.period)
-    assert topology.warmup == 0
-    assert topology.stochasticity == base.stochasticity
-    assert topology.symmetric == base.symmetric
-    assert topology.exact_after == (None if base.exact_after is None else k * base.exact_after)
-    if base.exact_after is not None:
-        assert topology.exact_after == first_exact(matrices(topology), 4, 0, NUM_ROUNDS)
-    if topology.period is not None:
-        assert topology.round(10**9 * topology.period + k - 1) == base.round(0)
-
-
-@pytest.mark.parametrize("after", WARMUPS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_then_changes_over_after_the_warm_up(name: str, after: int) -> None:
-    for first, second in ((family("complete"), family(name)), (family(name), family("one_peer_exponential"))):
-        topology = first.then(second, after=after)
-        assert_rounds(topology, then(matrices(first), matrices(second), after))
-        assert topology.period == second.period
-        assert topology.warmup == after
-        assert topology.stochasticity == "doubly"
-        assert topology.exact_after == second.exact_after
-        if second.exact_after is not None:
-            assert topology.exact_after == first_exact(matrices(topology), 4, after, NUM_ROUNDS)
-        if topology.period is not None:
-            assert topology.round(after + 10**9 * topology.period) == second.round(0)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
-def test_other_sizes(n: int) -> None:
-    ring, complete = topologies.build("ring", n), topologies.build("complete", n)
-    assert_rounds(ring.every(4), every(matrices(ring), 4, n))
-    topology = complete.then(ring.every(2), after=3)
-    assert_rounds(topology, then(matrices(complete), every(matrices(ring), 2, n), 3))
 
 
 def expression(seed: int) -> tuple[Topology, Schedule]:
@@ -171,55 +126,6 @@ def test_what_changes_nothing_is_the_topology_itself() -> None:
     assert ring.then(star, after=0) is star
     assert single.every(5) is single
     assert family("star", 1).then(single, after=5) is single
-
-
-def test_differences_are_seen() -> None:
-    ring, star = family("ring"), family("star")
-    different = [
-        ring,
-        ring.every(2),
-        ring.every(3),
-        star.every(2),
-        ring.then(star, after=2),
-        ring.then(star, after=3),
-        star.then(ring, after=2),
-        ring.then(star.every(2), after=2),
-        family("ring", 8).every(2),
-        Topology.from_rounds([Round.identity(4), ring.round(0)], name=ring.every(2).name),
-    ]
-    for i, one in enumerate(different):
-        for j, other in enumerate(different):
-            assert (one == other) is (i == j)
-    seeds = [topologies.build("random_matching", 4, seed=seed).every(2) for seed in (0, 0, 1)]
-    assert seeds[0] == seeds[1] != seeds[2]
-
-
-def compositions() -> Iterator[Topology]:
-    own = Topology.from_rounds([Round.from_groups(4, [(0, 1)]), Round.from_groups(4, [(1, 2, 3)])], name="own")
-    function = Topology.from_function(rotate, period=3)
-    yield from (family(name).every(3) for name in FAMILIES)
-    yield from (family("complete").then(family(name), after=2) for name in FAMILIES)
-    yield own.every(2).then(function.every(3), after=5).then(family("random_matching"), after=9)
-    yield family("random_matching").then(own, after=1000)
-    yield Topology(4, rotate, 4, options={"kept": "to itself"}).every(2)
-
-
-def rotate(t: int) -> Round:
-    return Round.from_rows([{(i + 1 + t % 3) % 4: 0.5} for i in range(4)])
-
-
-@pytest.mark.parametrize("topology", compositions(), ids=lambda topology: topology.name)
-def test_copies_are_equal(topology: Topology) -> None:
-    topology.round(1)
-    text = topology.to_json()
-    copies = [Topology.from_json(text), pickle.loads(pickle.dumps(topology)), copy.deepcopy(topology)]
-    for again in copies:
-        assert again == topology
-        assert hash(again) == hash(topology)
-        assert repr(again) == repr(topology)
-        assert again.to_json() == text
-        assert again.describe() == topology.describe()
-        assert_rounds(again, matrices(topology), 15)
 
 
 def test_json_holds_the_expression() -> None:
@@ -323,14 +229,6 @@ def test_description_of_a_warm_up() -> None:
     assert not family("complete").then(pairs, after=1).describe().connected
 
 
-def test_description_without_a_period() -> None:
-    found = family("complete").then(family("random_matching").every(3), after=5).describe()
-    assert (found.warmup, found.period, found.num_rounds, found.exact_after) == (5, None, 48, None)
-    assert found.mean_messages == pytest.approx(1 / 3)
-    assert found.beta == family("random_matching").describe().beta
-    assert "the first 48 rounds after the warm-up" in str(found)
-
-
 @pytest.mark.parametrize(
     ("topology", "title", "numbers"),
     [
@@ -384,21 +282,6 @@ def test_analysis_of_the_repeated_part() -> None:
     assert np.abs(analysis.product(topology, 12) - 1 / 4).max() > 1e-3
     with pytest.raises(ValueError, match="has no period"):
         analysis.exact_after(family("ring").then(family("random_matching"), after=3))
-
-
-def test_a_round_that_breaks_its_promise_is_named() -> None:
-    def breaks_later(t: int) -> Round:
-        return Round.identity(2) if t < 3 else Round.from_matrix([[0.5, 0.4], [0.5, 0.6]])
-
-    topology = Topology.from_function(breaks_later, name="breaks").every(2)
-    topology.round(5)
-    with pytest.raises(ValueError, match=r"round 3 of topology 'breaks': row 0 .* sums to 0\.9"):
-        topology.round(7)
-
-
-def test_identity_rounds_are_made_once() -> None:
-    rounds = Composition(family("ring").every(3).phases)
-    assert rounds(0) is rounds(1) is rounds(3)
 
 
 @pytest.mark.parametrize(

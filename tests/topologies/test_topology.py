@@ -1,8 +1,6 @@
 """Topology: schedules from rounds and functions, promises, JSON, pickling."""
 
-import copy
 import json
-import pickle
 from dataclasses import FrozenInstanceError
 
 import numpy as np
@@ -73,13 +71,6 @@ def test_a_seeded_function_gives_round_t_without_the_earlier_ones() -> None:
     assert other.round(0) == Topology.from_function(draw_pair, seed=3).round(0)
     different = Topology.from_function(draw_pair, seed=4)
     assert any(other.round(t) != different.round(t) for t in range(10))
-
-
-def test_rounds_are_cached() -> None:
-    topology = topologies.build("random_matching", 8)
-    assert topology.round(5) is topology.round(5)
-    ring = topologies.build("ring", 8)
-    assert ring.round(0) is ring.round(17)
 
 
 def test_an_aperiodic_function_has_no_json() -> None:
@@ -158,25 +149,6 @@ def test_a_topology_is_immutable() -> None:
         topology.world_size = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         topology.options["shape"] = (1, 6)  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [
-        topologies.build("one_peer_exponential", 6),
-        topologies.build("random_matching", 7, seed=5),
-        topologies.build("hyper_cuboid", 6, factors=[3, 2]),
-        Topology.from_rounds(PAIRS, name="pairs"),
-        Topology.from_function(rotate, period=4),
-    ],
-    ids=lambda topology: topology.name,
-)
-def test_copies_are_equal(topology: Topology) -> None:
-    topology.round(1)
-    for again in (pickle.loads(pickle.dumps(topology)), copy.deepcopy(topology)):
-        assert again == topology
-        assert repr(again) == repr(topology)
-        assert all(again.round(t) == topology.round(t) for t in range(5))
 
 
 def test_equality_is_by_content() -> None:

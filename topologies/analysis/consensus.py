@@ -20,7 +20,7 @@ from topologies.analysis.exactness import known_exact_after, sums, vanishes_with
 from topologies.matrix_storage import FloatArray
 from topologies.round import Round, measure_stochasticity
 from topologies.schedule import Schedule, check_schedule
-from topologies.validation import check_integer, check_share
+from topologies.validation import check_integer, check_real
 
 #: Rounds from which the rate of a schedule without a period is taken.
 SAMPLED_ROUNDS = 64
@@ -202,7 +202,7 @@ def rounds_to(topology: Schedule, tolerance: float, *, start: int | None = None)
     >>> rounds_to(topologies.build("ring", 16), 0.01), rounds_to(topologies.build("hypercube", 16), 0.01)
     (89, 10)
     """
-    tolerance = check_share("tolerance", tolerance)
+    tolerance = check_real("tolerance", tolerance, "between 0 and 1, both excluded", example=0.01)
     if topology.world_size == 1:
         return 0
     exchanges, first, num_rounds_of = exchanges_from(topology, start)

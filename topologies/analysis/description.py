@@ -135,7 +135,9 @@ class Description:
 
 
 def describe(topology: Schedule) -> Description:
-    """Measure a topology over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
+    """Return what can be measured of a topology: ``str()`` is one page of text, ``.to_dict()`` plain JSON.
+
+    It is measured over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
 
     Raises
     ------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +13,7 @@ from topologies.integers import divisors, listed
 from topologies.matrix_storage import FloatArray, IntArray
 from topologies.round import Round
 from topologies.schedule import Schedule
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 @dataclass(frozen=True)
@@ -134,13 +132,13 @@ def traffic(topology: Schedule, *, message_bytes: float = 1.0, local_size: int =
     >>> found.bytes_per_rank, found.max_node_bytes, found.network_bytes
     (200.0, 200.0, 400.0)
     """
-    message_bytes = _check_bytes(message_bytes)
+    message_bytes = check_real("message_bytes", message_bytes, "at least 0 and finite", example=100e6)
     local_size = check_local_size(local_size, topology.world_size)
     rounds = repeated_rounds(topology)
     return Traffic(
         rounds=tuple(round_traffic(round_, local_size) for round_ in rounds),
         every=topology.phases[-1].every,
-        message_bytes=float(message_bytes),
+        message_bytes=message_bytes,
         num_communicators=len({group for round_ in rounds for group in round_.uniform_groups or () if len(group) > 2}),
     )
 
@@ -159,18 +157,6 @@ def rate_per_byte(topology: Schedule, *, message_bytes: float = 1.0) -> float:
     """
     sent = traffic(topology, message_bytes=message_bytes).bytes_per_rank
     return float(consensus_rate(topology) ** (1.0 / sent)) if sent else 1.0
-
-
-def _check_bytes(message_bytes: object) -> float:
-    if not isinstance(message_bytes, numbers.Real):
-        raise TypeError(
-            f"message_bytes must be a number, got {message_bytes!r} ({type(message_bytes).__name__}); pass for "
-            f"example 100e6"
-        )
-    number = float(message_bytes)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"message_bytes must be finite and must not be negative, got {number!r}; pass those of one")
-    return number
 
 
 def check_local_size(local_size: int, world_size: int) -> int:

@@ -5,6 +5,7 @@ Nothing is loaded from elsewhere, and nothing runs. The page is well-formed XML,
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 from topologies.drawing import draw_compact
 from topologies.drawing.picture_files import output_path
 from topologies.family_registry import available
-from topologies.reports.docstring_facts import Facts, facts_of
-from topologies.reports.family_samples import options_text, samples
+from topologies.reports.docstring_facts import PROPERTIES, Facts, facts_of
+from topologies.reports.family_samples import options_text, sample_text, samples
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ nav ul { display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; margin: 0.5rem 0; pa
 main { display: grid; gap: 1.25rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); }
 .card { min-width: 0; padding: 1rem; background: var(--card); border: 1px solid var(--line); border-radius: 0.6rem; }
 .card figure { margin: 0; padding: 0.4rem; background: #ffffff; border-radius: 0.4rem; }
-.card svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.card img { display: block; width: 100%; height: auto; }
 .summary { font-weight: 600; }
 .note, .sources { color: var(--faint); font-size: 0.9rem; }
 .sources { margin: 0.4rem 0 0; padding-left: 1.1rem; }
@@ -116,25 +116,16 @@ def write_gallery(path: str | os.PathLike[str], world_size: int = 16) -> None:
 
 def _card(facts: Facts, variants: Sequence[Topology], world_size: int) -> str:
     drawn = variants[0]
-    options = options_text(drawn.options)
-    shown = f"{drawn.world_size} ranks{f', {options}' if options else ''}"
-    if drawn.world_size != world_size:
-        shown += f" (the nearest number to {world_size} that it serves)"
-    stated = [
-        ("World sizes", facts.sizes),
-        ("Degree", facts.degree),
-        ("Period", facts.period),
-        ("Exact", facts.exact),
-        ("Rate", facts.rate),
-        ("Weights", facts.weights),
-    ]
+    shown = sample_text(drawn, world_size)
+    stated = [("World sizes", facts.sizes), *((key.capitalize(), getattr(facts, key)) for key in PROPERTIES[1:])]
     rows = [*stated, *(("Measured", _measured(variant)) for variant in variants)]
     facts_list = "\n".join(f"<dt>{_marked_up(term)}</dt><dd>{_marked_up(text)}</dd>" for term, text in rows)
     definition = "\n".join(f"<p>{_marked_up(paragraph)}</p>" for paragraph in facts.definition)
     sources = "\n".join(f"<li>{_marked_up(source)}</li>" for source in facts.sources)
-    name = escape(facts.name)
+    name, label = escape(facts.name), escape(f"{facts.name}, {shown}: {facts.summary}")
+    picture = base64.b64encode(draw_compact(drawn).encode()).decode()
     return f"""<article class="card" id="{name}" aria-labelledby="{name}-title">
-<figure>{_inline_svg(draw_compact(drawn), facts.name, f"{facts.name}, {shown}: {facts.summary}")}</figure>
+<figure><img src="data:image/svg+xml;base64,{picture}" alt="{label}"/></figure>
 <h2 id="{name}-title">{name}</h2>
 <p class="note">Drawn: {_marked_up(shown)}.</p>
 <p class="summary">{_marked_up(facts.summary)}</p>
@@ -172,24 +163,3 @@ def _number(value: float) -> str:
 def _marked_up(text: str) -> str:
     """Return escaped text with the docstrings' literals, ``x``, `x` and :func:`x`, as code."""
     return re.sub(r"(?::\w+:)?(`{1,2})([^`]+)\1", r"<code>\2</code>", escape(text))
-
-
-def _inline_svg(svg: str, prefix: str, label: str) -> str:
-    """Return a file of matplotlib's as an element of a page: named, scalable, with ids of its own."""
-    element = svg[svg.index("<svg") :].rstrip()
-    element = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", element, flags=re.DOTALL)
-    element = re.sub(r"<svg [^>]*>", lambda opening: _opening_tag(opening[0], label), element, count=1)
-    used = set(re.findall(r"#([\w-]+)[\")]", element))
-    element = re.sub(r' id="([^"]+)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", element)
-    element = re.sub(r'(url\(|href=")#([\w-]+)', rf"\1#{prefix}-\2", element)
-    element = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
-    return re.sub(r"\n\s*", "\n", element)
-
-
-def _opening_tag(opening: str, label: str) -> str:
-    view_box = re.search(r'viewBox="[^"]+"', opening)
-    assert view_box is not None
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view_box[0]} role="img" '
-        f'aria-label="{escape(label)}">'
-    )

@@ -8,7 +8,7 @@ from topologies.family_registry import register
 from topologies.integers import powers
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import MAX_WORLD_SIZE, check_integer, unserved_size
+from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served
 
 
 @register("de_bruijn", variants=lambda *_: [{"p": p} for p in (2, 3, 4)])
@@ -45,15 +45,13 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
     ({6: 0.5, 7: 0.5}, (1, 5))
     """
     p = check_integer("p", p, minimum=2)
-    num_digits = _exponent(world_size, p)
-    if num_digits is None:
-        raise unserved_size(
-            "de_bruijn",
-            world_size,
-            f"a power of p = {p}",
-            lambda size: _exponent(size, p) is not None,
-            sparse=powers(p, MAX_WORLD_SIZE),
-        )
+    check_served(
+        "de_bruijn",
+        world_size,
+        f"a power of p = {p}",
+        lambda size: _exponent(size, p) is not None,
+        sparse=powers(p, MAX_WORLD_SIZE),
+    )
     weight = 1.0 / p
 
     def row(rank: int) -> dict[int, float]:
@@ -74,7 +72,7 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
         return Round.from_edges(world_size, targets[~loops], sources[~loops], weight, kept)
 
     round_ = Round.from_formula(world_size, row, readers=readers, whole=whole)
-    return Topology(world_size, lambda _: round_, 1, promised_exact_after=num_digits)
+    return Topology(world_size, lambda _: round_, 1, promised_exact_after=_exponent(world_size, p))
 
 
 def _exponent(number: int, base: int) -> int | None:

@@ -10,7 +10,7 @@ from topologies.families.static_families import weighted_circulant
 from topologies.family_registry import register
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 _MOST_HOPS = 10**6
 
@@ -101,7 +101,7 @@ def equi_dyn(world_size: int, *, seed: int = 0, directed: bool = False, eta: flo
     """
     seed = check_integer("seed", seed, minimum=0)
     _check_directed("equi_dyn", directed)
-    eta = _check_eta(eta)
+    eta = check_real("eta", eta, "above 0 and at most 1", example=0.5)
     weight = eta * (world_size - 1) / world_size
 
     def circulant(_: int, generator: np.random.Generator) -> Round:
@@ -153,11 +153,3 @@ def _check_directed(family: str, directed: object) -> None:
             f"directed of topology {family!r} must be True or False, got {directed!r} ({type(directed).__name__}); "
             f"pass one of these"
         )
-
-
-def _check_eta(eta: object) -> float:
-    if isinstance(eta, bool) or not isinstance(eta, int | float):
-        raise TypeError(f"eta must be a number above 0 and at most 1, got {eta!r} ({type(eta).__name__}); pass 0.5")
-    if not 0 < eta <= 1:
-        raise ValueError(f"eta must be above 0 and at most 1, got {eta!r}; pass such a number, such as 0.5")
-    return float(eta)

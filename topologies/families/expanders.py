@@ -12,7 +12,7 @@ from topologies.families.static_families import simple_edges
 from topologies.family_registry import register
 from topologies.integers import is_prime
 from topologies.topology import Topology
-from topologies.validation import check_stored, unserved_size
+from topologies.validation import check_served, check_stored
 
 
 @register("margulis")
@@ -48,14 +48,13 @@ def margulis(world_size: int, *, weights: str = "metropolis") -> Topology:
     (1, 3, 4, 12)
     """
     side = math.isqrt(world_size)
-    if side * side != world_size:
-        raise unserved_size(
-            "margulis",
-            world_size,
-            "a square",
-            lambda size: math.isqrt(size) ** 2 == size,
-            sparse=(side**2, (side + 1) ** 2),
-        )
+    check_served(
+        "margulis",
+        world_size,
+        "a square",
+        lambda size: math.isqrt(size) ** 2 == size,
+        sparse=(side**2, (side + 1) ** 2),
+    )
     check_stored("margulis", world_size, 8.0 * world_size)
     return weighted_topology(world_size, simple_edges(world_size, margulis_edges(side)), weights)
 
@@ -90,8 +89,7 @@ def chordal(world_size: int, *, weights: str = "metropolis") -> Topology:
     >>> topologies.build("chordal", 7).round(0).peers(3)
     (2, 4, 5)
     """
-    if not is_prime(world_size):
-        raise unserved_size("chordal", world_size, "a prime", is_prime)
+    check_served("chordal", world_size, "a prime", is_prime)
     check_stored("chordal", world_size, 3.0 * world_size)
     ranks = np.arange(world_size)
     inverses = np.array([0, *(pow(rank, -1, world_size) for rank in range(1, world_size))])
@@ -129,12 +127,7 @@ def paley(world_size: int, *, weights: str = "metropolis") -> Topology:
     >>> topologies.build("paley", 13).round(0).peers(0)
     (1, 3, 4, 9, 10, 12)
     """
-
-    def serves(size: int) -> bool:
-        return size % 4 == 1 and is_prime(size)
-
-    if not serves(world_size):
-        raise unserved_size("paley", world_size, "a prime of the form 4 k + 1", serves)
+    check_served("paley", world_size, "a prime of the form 4 k + 1", lambda size: size % 4 == 1 and is_prime(size))
     check_stored("paley", world_size, world_size * (world_size - 1) / 2)
     half = np.arange(1, (world_size + 1) // 2)
     squares = half * half % world_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from topologies.graphs.matching_activation import Activation, activation
 from topologies.matrix_storage import IntArray
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer, check_stored
+from topologies.validation import check_integer, check_real, check_stored
 
 _GRAPHS = ("ring", "torus")
 
@@ -126,24 +125,16 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
     >>> found.probabilities.tolist(), found.alpha
     ([0.5, 0.5, 0.5, 0.5, 0.5], 0.25)
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | float | np.number):
-        raise TypeError(
-            f"budget must be a number above 0 and at most 1, got {budget!r} ({type(budget).__name__}); pass a float"
-        )
-    if not (math.isfinite(budget) and 0 < budget <= 1):
-        raise ValueError(
-            f"budget must be above 0 and at most 1, got {budget!r}: it is the share of the matchings used per round; "
-            f"pass for example 0.5"
-        )
+    budget = check_real("budget", budget, "above 0 and at most 1", example=0.5)
     seed = check_integer("seed", seed, minimum=0)
     edges, recorded = _edges("matcha", world_size, graph)
-    sampled = SampledMatchings(world_size, tuple(edge_colouring(edges)), float(budget), seed)
+    sampled = SampledMatchings(world_size, tuple(edge_colouring(edges)), budget, seed)
     return Topology(
         world_size,
         sampled,
         1 if budget == 1 else None,
         promised_symmetric=True,
-        options={"graph": recorded, "budget": float(budget)},
+        options={"graph": recorded, "budget": budget},
     )
 
 

@@ -7,9 +7,10 @@ import numpy as np
 from topologies.families.static_families import circulant
 from topologies.families.uniform_groups import strided_groups
 from topologies.family_registry import register
+from topologies.integers import is_power_of_two
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import unserved_size
+from topologies.validation import check_served
 
 
 @register("one_peer_ring")
@@ -37,8 +38,7 @@ def one_peer_ring(world_size: int) -> Topology:
     >>> topologies.build("one_peer_ring", 6).round(1).groups
     ((0, 5), (1, 2), (3, 4))
     """
-    if world_size % 2:
-        raise unserved_size("one_peer_ring", world_size, "even", lambda size: size % 2 == 0)
+    check_served("one_peer_ring", world_size, "even", lambda size: size % 2 == 0)
 
     def matching(t: int) -> Round:
         def row(rank: int) -> dict[int, float]:
@@ -82,12 +82,11 @@ def one_peer_exponential(world_size: int) -> Topology:
     [{4: 0.5}, {5: 0.5}, {1: 0.5}]
     """
     num_hops = (world_size - 1).bit_length()
-    power_of_two = not world_size & (world_size - 1)
     return Topology(
         world_size,
         lambda t: circulant(world_size, (1 << t,)),
         num_hops,
-        promised_exact_after=num_hops if power_of_two else None,
+        promised_exact_after=num_hops if is_power_of_two(world_size) else None,
     )
 
 
@@ -117,10 +116,8 @@ def one_peer_hypercube(world_size: int) -> Topology:
     >>> topologies.build("one_peer_hypercube", 8).round(1).groups
     ((0, 2), (1, 3), (4, 6), (5, 7))
     """
-    if world_size & (world_size - 1):
-        raise unserved_size("one_peer_hypercube", world_size, "a power of two", lambda size: not size & (size - 1))
+    check_served("one_peer_hypercube", world_size, "a power of two", is_power_of_two)
     num_bits = world_size.bit_length() - 1
-
     return Topology(
         world_size, lambda t: strided_groups(world_size, 1 << t, 2), num_bits, promised_exact_after=num_bits
     )

@@ -12,7 +12,7 @@ from topologies.families.given_graph import weighted_topology
 from topologies.family_registry import register
 from topologies.integers import listed
 from topologies.topology import Topology
-from topologies.validation import check_integer, check_stored, unserved_size
+from topologies.validation import check_integer, check_real, check_served, check_stored
 
 #: How many graphs are drawn in the hope of a connected one.
 _MAX_ATTEMPTS = 100
@@ -78,15 +78,14 @@ def random_regular(
             f"degree 1 of topology 'random_regular' makes separate pairs, connected only for world_size 2, got "
             f"{world_size}; choose {advice}"
         )
-    if degree not in possible:
-        raise unserved_size(
-            "random_regular",
-            world_size,
-            f"above degree = {degree}" + (" and even" if degree % 2 else ""),
-            lambda size: size > degree and not size * degree % 2,
-            sparse=(degree + 1, degree + 2),
-            advice=f"Choose one of these, or {advice}",
-        )
+    check_served(
+        "random_regular",
+        world_size,
+        f"above degree = {degree}" + (" and even" if degree % 2 else ""),
+        lambda size: size > degree and not size * degree % 2,
+        sparse=(degree + 1, degree + 2),
+        advice=f"Choose one of these, or {advice}",
+    )
     check_stored(
         "random_regular", world_size, world_size * degree / 2.0, most=_MOST_DRAWN, advice="or a smaller degree"
     )
@@ -152,7 +151,7 @@ def erdos_renyi(
     """
     if probability is None:
         probability = min(1.0, 2.0 * math.log(world_size) / world_size)
-    probability = _check_probability(probability, positive=True)
+    probability = check_real("probability", probability, "above 0 and at most 1", example=0.5)
     num_edges = probability * world_size * (world_size - 1) / 2.0
     check_stored(
         "erdos_renyi", world_size, max(num_edges, world_size), most=_MOST_DRAWN, advice="or a smaller probability"
@@ -223,16 +222,15 @@ def watts_strogatz(
             f"neighbours of topology 'watts_strogatz' must be even, half of them on each side, got {neighbours}; use "
             f"{neighbours - 1} or {neighbours + 1}"
         )
-    if world_size < neighbours:
-        raise unserved_size(
-            "watts_strogatz",
-            world_size,
-            f"at least neighbours = {neighbours}",
-            lambda size: size >= neighbours,
-            sparse=(neighbours,),
-            advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
-        )
-    probability = _check_probability(probability, positive=False)
+    check_served(
+        "watts_strogatz",
+        world_size,
+        f"at least neighbours = {neighbours}",
+        lambda size: size >= neighbours,
+        sparse=(neighbours,),
+        advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
+    )
+    probability = check_real("probability", probability, "between 0 and 1", example=0.1)
     check_stored(
         "watts_strogatz", world_size, world_size * neighbours / 2.0, most=_MOST_DRAWN, advice="or fewer neighbours"
     )
@@ -293,22 +291,16 @@ def barabasi_albert(
     if attachments is None:
         attachments = min(2, world_size - 1)
     attachments = check_integer("attachments", attachments, minimum=1)
-    if world_size <= attachments:
-        raise unserved_size(
-            "barabasi_albert",
-            world_size,
-            f"above attachments = {attachments}",
-            lambda size: size > attachments,
-            sparse=(attachments + 1,),
-            advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
-        )
-    check_stored(
+    check_served(
         "barabasi_albert",
         world_size,
-        float(attachments * (world_size - attachments)),
-        most=_MOST_DRAWN,
-        advice="or fewer attachments",
+        f"above attachments = {attachments}",
+        lambda size: size > attachments,
+        sparse=(attachments + 1,),
+        advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
     )
+    num_edges = attachments * (world_size - attachments)
+    check_stored("barabasi_albert", world_size, num_edges, most=_MOST_DRAWN, advice="or fewer attachments")
     edges = _connected_edges(
         lambda number: nx.barabasi_albert_graph(world_size, attachments, seed=number),
         seed,
@@ -332,12 +324,3 @@ def _connected_edges(draw: Callable[[int], nx.Graph], seed: int, family: str, re
     raise ValueError(
         f"topology {family!r} drew {num_graphs} graphs from seed {seed} and none is connected; raise the {remedy}"
     )
-
-
-def _check_probability(value: object, *, positive: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"probability must be a number, got {value!r} ({type(value).__name__}); pass a float")
-    if not 0.0 <= value <= 1.0 or (positive and value == 0.0):
-        allowed = "above 0 and at most 1" if positive else "between 0 and 1"
-        raise ValueError(f"probability must be {allowed}, got {value!r}; pass such a number")
-    return float(value)

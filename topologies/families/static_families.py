@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from topologies.family_registry import register
 from topologies.graphs.edge_weights import weighted_round
-from topologies.integers import divisors, listed
+from topologies.integers import divisors, is_power_of_two, listed
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer, check_stored, unserved_size
+from topologies.validation import check_integer, check_served, check_stored
 
 
 @register("complete")
@@ -272,8 +272,7 @@ def hypercube(world_size: int) -> Topology:
     >>> topologies.build("hypercube", 8).round(0).neighbours(5)
     {1: 0.25, 4: 0.25, 7: 0.25}
     """
-    if world_size & (world_size - 1):
-        raise unserved_size("hypercube", world_size, "a power of two", lambda size: not size & (size - 1))
+    check_served("hypercube", world_size, "a power of two", is_power_of_two)
     dimension = world_size.bit_length() - 1
     check_stored("hypercube", world_size, float(world_size * dimension))
     ranks = np.repeat(np.arange(world_size), dimension)

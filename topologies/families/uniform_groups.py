@@ -10,10 +10,10 @@ from itertools import count
 import numpy as np
 
 from topologies.family_registry import register
-from topologies.integers import divisors, is_prime, listed, powers, prime_factors
+from topologies.integers import divisors, is_power_of_two, is_prime, listed, powers, prime_factors
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import MAX_WORLD_SIZE, check_integer, check_stored, unserved_size
+from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served, check_stored
 
 #: Up to this prime factor numbers without larger ones are so rare that all are listed, 400,000 below 2^32.
 _MOST_ENUMERATED = 31
@@ -110,7 +110,7 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     if factors is None:
         needed = prime_factors(world_size)[-1] - 1
         serves, nearest = _nearest_smooth(world_size, k + 1)
-        raise unserved_size(
+        check_served(
             "hyper_hypercube",
             world_size,
             f"a product of factors of at most k + 1 = {k + 1}",
@@ -118,6 +118,7 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
             sparse=nearest,
             advice=f"Choose one of these, or k of at least {needed} for {world_size} ranks.",
         )
+    assert factors is not None
     return hyper_cuboid(world_size, factors=factors)
 
 
@@ -155,16 +156,14 @@ def local_global(world_size: int, *, local_size: int) -> Topology:
     [((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))]
     """
     local_size = check_integer("local_size", local_size, minimum=1)
-    if world_size % local_size:
-        raise unserved_size(
-            "local_global",
-            world_size,
-            f"a multiple of local_size = {local_size}",
-            lambda size: size % local_size == 0,
-            sparse=(world_size // local_size * local_size, (world_size // local_size + 1) * local_size),
-            advice=f"Choose one of these, or for {world_size} ranks a local_size out of "
-            f"[{listed(divisors(world_size))}].",
-        )
+    check_served(
+        "local_global",
+        world_size,
+        f"a multiple of local_size = {local_size}",
+        lambda size: size % local_size == 0,
+        sparse=(world_size // local_size * local_size, (world_size // local_size + 1) * local_size),
+        advice=f"Choose one of these, or for {world_size} ranks a local_size out of [{listed(divisors(world_size))}].",
+    )
     return hyper_cuboid(world_size, factors=(local_size, world_size // local_size))
 
 
@@ -205,16 +204,15 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
 
     def serves(size: int) -> bool:
         num_nodes, rest = divmod(size, local_size)
-        return not rest and num_nodes >= 2 and not num_nodes & (num_nodes - 1)
+        return not rest and num_nodes >= 2 and is_power_of_two(num_nodes)
 
-    if not serves(world_size):
-        raise unserved_size(
-            "alternating_exp_ring",
-            world_size,
-            f"local_size = {local_size} times a power of two, at least {2 * local_size}",
-            serves,
-            sparse=[local_size * power for power in powers(2, MAX_WORLD_SIZE // local_size)],
-        )
+    check_served(
+        "alternating_exp_ring",
+        world_size,
+        f"local_size = {local_size} times a power of two, at least {2 * local_size}",
+        serves,
+        sparse=[local_size * power for power in powers(2, MAX_WORLD_SIZE // local_size)],
+    )
     check_stored("alternating_exp_ring", world_size, float(world_size))
     num_nodes = world_size // local_size
     num_hops = num_nodes.bit_length() - 1

@@ -53,6 +53,13 @@ def samples(name: str, world_size: int) -> list[Topology]:
     )
 
 
+def sample_text(sample: Topology, world_size: int) -> str:
+    """Return what is shown of a family for about ``world_size`` ranks: the sample's ranks and its options."""
+    shown = ", ".join(filter(None, (f"{sample.world_size} ranks", options_text(sample.options))))
+    nearest = f" (the nearest number to {world_size} that it serves)" if sample.world_size != world_size else ""
+    return shown + nearest
+
+
 def title_of(topology: Topology) -> str:
     """Return the name, and in brackets the options that are not the family's defaults."""
     options = chosen_options(topology)

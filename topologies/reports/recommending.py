@@ -14,7 +14,7 @@ from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
 from topologies.reports.units import seconds_text
 from topologies.topology import Topology
-from topologies.validation import check_world_size
+from topologies.validation import check_real, check_world_size
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def recommend(
     """
     world_size = check_world_size(world_size)
     network = Network(
-        latency_us=_check_number("latency_us", latency_us, positive=False),
-        bandwidth_gbps=_check_number("bandwidth_gbps", bandwidth_gbps),
-        message_mb=_check_number("message_mb", message_mb),
+        latency_us=check_real("latency_us", latency_us, "at least 0 and finite", example=20),
+        bandwidth_gbps=check_real("bandwidth_gbps", bandwidth_gbps, "above 0 and finite", example=25),
+        message_mb=check_real("message_mb", message_mb, "above 0 and finite", example=100),
         local_size=check_local_size(local_size, world_size),
     )
     ranked, chosen = [], list(chosen_topologies(topologies, world_size, network.local_size))
@@ -241,13 +241,3 @@ def _terms(costs: Counter[tuple[int, float]], network: Network) -> Iterator[str]
                 f"{count} x ({steps} x {network.latency_us:g} us + {messages:.4g} x {network.message_mb:g} MB / "
                 f"{network.bandwidth_gbps:g} Gbit/s)"
             )
-
-
-def _check_number(argument: str, value: float, *, positive: bool = True) -> float:
-    number = float(value)
-    if not (number > 0 if positive else number >= 0) or number == float("inf"):
-        raise ValueError(
-            f"{argument} must be a {'positive number' if positive else 'number of at least 0'}, got {value!r}; "
-            f"correct it"
-        )
-    return number

@@ -69,19 +69,6 @@ def test_rounds_to_is_the_first_round_below(topology: Topology, tolerance: float
         assert error(dense(topology, needed - 1, start or 0)) > tolerance
 
 
-@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
-def test_the_rate_is_that_of_the_long_run(topology: Topology) -> None:
-    rate = analysis.consensus_rate(topology)
-    if topology.exact_after is not None:
-        assert rate == 0.0
-    elif topology.period is not None:
-        period = np.linalg.eigvals(dense(topology, topology.period) - 1 / topology.world_size)
-        assert rate == pytest.approx(np.abs(period).max() ** (1 / topology.period), abs=1e-9)
-    else:
-        assert 0 <= rate < 1  # test_consensus_rates.py knows when it is 0
-    assert analysis.consensus_rate(topology.every(3)) == pytest.approx(rate ** (1 / 3), abs=1e-12)
-
-
 def test_a_nilpotent_matrix_is_judged_by_its_singular_values() -> None:
     topology = topologies.build("de_bruijn", 8)
     assert analysis.beta(topology) == pytest.approx(1.0)
@@ -134,11 +121,11 @@ def test_a_round_is_no_topology(function: Callable[[object], object]) -> None:
 
 def test_arguments_of_the_wrong_kind() -> None:
     ring = topologies.build("ring", 8)
-    with pytest.raises(TypeError, match=r"tolerance must be a number, got 'x' \(str\)"):
+    with pytest.raises(TypeError, match=r"tolerance must be a number, between 0 and 1, .* got 'x' \(str\)"):
         analysis.rounds_to(ring, "x")
-    with pytest.raises(TypeError, match=r"message_bytes must be a number, got 'x'"):
+    with pytest.raises(TypeError, match=r"message_bytes must be a number, at least 0 and finite, got 'x'"):
         analysis.traffic(ring, message_bytes="x")
-    with pytest.raises(ValueError, match="must be finite"):
+    with pytest.raises(ValueError, match="must be at least 0 and finite, got inf"):
         analysis.traffic(ring, message_bytes=math.inf)
     with pytest.raises(ValueError, match="local_size must divide world_size 8, got 3"):
         analysis.round_traffic(ring.round(0), 3)
@@ -234,16 +221,6 @@ def test_push_sum_shrinks_as_the_matrix_itself(n: int, make: Callable[[int], nx.
     assert (errors[30] / errors[15]) ** (1 / 15) == pytest.approx(moduli[-2], abs=5e-3)
 
 
-def test_push_sum_of_many_ranks() -> None:
-    topology = Topology.from_graph(nx.star_graph(399), "push_sum")
-    needed = analysis.rounds_to(topology, 0.01)
-    assert needed is not None
-    matrix = topology.round(0).matrix()
-    for k, within in ((needed, True), (needed - 1, False)):
-        ratios = np.linalg.matrix_power(matrix, k)
-        assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 0.01) is within
-
-
 @pytest.mark.parametrize("graph", [nx.star_graph(449), nx.barabasi_albert_graph(450, 3, seed=1), nx.path_graph(450)])
 def test_many_ranks_with_a_bias_never_get_there(graph: nx.Graph) -> None:
     topology = Topology.from_graph(graph, "uniform")
@@ -269,13 +246,6 @@ def test_a_start_in_the_warm_up_counts_it(n: int) -> None:
     assert analysis.rounds_to(complete.every(4).then(ring.every(3), after=9), 0.1, start=0) == 4
     slow = analysis.rounds_to(ring.then(ring, after=3), 0.1, start=0)
     assert slow == analysis.rounds_to(ring, 0.1)
-
-
-def test_a_biased_average_never_gets_there() -> None:
-    rows = [{1: 0.5}, {0: 0.25}, {0: 0.5}]
-    topology = Topology.from_rounds([Round.from_rows(rows)], stochasticity="row")
-    assert analysis.rounds_to(topology, 0.01) is None
-    assert analysis.consensus_errors(topology, 60)[-1] > 0.1
 
 
 def test_another_starting_round() -> None:
@@ -401,11 +371,3 @@ def test_traffic_of_a_directed_schedule_by_node() -> None:
 def test_nothing_is_sent_in_an_identity() -> None:
     found = analysis.traffic(topologies.build("ring", 1))
     assert (found.bytes_per_rank, found.max_link_bytes, found.network_bytes) == (0.0, 0.0, 0.0)
-
-
-def test_traffic_refuses_what_makes_no_sense() -> None:
-    ring = topologies.build("ring", 6)
-    with pytest.raises(ValueError, match="local_size must divide world_size 6, got 4; use one of 1, 2, 3, 6"):
-        analysis.traffic(ring, local_size=4)
-    with pytest.raises(ValueError, match="message_bytes must be finite and must not be negative"):
-        analysis.traffic(ring, message_bytes=-1.0)

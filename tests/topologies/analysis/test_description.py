@@ -78,11 +78,6 @@ def test_ring() -> None:
     assert "exact after     never" in str(found)
 
 
-def test_star_sends_unevenly() -> None:
-    found = topologies.build("star", 5).describe()
-    assert (found.max_sends, found.mean_messages) == (4, 8 / 5)
-
-
 def test_sends_and_receives_differ() -> None:
     # Everybody reads rank 0, which reads rank 1.
     rows = [{1: 0.5}, {0: 0.5}, {0: 0.5}, {0: 0.5}]
@@ -104,30 +99,9 @@ def test_a_schedule_without_a_period_is_sampled() -> None:
     assert "not promised: no period" in text
 
 
-def test_rounds_that_never_connect() -> None:
-    found = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])]).describe()
-    assert not found.connected
-    assert found.slem == pytest.approx(1.0)
-    assert found.exact_after is None
-
-
 def test_the_deviation_is_measured() -> None:
     round_ = Round.from_matrix([[0.5, 0.5 + 1e-11], [0.5, 0.5]])
     assert Topology.from_rounds([round_]).describe().largest_deviation == pytest.approx(1e-11, rel=1e-3)
-
-
-def test_spectra_of_matrices_that_are_not_symmetric() -> None:
-    # Eigenvalues 1, 0, 0, 0, but one use of it leaves a distance to the mean as it is.
-    de_bruijn = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1]]) / 2
-    assert analysis.slem(de_bruijn) < 1e-6
-    assert analysis.beta(de_bruijn) == pytest.approx(1.0)
-    # The second largest modulus, not the second largest value: this one only swaps.
-    assert analysis.slem(np.array([[0.0, 1.0], [1.0, 0.0]])) == pytest.approx(1.0)
-
-
-def test_exactness_needs_a_period() -> None:
-    with pytest.raises(ValueError, match="has no period"):
-        analysis.exact_after(topologies.build("random_matching", 4))
 
 
 def test_large_sizes_are_described_without_dense_matrices() -> None:

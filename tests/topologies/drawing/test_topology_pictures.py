@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 import topologies
 from topologies import Round, Topology, draw
-from topologies.analysis import consensus_errors
 from topologies.drawing import draw_compact, layout_of, picture_files, round_pictures, topology_pictures
 from topologies.drawing.mixing_panels import draw_matrix
 
@@ -276,11 +275,6 @@ def test_neighbours_of_a_graph_stand_nearer_than_others() -> None:
 def test_a_family_on_a_named_graph_stands_as_that_graph() -> None:
     on_a_torus = replace(topologies.build("ring", 12), name="matchings", options={"graph": "torus"}, registered=True)
     np.testing.assert_array_equal(layout_of(on_a_torus).places, layout_of(topologies.build("torus", 12)).places)
-
-
-def test_consensus_errors_of_a_matrix_power() -> None:
-    errors = consensus_errors(topologies.build("star", 5), 3, start=2)
-    np.testing.assert_allclose(errors, [1, 0.8, 0.64, 0.512], atol=1e-12)
 
 
 def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

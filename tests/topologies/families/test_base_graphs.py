@@ -68,60 +68,6 @@ def pairs(n: int, *groups: tuple[int, int]) -> list[dict[int, float]]:
 
 
 @pytest.mark.parametrize("k", KS)
-def test_every_size_is_exact_after_the_period_and_no_sooner(k: int) -> None:
-    for n in range(2, 131):
-        simple = topologies.build("simple_base", n, k=k)
-        best = topologies.build("base", n, k=k)
-        assert length(best) <= length(simple), n
-        shared = length(best) == length(simple)
-        for topology in (simple,) if shared else (simple, best):
-            product = np.eye(n)
-            for t in range(length(topology)):
-                assert np.abs(product - 1 / n).max() > 1e-6, (n, t)
-                round_ = topology.round(t)
-                mixing = round_.matrix()
-                assert np.array_equal(mixing, mixing.T), (n, t)
-                assert (np.count_nonzero(mixing, axis=1) - (np.diag(mixing) != 0)).max() <= k, (n, t)
-                assert mixing.min() >= 0, (n, t)
-                assert np.abs(mixing.sum(axis=1) - 1).max() <= 1e-14, (n, t)
-                product = round_.mix(product)
-            # The Frobenius norm is at least the operator norm.
-            assert np.linalg.norm(product - 1 / n) <= 1e-12, n
-            assert topology.exact_after == topology.period
-            assert topology.symmetric
-            assert topology.doubly_stochastic
-        if shared:
-            for rank in (0, n // 2, n - 1):
-                reads = [[it.round(t).neighbours(rank) for t in range(length(it))] for it in (simple, best)]
-                assert reads[0] == reads[1], (n, rank)
-
-
-@pytest.mark.parametrize("k", KS)
-def test_length_by_the_digits_of_the_size(k: int) -> None:
-    for n in range(2, 131):
-        *others, first = digits(n, k + 1)
-        simple = topologies.build("simple_base", n, k=k)
-        if not is_smooth(n, k + 1):
-            assert simple.period == 2 * len(others) + 1 + (first > 1), n
-        smooth = max(p for p in range(1, n + 1) if n % p == 0 and is_smooth(p, k + 1))
-        if 1 < smooth < n:
-            copies = topologies.build("hyper_hypercube", smooth, k=k)
-            inside = topologies.build("simple_base", n // smooth, k=k)
-            expected = min(length(simple), length(inside) + length(copies))
-            assert topologies.build("base", n, k=k).period == expected, n
-
-
-@pytest.mark.parametrize("k", KS)
-def test_smooth_sizes_are_hyper_hypercubes(k: int) -> None:
-    for n in (size for size in range(2, 131) if is_smooth(size, k + 1)):
-        expected = topologies.build("hyper_hypercube", n, k=k)
-        for name in ("simple_base", "base"):
-            topology = topologies.build(name, n, k=k)
-            assert topology.period == expected.period
-            assert all(topology.round(t) == expected.round(t) for t in range(length(topology))), n
-
-
-@pytest.mark.parametrize("k", KS)
 def test_partners_are_distinct_and_one_in_every_sub_block(k: int) -> None:
     for n in (size for size in range(2, 131) if not is_smooth(size, k + 1)):
         parts = blocks(n, k)
@@ -274,41 +220,3 @@ def test_a_rank_among_a_million_needs_no_whole_round(name: str, n: int, k: int) 
                 assert 0 <= other < n
                 assert round_.neighbours(other)[rank] == weight > 0
         assert "explicit" not in vars(round_._storage)  # nothing asked for the whole round
-
-
-@pytest.mark.parametrize("n", [4093, 4094])
-def test_mixing_a_cluster_gives_the_mean(n: int) -> None:
-    state = np.random.default_rng(n).normal(size=(n, 2))
-    mean = state.mean(axis=0)
-    topology = topologies.build("base", n, k=3)
-    for t in range(length(topology)):
-        state = topology.round(t).mix(state)
-    np.testing.assert_allclose(state, np.broadcast_to(mean, state.shape), rtol=0, atol=1e-13)
-
-
-def test_a_period_begins_anywhere_later_too() -> None:
-    topology = topologies.build("base", 13)
-    product = np.eye(13)
-    for t in range(3 * length(topology), 4 * length(topology)):
-        product = topology.round(t).matrix() @ product
-    np.testing.assert_allclose(product, 1 / 13, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["base", "simple_base"])
-@pytest.mark.parametrize(
-    ("k", "error", "message"),
-    [(0, ValueError, "k must be at least 1, got 0"), (1.5, TypeError, "k must be an integer of at least 1, got 1.5")],
-)
-def test_refusals(name: str, k: object, error: type[Exception], message: str) -> None:
-    for n in (5, 6, 8):
-        with pytest.raises(error, match=message):
-            topologies.build(name, n, k=k)
-
-
-@pytest.mark.parametrize("name", ["base", "simple_base"])
-def test_json_holds_the_option(name: str) -> None:
-    topology = topologies.build(name, 14)
-    assert dict(topology.options) == {"k": 1}
-    again = Topology.from_json(topology.to_json())
-    assert again == topology
-    assert all(again.round(t) == topology.round(t) for t in range(length(topology)))

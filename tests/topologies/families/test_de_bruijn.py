@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import topologies
-from topologies import Topology
 
 SIZES = [(2, t) for t in range(1, 8)] + [(3, 1), (3, 2), (3, 4), (4, 3), (5, 2), (6, 2), (7, 1)]
 
@@ -35,18 +34,6 @@ def test_matrix_by_definition(p: int, t: int) -> None:
     np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(("p", "t"), SIZES)
-def test_exact_after_as_many_rounds_as_digits(p: int, t: int) -> None:
-    n = p**t
-    topology = topologies.build("de_bruijn", n, p=p)
-    assert topology.exact_after == t
-    power = np.eye(n)
-    for number in range(t):
-        assert np.abs(power - 1 / n).max() > 1e-6
-        power = topology.round(number).matrix() @ power
-    np.testing.assert_allclose(power, 1 / n, rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize(("p", "t"), [(2, 2), (2, 5), (3, 3), (5, 2)])
 def test_eigenvalues_are_zero_and_the_norm_is_one(p: int, t: int) -> None:
     n = p**t
@@ -58,22 +45,6 @@ def test_eigenvalues_are_zero_and_the_norm_is_one(p: int, t: int) -> None:
     assert np.linalg.norm(deviation, 2) == pytest.approx(1, abs=1e-10)
 
 
-def test_as_many_ranks_as_digits_are_complete() -> None:
-    for p in (2, 3, 5):
-        round_ = topologies.build("de_bruijn", p, p=p).round(0)
-        assert round_.uniform_groups == (tuple(range(p)),)
-
-
-def test_self_loops_keep_their_weight() -> None:
-    round_ = topologies.build("de_bruijn", 8).round(0)
-    assert [round_.self_weight(rank) for rank in range(8)] == [0.5, 0, 0, 0, 0, 0, 0, 0.5]
-    assert round_.neighbours(0) == {1: 0.5}
-    ternary = topologies.build("de_bruijn", 9, p=3).round(0)
-    assert [rank for rank in range(9) if ternary.self_weight(rank)] == [0, 4, 8]
-    assert ternary.neighbours(1) == dict.fromkeys((3, 4, 5), 1 / 3)
-    assert ternary.self_weight(1) == 0  # exactly, although 3 * (1/3) is rounded
-
-
 @pytest.mark.parametrize(("p", "t"), [(2, 20), (10, 6)])
 def test_a_rank_among_a_million(p: int, t: int) -> None:
     round_ = topologies.build("de_bruijn", p**t, p=p).round(0)
@@ -83,23 +54,3 @@ def test_a_rank_among_a_million(p: int, t: int) -> None:
         assert len(readers) >= p - 1
         assert all(round_.neighbours(other)[rank] == 1 / p for other in readers)
     assert "explicit" not in vars(round_._storage)
-
-
-@pytest.mark.parametrize(
-    ("n", "p", "error", "message"),
-    [
-        (12, 2, ValueError, r"a power of p = 2, got 12; the nearest are 8 and 16"),
-        (3, 5, ValueError, r"a power of p = 5, got 3; the nearest are 1 and 5"),
-        (8, 1, ValueError, r"p must be at least 2, got 1"),
-        (8, 2.0, TypeError, r"p must be an integer"),
-    ],
-)
-def test_refusals(n: int, p: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        topologies.build("de_bruijn", n, p=p)
-
-
-def test_large_powers_are_integers() -> None:
-    assert topologies.build("de_bruijn", 243, p=3).exact_after == 5  # int(math.log(243, 3)) is 4
-    again = Topology.from_json(topologies.build("de_bruijn", 9, p=3).to_json())
-    assert again == topologies.build("de_bruijn", 9, p=3)

@@ -43,11 +43,6 @@ def test_paley_joins_quadratic_residues(p: int) -> None:
     assert topologies.build("paley", p).round(0).peers(0) == tuple(sorted(residues))
 
 
-def test_paley_of_five_is_the_ring() -> None:
-    ring = topologies.build("ring", 5).round(0).matrix()
-    np.testing.assert_allclose(topologies.build("paley", 5).round(0).matrix(), ring, rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 8, 15, 20])
 def test_margulis_multigraph_keeps_the_bound(m: int) -> None:
     edges = margulis_edges(m)
@@ -69,59 +64,6 @@ def test_margulis_is_the_multigraph_made_simple(m: int) -> None:
     np.testing.assert_array_equal(adjacency("margulis", m * m), simplified(nx.margulis_gabber_galil_graph(m)))
 
 
-def test_margulis_of_four_is_the_ring() -> None:
-    topology = topologies.build("margulis", 4)
-    assert topology.round(0).num_sources().tolist() == [2, 2, 2, 2]
-    assert topology.describe().slem == pytest.approx(1 / 3)
-
-
-def gap(name: str, n: int) -> float:
-    return 1 - topologies.analysis.slem(topologies.build(name, n).round(0).matrix())
-
-
-def test_margulis_keeps_its_gap() -> None:
-    assert min(gap("margulis", n) for n in (64, 256, 484)) > 0.1
-    assert gap("torus", 484) < 0.02
-
-
 @pytest.mark.parametrize("p", PRIMES)
 def test_chordal_is_the_multigraph_made_simple(p: int) -> None:
     np.testing.assert_array_equal(adjacency("chordal", p), simplified(nx.chordal_cycle_graph(p)))
-
-
-@pytest.mark.parametrize("p", PRIMES[2:])
-def test_chordal_by_definition(p: int) -> None:
-    round_ = topologies.build("chordal", p).round(0)
-    assert round_.peers(0) == (1, p - 1)
-    for rank in range(1, p):
-        inverse = next(other for other in range(1, p) if rank * other % p == 1)
-        assert set(round_.peers(rank)) == {(rank + 1) % p, rank - 1, inverse} - {rank}
-
-
-@pytest.mark.parametrize("p", [101, 211, 499])
-def test_chordal_keeps_its_gap(p: int) -> None:
-    assert gap("chordal", p) > 0.018
-    assert gap("ring", p) < 0.0015
-
-
-@pytest.mark.parametrize(
-    ("name", "n", "message"),
-    [
-        ("margulis", 8, r"a square, got 8; the nearest are 4 and 9\."),
-        ("margulis", 3, r"a square, got 3; the nearest are 1 and 4\."),
-        ("chordal", 9, r"a prime, got 9; the nearest are 7 and 11\."),
-        ("chordal", 4, r"a prime, got 4; the nearest are 3 and 5\."),
-        ("paley", 7, r"a prime of the form 4 k \+ 1, got 7; the nearest are 5 and 13\."),
-        ("paley", 9, r"a prime of the form 4 k \+ 1, got 9; the nearest are 5 and 13\."),
-        ("paley", 2, r"a prime of the form 4 k \+ 1, got 2; the nearest are 1 and 5\."),
-    ],
-)
-def test_other_sizes_are_refused_with_the_nearest(name: str, n: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        topologies.build(name, n)
-
-
-@pytest.mark.parametrize("name", ["margulis", "chordal", "paley"])
-def test_unknown_weights_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown weights 'metro'; available: metropolis"):
-        topologies.build(name, {"margulis": 9}.get(name, 5), weights="metro")

@@ -1,5 +1,7 @@
 """One contract for every family: what it states about itself in contracts.py, for every size from 1 to 40."""
 
+import inspect
+import math
 import re
 from typing import Any
 
@@ -18,6 +20,25 @@ CASES = [
 ]
 
 quiet = pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never converges")
+
+
+#: What no family takes for an option of this name: values, the error and its message.
+NO_SHARES = [
+    ((-0.1, 1.1, math.nan, math.inf), ValueError, r"must be .* 1, got "),
+    (("half", True, 1j), TypeError, "must be a number, .* 1, got "),
+]
+REFUSED: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
+    "seed": [((-1,), ValueError, "must be at least 0, got -1"), (("a", 1.5), TypeError, "must be an integer")],
+    "k": [((0,), ValueError, "must be at least 1, got 0"), ((1.5,), TypeError, "must be an integer of at least 1")],
+    "m": [((0,), ValueError, "must be at least 1, got 0"), ((1.5,), TypeError, "must be an integer of at least 1")],
+    "p": [((1,), ValueError, "must be at least 2, got 1"), ((2.0,), TypeError, "must be an integer of at least 2")],
+    "local_size": [((0,), ValueError, "must be at least 1, got 0")],
+    "directed": [((1, "no"), TypeError, "must be True or False, got ")],
+    "weights": [(("metro",), ValueError, "unknown weights 'metro'; available: metropolis, metropolis_hastings")],
+    "probability": NO_SHARES,
+    "eta": [*NO_SHARES, ((0,), ValueError, "must be above 0 and at most 1, got 0")],
+    "budget": [*NO_SHARES, ((0,), ValueError, "must be above 0 and at most 1, got 0")],
+}
 
 
 def served_sizes(contract: Contract, options: dict[str, Any]) -> list[int]:
@@ -134,6 +155,18 @@ def test_other_sizes_are_refused_with_what_is_possible(contract: Contract, optio
         nearest = {size for size in (below, above) if size is not None}
         alone = served - {1}  # an option that fixes the size
         assert nearest <= numbers or (len(alone) == 1 and alone <= numbers), message
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_options_that_no_family_takes_are_refused(contract: Contract) -> None:
+    options = contract.options[0]
+    n = served_sizes(contract, options)[0]
+    for option in inspect.signature(topologies.family(contract.name)).parameters:
+        for values, error, message in REFUSED.get(option, ()):
+            for value in values:
+                with pytest.raises(error, match=message) as caught:
+                    topologies.build(contract.name, n, **options | {option: value})
+                assert option in str(caught.value)
 
 
 @quiet

@@ -1,13 +1,11 @@
 """What single families do beyond the contract: rounds written out by hand, options and their refusals."""
 
-import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
 
 import topologies
-from topologies.families.uniform_groups import fewest_factors, prime_factors
 
 
 def rounds(name: str, world_size: int, **options: object) -> list[tuple[tuple[int, ...], ...]]:
@@ -125,35 +123,6 @@ def test_alternating_exp_ring_numbers_the_pairs_through_all_hops() -> None:
     assert uses_network == [2] * 6
 
 
-@pytest.mark.parametrize("n", range(2, 200))
-def test_fewest_factors_against_all_factorisations(n: int) -> None:
-    def factorisations(number: int, largest: int) -> list[tuple[int, ...]]:
-        if number == 1:
-            return [()]
-        return [
-            (factor, *rest)
-            for factor in range(2, min(number, largest) + 1)
-            if number % factor == 0
-            for rest in factorisations(number // factor, factor)
-        ]
-
-    for largest in (2, 3, 4, 6, 10):
-        every = factorisations(n, largest)
-        found = fewest_factors(n, largest)
-        if not every:
-            assert found is None
-            assert prime_factors(n)[-1] > largest
-        else:
-            assert found in every
-            shortest = min(map(len, every))
-            assert len(found) == shortest
-            assert found[0] == min(factors[0] for factors in every if len(factors) == shortest)
-
-
-def test_hyper_hypercube_uses_integers() -> None:
-    assert topologies.build("hyper_hypercube", 243, k=2).period == 5  # int(math.log(243, 3)) is 4
-
-
 def test_random_matching_is_uniform_and_idles_one_rank() -> None:
     topology = topologies.build("random_matching", 4, seed=1)
     counts = Counter(topology.round(t).groups for t in range(3000))
@@ -195,23 +164,3 @@ def test_refusals_say_what_is_possible(
 ) -> None:
     with pytest.raises(error, match=message):
         topologies.build(name, world_size, **options)
-
-
-def test_repeating_an_exact_period_keeps_the_mean() -> None:
-    start = np.random.default_rng(0).normal(size=24)
-    for name, options in [("hyper_cuboid", {"factors": (2, 3, 4)}), ("local_global", {"local_size": 4})]:
-        topology = topologies.build(name, 24, **options)
-        state = start
-        for t in range(topology.exact_after or 0):
-            state = topology.round(t).matrix() @ state
-        np.testing.assert_allclose(state, start.mean(), atol=1e-14)
-
-
-def test_sizes_of_a_real_cluster_build_quickly() -> None:
-    for name, options in itertools.chain(
-        [(name, {}) for name in ("complete", "ring", "exponential", "one_peer_exponential", "torus", "star")],
-        [("alternating_exp_ring", {"local_size": 8}), ("hyper_hypercube", {"k": 7}), ("random_matching", {})],
-    ):
-        topology = topologies.build(name, 4096, **options)
-        for t in (0, 1, 11):
-            assert len(topology.round(t).peers(4095)) >= 1

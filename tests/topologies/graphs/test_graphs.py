@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topologies
-from topologies import Round, Topology, weighted_round
+from topologies import Topology, weighted_round
 from topologies.graphs.edge_weights import DEGREE_SCHEMES, SCHEMES
 
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
@@ -126,28 +126,8 @@ def test_given_weights_that_leave_less_than_nothing_are_refused() -> None:
     assert Topology.from_graph(thirds, "given").round(0).self_weight(0) == 0.0
 
 
-def test_directed_graphs_take_uniform_weights() -> None:
-    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
-    topology = Topology.from_graph(graph, "uniform")
-    # An edge j -> i carries data from j to i: rank 2 reads 0 and 1.
-    np.testing.assert_allclose(topology.round(0).matrix(), [[1 / 2, 0, 1 / 2], [1 / 2, 1 / 2, 0], [1 / 3] * 3])
-    assert topology.stochasticity == "row"
-    cycle = Topology.from_graph(nx.cycle_graph(4, create_using=nx.DiGraph), "uniform")
-    assert cycle.doubly_stochastic
-    with pytest.raises(ValueError, match=r"directed.*'uniform', 'push_sum', 'given'"):
-        Topology.from_graph(graph)
-    with pytest.raises(ValueError, match="defined for undirected graphs"):
-        weighted_round(2, [(0, 1)], "lazy", directed=True)
-
-
 def test_a_directed_graph_with_all_reverses_is_undirected() -> None:
     assert matrix(KITE.to_directed()).tolist() == matrix(KITE).tolist()
-
-
-def test_labels_are_sorted() -> None:
-    graph = nx.Graph([("delta", "alpha"), ("alpha", "charlie"), ("charlie", "bravo")])
-    round_ = Topology.from_graph(graph).round(0)
-    assert [round_.peers(i) for i in range(4)] == [(2, 3), (2,), (0, 1), (0,)]
 
 
 def test_labels_that_are_integers_as_text_sort_as_integers() -> None:
@@ -264,13 +244,6 @@ def test_the_size_must_be_the_graphs() -> None:
         topologies.build("graph", 5, graph=KITE)
 
 
-def test_the_graph_given_is_not_kept() -> None:
-    graph = KITE.copy()
-    topology = Topology.from_graph(graph)
-    graph.add_edge(0, 3)
-    assert topology == Topology.from_graph(KITE)
-
-
 def write(graph: nx.Graph, path: Path) -> Path:
     match path.suffix:
         case ".graphml":
@@ -286,24 +259,6 @@ def write(graph: nx.Graph, path: Path) -> Path:
         case ".json":
             path.write_text(json.dumps(nx.node_link_data(graph, edges="edges")))
     return path
-
-
-@pytest.mark.parametrize("suffix", [".graphml", ".gexf", ".edgelist", ".edges", ".txt", ".json"])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_files(suffix: str, as_text: bool, tmp_path: Path) -> None:
-    graph = nx.random_labeled_tree(13, seed=3)
-    path = write(graph, tmp_path / f"net{suffix}")
-    topology = topologies.build("graph", 13, graph=str(path) if as_text else path)
-    assert topology == Topology.from_graph(graph) == Topology.from_graph(path)
-    path.unlink()
-    assert Topology.from_json(topology.to_json()) == topology
-
-
-def test_given_weights_from_files(tmp_path: Path) -> None:
-    round_ = topologies.build("directed_ring", 12).round(0)
-    for suffix in (".graphml", ".json", ".gexf"):
-        path = write(round_.graph.copy(), tmp_path / f"net{suffix}")
-        assert topologies.build("graph", 12, graph=path, weights="given").round(0) == round_
 
 
 LABELS = {
@@ -338,16 +293,6 @@ def test_files_keep_labels_and_directions(suffix: str, directed: bool, labels: s
     assert Topology.from_json(topology.to_json()) == topology
 
 
-def test_edge_lists_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "net.edgelist"
-    path.write_text("a b 0.5\nb a 0.25\n")
-    with pytest.raises(ValueError, match=r"parallel edges"):
-        topologies.build("graph", 2, graph=path, weights="given")
-    path.write_text("a b 0.5\nb a 0.5\n")
-    with pytest.warns(UserWarning, match="parallel edges of graph count once"):
-        assert topologies.build("graph", 2, graph=path, weights="given").round(0).neighbours(0) == {1: 0.5}
-
-
 def test_older_node_link_files_say_links(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text(json.dumps(nx.node_link_data(KITE, edges="links")))
@@ -380,8 +325,3 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match="graph must be a networkx graph, a path or node-link data, got int"):
         topologies.build("graph", 4, graph=7)
-
-
-def test_from_rounds_takes_what_the_graphs_refuse() -> None:
-    negative = np.array([[1.2, -0.2], [-0.2, 1.2]])
-    assert Topology.from_rounds([Round.from_matrix(negative)]).doubly_stochastic

@@ -102,7 +102,7 @@ def test_options_that_are_defaults_are_not_shown() -> None:
             ["ring"],
             {"world_size": 6, "message_bytes": -1.0},
             ValueError,
-            "message_bytes must be finite and must not be negative",
+            "message_bytes must be at least 0 and finite, got -1",
         ),
     ],
 )
@@ -195,19 +195,12 @@ def test_the_arithmetic_adds_up() -> None:
     assert np.isfinite(seconds).all()
 
 
-def test_latency_and_bandwidth_decide() -> None:
-    slow_steps = topologies.recommend(16, latency_us=10_000, bandwidth_gbps=100, message_mb=0.1)
-    slow_wire = topologies.recommend(16, latency_us=0, bandwidth_gbps=0.1, message_mb=100)
-    assert slow_steps.ranked[0].topology.name != "complete"  # 30 steps
-    assert slow_wire.ranked[0].topology.name == "complete"  # the fewest bytes
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"latency_us": -1}, "latency_us must be a number of at least 0, got -1"),
-        ({"bandwidth_gbps": 0}, "bandwidth_gbps must be a positive number, got 0"),
-        ({"message_mb": float("nan")}, "message_mb must be a positive number, got nan"),
+        ({"latency_us": -1}, "latency_us must be at least 0 and finite, got -1"),
+        ({"bandwidth_gbps": 0}, "bandwidth_gbps must be above 0 and finite, got 0"),
+        ({"message_mb": float("nan")}, "message_mb must be above 0 and finite, got nan"),
         ({"local_size": 5}, "local_size must divide world_size 8, got 5; use one of 1, 2, 4, 8"),
         ({"tolerance": 0}, "tolerance must be between 0 and 1"),
     ],
