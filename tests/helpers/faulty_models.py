@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gossip.lab.experiments.stopping import Stopping
+from gossip.lab.experiments.graceful_stop import GracefulStop
 
 
 class FailingModel(nn.Module):
@@ -57,7 +57,7 @@ class FailingModel(nn.Module):
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
         if how == "stuck":
-            Stopping.__init__.__kwdefaults__["grace_s"] = 5.0
+            GracefulStop.__init__.__kwdefaults__["grace_s"] = 5.0
         if how == "interrupt_check" and "RANK" not in os.environ:
             os.killpg(os.getpgrp(), signal.SIGINT)
 

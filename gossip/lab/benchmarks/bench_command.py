@@ -13,7 +13,7 @@ from loguru import logger
 
 from gossip.lab.benchmarks.bench_run import run
 from gossip.lab.benchmarks.bench_settings import Settings
-from gossip.lab.experiments import new_folders, run_folder
+from gossip.lab.experiments import folder_cleanup, run_folder
 from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.train_command import REFUSED, report
@@ -44,7 +44,7 @@ def main(config_folder: Path, config_name: str) -> int:
     except (Exception, KeyboardInterrupt) as error:
         status = report(error, config_folder, config_name)
         if status == REFUSED:
-            new_folders.remove_new()
+            folder_cleanup.remove_new()
         return status
     return 0
 

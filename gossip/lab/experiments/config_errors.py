@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.own_choices import OWN
-from gossip.lab.experiments.registered_choices import registered
+from gossip.lab.experiments.config_store import registered
+from gossip.lab.experiments.user_targets import OWN
 from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import LaunchError, World, launch
-from gossip.lab.experiments import attempts, resuming, run_folder
+from gossip.lab.experiments import restarts, resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
-from gossip.lab.experiments.new_folders import missing, remove_empty
+from gossip.lab.experiments.folder_cleanup import missing, remove_empty
+from gossip.lab.experiments.graceful_stop import signals_for_workers
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
 from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.stopping import signals_for_workers
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.loggers.following import Following
@@ -102,7 +102,7 @@ def run_job(
                     run_folder.claim(folder, config, overrides)
                 else:
                     resuming.check_resumable(folder)
-                run_folder.sign(folder, attempts.identities())
+                run_folder.sign(folder, restarts.identities())
         if config.get("resume") is not None:
             overrides = resuming.all_overrides(folder, overrides)
         takes_back = begins and not keep_refused

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gossip.lab.experiments.own_choices import OWN
-from gossip.lab.experiments.registered_choices import options_of, registered, summary_of
+from gossip.lab.experiments.config_store import options_of, registered, summary_of
+from gossip.lab.experiments.user_targets import OWN
 
 FLAGS = ("--help", "-h")
 

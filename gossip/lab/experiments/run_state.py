@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import gossip
 from gossip import CheckpointError
+from gossip.lab.experiments.elastic_shards import ElasticShards
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.living_shards import LivingShards
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
 from gossip.lab.experiments.run_summary import RankReport
 from gossip.lab.experiments.training_methods import Method
@@ -41,7 +41,7 @@ class RunState:
         The costs of all steps of the run, including those before a checkpoint.
     step : int
         The number of completed steps.
-    living_shards : LivingShards or None
+    elastic_shards : ElasticShards or None
         The samples that this rank trains on, where ranks may be lost and may join; otherwise None.
     position : int
         The progress in terms of the data: ``epoch * steps_per_epoch`` plus the completed steps of the current epoch.
@@ -55,7 +55,7 @@ class RunState:
         self._all_positions = experiment.total_steps
         self.scheduler = self._make_scheduler()
         self.report = RankReport()
-        self.living_shards = LivingShards(experiment, method) if method.world.changes else None
+        self.elastic_shards = ElasticShards(experiment, method) if method.world.changes else None
         self.step = 0
         self.position = 0
         self._started_at = time.perf_counter()
@@ -80,7 +80,7 @@ class RunState:
         self.scheduler.step()
         self.step += 1
         self.position += 1
-        num_missed = 0 if self.living_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
+        num_missed = 0 if self.elastic_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
         self.step += num_missed
         self.position += num_missed
         return num_missed > 0

@@ -18,12 +18,12 @@ from gossip import export
 from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
+from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.progress_bar import ProgressBar, configure_logging
 from gossip.lab.experiments.records import cut_jsonl, other_file
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
-from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
@@ -47,7 +47,7 @@ def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], st
         The folder of the run; it must exist.
     last_words : callable
         Returns the last output of a rank that a signal terminates during a blocking call: see
-        :class:`gossip.lab.experiments.stopping.Stopping`.
+        :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
     """
     return train_experiment(build(config), Path(folder), last_words)
 
@@ -67,7 +67,7 @@ def train_experiment(
         The folder of the run; it must exist.
     last_words : callable
         Returns the last output of a rank that a signal terminates during a blocking call: see
-        :class:`gossip.lab.experiments.stopping.Stopping`.
+        :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def _make_all_steps(
     with ExitStack() as stack:
         saves = bool(checkpoint_every)
         stopping = stack.enter_context(
-            Stopping.of_all_ranks(
+            GracefulStop.of_all_ranks(
                 method.world, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
             )
         )
@@ -162,8 +162,8 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
     first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
     for epoch in range(first_epoch, experiment.num_epochs):
         first = first_batch if epoch == first_epoch else 0
-        if state.living_shards is not None:
-            batches = state.living_shards.batches(epoch=epoch, first=first)
+        if state.elastic_shards is not None:
+            batches = state.elastic_shards.batches(epoch=epoch, first=first)
         else:
             batches = shards.batches(
                 data.train_inputs, data.train_targets, ranks=method.ranks, epoch=epoch, first=first
@@ -190,7 +190,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
                 "step_time_s": step_time_s,
                 **costs,
             }
-            if state.living_shards is not None:
+            if state.elastic_shards is not None:
                 record["num_ranks"] = num_ranks
             has_come_back = state.advance(record)
             if state.step < total_steps:
@@ -227,7 +227,7 @@ def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[
     payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
     reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
     parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
-    changes = state.living_shards.changes if state.living_shards is not None else []
+    changes = state.elastic_shards.changes if state.elastic_shards is not None else []
     return summarise(experiment, reports, average, before, after, parameter_bytes, changes)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import topologies
 from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.registered_choices import options_of
+from gossip.lab.experiments.config_store import options_of
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
-from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
+from gossip.lab.sweeps.sweep_trials import Choice
 
 _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
 """The config sections that do not affect what a run computes."""

@@ -12,9 +12,9 @@ from gossip.lab.experiments.experiment_build import import_modules, make_compres
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.sweeps import sweep_grid
-from gossip.lab.sweeps.sweep_choices import Choice
 from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import Job, check_distinct, make_job
+from gossip.lab.sweeps.sweep_trials import Choice
 
 _OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
 """The config sections in which a setting may differ from all-reduce and still be compared with it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
-from gossip.lab.sweeps.sweep_choices import Choice, Trial
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only
 from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweep_trials import Choice, Trial
 
 Axes = Mapping[str, Sequence[str]]
 

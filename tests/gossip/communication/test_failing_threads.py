@@ -24,8 +24,8 @@ from gossip.communication.waiting import wait_for
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.membership_consensus import Consensus
 from gossip.exchange.pair_averaging import PairAverager
+from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.experiments.stopping import Stopping
 from gossip.lab.loggers.following import Follower
 from gossip.lab.sweeps import sweep_progress
 
@@ -134,7 +134,7 @@ def test_progress_markers_raise_what_their_thread_raised() -> None:
 
 
 def test_a_signal_is_not_awaited_by_a_thread_that_has_failed() -> None:
-    with mock.patch.object(Stopping, "_listen", fail), Stopping(None, 0, lambda: [0], 1) as stopping:
+    with mock.patch.object(GracefulStop, "_listen", fail), GracefulStop(None, 0, lambda: [0], 1) as stopping:
         stopping._thread.join()
         with pytest.raises(GossipError, match="the thread that listens for signals has failed") as caught:
             stopping.goes_on(1)

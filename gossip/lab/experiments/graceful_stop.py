@@ -34,7 +34,7 @@ _SHORT_PAUSE_S = 0.01
 _ASKED = "asked"
 
 
-class Stopping:
+class GracefulStop:
     """Consensus of the ranks on a common last step, once any of them receives a signal.
 
     A rank can be some steps ahead of another, and a rank-local decision would leave peers waiting. So each rank that

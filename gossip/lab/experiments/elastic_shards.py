@@ -14,7 +14,7 @@ from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.training_methods import Method
 
 
-class LivingShards:
+class ElasticShards:
     """The samples of one rank under changing membership; the number of steps and the schedule do not change.
 
     As long as the initial ranks train, the samples are those of :class:`Shards`. After a change of membership,

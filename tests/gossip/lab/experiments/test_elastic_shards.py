@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from composing import composed
 
+from gossip.lab.experiments.elastic_shards import ElasticShards
 from gossip.lab.experiments.experiment_build import build
-from gossip.lab.experiments.living_shards import LivingShards
 
 HISTORY = [(0, 1, 2), (0, 2), (0, 2, 3), (2, 3, 4)]
 
@@ -17,7 +17,7 @@ HISTORY = [(0, 1, 2), (0, 2), (0, 2, 3), (2, 3, 4)]
 def samples_of(experiment: Any, member: int) -> list[bytes]:
     """The samples of a member after it has trained among the ranks of its time, in the steps left of an epoch."""
     method = SimpleNamespace(world=SimpleNamespace(member=member))
-    shards = LivingShards(experiment, method)  # type: ignore[arg-type]
+    shards = ElasticShards(experiment, method)  # type: ignore[arg-type]
     for step, members in enumerate(HISTORY):
         if member in members:
             method.members = members

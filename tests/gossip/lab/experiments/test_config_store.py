@@ -14,7 +14,7 @@ from repository import CONFIGS
 
 import gossip
 from gossip.lab.experiments import train_command
-from gossip.lab.experiments.registered_choices import REGISTRIES, registered
+from gossip.lab.experiments.config_store import REGISTRIES, registered
 
 MODULE = '''
 import gossip

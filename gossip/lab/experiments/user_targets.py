@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.registered_choices import plain_options
+from gossip.lab.experiments.config_store import plain_options
 from gossip.lab.experiments.targets import OPTION, TARGET, locate
 from gossip.lab.experiments.validated_models import ConfigurationError
 

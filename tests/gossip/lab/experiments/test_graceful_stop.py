@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from running import run
 
-from gossip.lab.experiments.stopping import Stopping
+from gossip.lab.experiments.graceful_stop import GracefulStop
 
 PATIENCE_S = 60
 
@@ -26,7 +26,7 @@ class Ring:
         self._lead = lead
         self._changed = threading.Condition()
 
-    def train(self, rank: int, stopping: Stopping, after_step: Callable[[int], None]) -> None:
+    def train(self, rank: int, stopping: GracefulStop, after_step: Callable[[int], None]) -> None:
         """Until all stop."""
         neighbour = (rank + 1) % len(self.steps)
         while True:
@@ -46,7 +46,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
 
     def other_rank(rank: int) -> None:
-        with Stopping(store, rank, lambda: range(world_size), 1) as stopping:
+        with GracefulStop(store, rank, lambda: range(world_size), 1) as stopping:
             ring.train(rank, stopping, lambda _: None)
         numbers.append(stopping.signal_number)
 
@@ -58,7 +58,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
     others = [threading.Thread(target=other_rank, args=(rank,)) for rank in range(1, world_size)]
     for thread in others:
         thread.start()
-    with Stopping(
+    with GracefulStop(
         store, 0, lambda: range(world_size), 1
     ) as stopping:  # in the main thread: it gets the signal, and the others do not
         ring.train(0, stopping, send)
@@ -74,7 +74,7 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
 def test_stopping_without_a_signal_leaves_nothing() -> None:
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
-    with Stopping(dist.HashStore(), 0, lambda: range(2), 1) as stopping:
+    with GracefulStop(dist.HashStore(), 0, lambda: range(2), 1) as stopping:
         assert all(stopping.goes_on(step) for step in range(1, 4))
     assert stopping.signal_number is None
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -83,11 +83,11 @@ def test_stopping_without_a_signal_leaves_nothing() -> None:
 GIVING_UP = """
 import os, signal, threading
 import torch.distributed as dist
-from gossip.lab.experiments.stopping import Stopping
+from gossip.lab.experiments.graceful_stop import GracefulStop
 
 signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
 ranks, last_words = range({world_size}), "so: {{}}\\n".format
-with Stopping(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s={grace_s}):
+with GracefulStop(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s={grace_s}):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {then}
 """
