@@ -35,6 +35,7 @@ STARTERS = frozenset(
         "programs",
         "ranks",
         "running",
+        "sharded_loops",
         "slurm_cluster",
         "subprocess",
         "unsupervised",

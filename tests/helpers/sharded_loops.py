@@ -1,14 +1,15 @@
-"""The same loop over a sharded module twice: by hand, and by gossip."""
+"""The same loop over a sharded module twice: by hand and by gossip, or by groups and by ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -45,3 +46,25 @@ def batches(num_steps: int, *shape: int) -> list[torch.Tensor]:
     """Of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randn(*shape, generator=generator) for _ in range(num_steps)]
+
+
+def assert_trains_as_by_hand(train: Callable[..., torch.Tensor], *args: Any, world_size: int) -> None:
+    """``train(by_hand, *args)`` returns the same bits on all ranks of a group, by hand or not."""
+    outcomes = run_ranks(_train_both_ways, train, args, world_size=world_size)
+    wanted, _ = outcomes[0]
+    for _, found in outcomes:
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+
+
+def _train_both_ways(train: Callable[..., torch.Tensor], args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return train(True, *args), train(False, *args)
+
+
+def groups_and_ranks(train: Callable[..., Any], *args: Any) -> list[tuple[Any, Any]]:
+    """By rank what ``train(True, *args)`` returns in two groups of two, and ``train(False, *args)`` on two ranks.
+
+    The second is that of the rank that sees what the group of the first sees.
+    """
+    wanted = run_ranks(train, False, *args, world_size=2)
+    return [(found, wanted[rank // 2]) for rank, found in enumerate(run_ranks(train, True, *args, world_size=4))]

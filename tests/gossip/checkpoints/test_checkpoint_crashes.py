@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import assert_same, everything, log_of, make_model, names_in, one_step
+from ranks import run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -80,7 +81,7 @@ def test_killed_while_saving(rank: int, function: str, call: int, survives: int,
         launch(save_and_be_killed, str(tmp_path), rank, function, call, world_size=2)
     if rank == 0 and (function, call) != ("fsync", 5):
         assert any(name.endswith(".partial") for name in names_in(tmp_path))
-    launch(load_and_save, str(tmp_path), survives, world_size=2)
+    run_ranks(load_and_save, str(tmp_path), survives, world_size=2)
     names = names_in(tmp_path)
     assert f"step_{survives + 3:010d}" in names
     assert len(names) == 2  # no leftovers
@@ -152,7 +153,7 @@ def fail_and_go_on(folder: str, how: str, reason: str) -> None:
 
 def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(tmp_path: Path) -> None:
     reason = r"saving step 3: rank 1: File too large \(errno 27\): .*\.step_0000000003\.partial/rank1\.pt"
-    launch(fail_and_go_on, str(tmp_path), "limit", reason, world_size=2)
+    run_ranks(fail_and_go_on, str(tmp_path), "limit", reason, world_size=2)
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_full_disk_is_an_error_on_every_rank_and_training_goes_on(small_disk: Path) -> None:
     reason = r"rank.*No space left on device \(errno 28\): .*rank\d\.pt"
-    launch(fail_and_go_on, str(small_disk), "disk", reason, world_size=4)
+    run_ranks(fail_and_go_on, str(small_disk), "disk", reason, world_size=4)
 
 
 def refuse_folders(folder: str) -> None:
@@ -216,7 +217,7 @@ def refuse_folders(folder: str) -> None:
 
 
 def test_save_refuses_what_ranks_do_not_share(tmp_path: Path) -> None:
-    launch(refuse_folders, str(tmp_path), world_size=2)
+    run_ranks(refuse_folders, str(tmp_path), world_size=2)
 
 
 def save_at_different_steps(folder: str, topology: Topology, reason: str) -> None:
@@ -232,10 +233,10 @@ def test_ranks_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
     pair, alone = Round.from_groups(2, [(0, 1)]), Round.from_groups(2, [(0,), (1,)])
     quiet = Topology.from_rounds([pair, alone, alone])
     reason = "step is 2 on rank 0, but 3 on rank 1; call gossip.save on every rank after the same number of steps"
-    launch(save_at_different_steps, str(tmp_path), quiet, reason, world_size=2)
+    run_ranks(save_at_different_steps, str(tmp_path), quiet, reason, world_size=2)
     # A rank that waits for a message that is not coming hears of nothing else: the time-out says where it was.
     reason = "gossip.save at step {step}: not all of the 2 ranks took part within 2 s"
-    launch(save_at_different_steps, str(tmp_path), Topology.from_rounds([pair]), reason, world_size=2)
+    run_ranks(save_at_different_steps, str(tmp_path), Topology.from_rounds([pair]), reason, world_size=2)
 
 
 # ---------------------------------------------------------------------- what is not a checkpoint of ours
@@ -440,7 +441,7 @@ def see_different_things(folder: str) -> None:
 
 
 def test_ranks_agree_on_the_newest_that_is_valid_for_all(tmp_path: Path) -> None:
-    launch(see_different_things, str(tmp_path / "run"), world_size=3)
+    run_ranks(see_different_things, str(tmp_path / "run"), world_size=3)
 
 
 def fail_in_a_part(folder: str) -> None:
@@ -461,4 +462,4 @@ def fail_in_a_part(folder: str) -> None:
 
 
 def test_part_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    launch(fail_in_a_part, str(tmp_path), world_size=2)
+    run_ranks(fail_in_a_part, str(tmp_path), world_size=2)

@@ -17,7 +17,6 @@ from torch import nn
 
 import gossip
 import topologies
-from gossip import launch
 
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=12)
 MULTI_STEP = functools.partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3])
@@ -83,8 +82,8 @@ def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> N
 
 @pytest.mark.slow
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    launch(run_with_and_without_saving, str(tmp_path), list(RUNS), 4, world_size=4)
-    launch(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
+    run_ranks(run_with_and_without_saving, str(tmp_path), list(RUNS), 4, world_size=4)
+    run_ranks(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
 
 
 def scaled_run(folder: str, resume: bool, passed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -135,8 +134,8 @@ def measured_after(folder: str, algorithm: str, num_steps: int, resume: bool) ->
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
 def test_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path, algorithm: str) -> None:
-    wanted = launch(measured_after, str(tmp_path), algorithm, 5, False, world_size=3)
-    assert launch(measured_after, str(tmp_path), algorithm, 5, True, world_size=3) == wanted
+    wanted = run_ranks(measured_after, str(tmp_path), algorithm, 5, False, world_size=3)
+    assert run_ranks(measured_after, str(tmp_path), algorithm, 5, True, world_size=3) == wanted
 
 
 def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
@@ -170,7 +169,7 @@ def resume_in_odd_places(folder: str) -> None:
 
 
 def test_save_between_backward_passes_after_averaging_and_twice(tmp_path: Path) -> None:
-    launch(resume_in_odd_places, str(tmp_path), world_size=3)
+    run_ranks(resume_in_odd_places, str(tmp_path), world_size=3)
 
 
 def test_files_hold_each_value_once_under_bare_names(tmp_path: Path) -> None:

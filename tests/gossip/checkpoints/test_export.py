@@ -9,12 +9,13 @@ import pytest
 import safetensors
 import torch
 from checkpointing import DroppingNet, assert_same, everything, make_model, names_in, one_step
+from ranks import run_ranks
 from replicas import gathered
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 import gossip
-from gossip import CheckpointError, launch
+from gossip import CheckpointError
 from gossip.parameters import digests
 
 
@@ -90,7 +91,7 @@ def export_while_training(folder: str) -> None:
 
 
 def test_export_is_the_average_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    launch(export_while_training, str(tmp_path), world_size=3)
+    run_ranks(export_while_training, str(tmp_path), world_size=3)
     assert all(name.endswith(".safetensors") for name in names_in(tmp_path))
 
 
@@ -146,4 +147,4 @@ def export_and_fail(folder: str) -> None:
 
 
 def test_export_that_fails_leaves_the_old_file_and_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    launch(export_and_fail, str(tmp_path), world_size=2)
+    run_ranks(export_and_fail, str(tmp_path), world_size=2)

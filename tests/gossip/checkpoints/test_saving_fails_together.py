@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -84,8 +85,7 @@ def fail_to_save(folder: str, case: str, options: dict[str, Any]) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("on_peer_loss", ["raise", "continue"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "on_peer_loss"), zip(CASES, itertools.cycle(["raise", "continue"]), strict=False))
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
     case: str, on_peer_loss: Any, tmp_path: Path
 ) -> None:

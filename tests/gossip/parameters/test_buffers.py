@@ -12,7 +12,7 @@ from ranks import run_ranks
 from replicas import gathered
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 from topologies import build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -109,7 +109,7 @@ def lose_a_buffer(how: str) -> str:
     ("how", "text"), [("gone", "buffer 'of_float64' is gone"), ("size", "is now torch.float64 [7]")]
 )
 def test_mixed_buffer_that_changed_is_named(how: str, text: str) -> None:
-    for found in launch(lose_a_buffer, how, world_size=2):
+    for found in run_ranks(lose_a_buffer, how, world_size=2):
         assert text in found
 
 

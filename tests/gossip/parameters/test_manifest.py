@@ -15,7 +15,7 @@ from replicas import (
 from torch import nn
 
 import topologies
-from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World, launch
+from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError, World
 from topologies import Round, Topology
 
 
@@ -131,7 +131,7 @@ def stop_early(topology: str, num_inputs: int) -> str:
     ],
 )
 def test_wait_for_a_rank_that_made_fewer_steps_is_named(topology: str, num_inputs: int, first: str, third: str) -> None:
-    by_rank = launch(stop_early, topology, num_inputs, world_size=3)
+    by_rank = run_ranks(stop_early, topology, num_inputs, world_size=3)
     for rank, awaited in ((0, first), (2, third)):
         assert (
             f"rank {rank}: step 1, bucket 0: timed out after 2 s waiting for {awaited}: rank 1 is absent"
@@ -153,6 +153,6 @@ def absent_at_average() -> str:
 
 
 def test_wait_for_an_absent_rank_at_the_global_average_is_named() -> None:
-    _, second, third = launch(absent_at_average, world_size=3)
+    _, second, third = run_ranks(absent_at_average, world_size=3)
     assert "rank 1: comparing buffers before averaging: not all of the 3 ranks took part within 2 s" in second
     assert "rank 2: comparing buffers before averaging" in third

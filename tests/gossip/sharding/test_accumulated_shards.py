@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from sharded_loops import ADAMW, batches, loop_over, make_mesh
+from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -58,7 +58,7 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
-def accumulate(way: str, options: dict[str, Any], by_hand: bool) -> torch.Tensor:
+def accumulate(by_hand: bool, way: str, options: dict[str, Any]) -> torch.Tensor:
     mesh = make_mesh(1, 2)
     module = make_module(mesh, **options)
     data = batches(NUM_STEPS * NUM_BATCHES, 3, 6)
@@ -85,12 +85,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "options"), zip(WAYS, itertools.cycle(OPTIONS), strict=False))
 def test_accumulated_gradients_make_one_step_as_by_hand_bit_for_bit(way: str, options: str) -> None:
-    wanted = run_ranks(accumulate, way, OPTIONS[options], True, world_size=2)[0]
-    for values in run_ranks(accumulate, way, OPTIONS[options], False, world_size=2):
-        assert torch.equal(values, wanted)
+    assert_trains_as_by_hand(accumulate, way, OPTIONS[options], world_size=2)
 
 
 def exchange_what_was_accumulated(is_sharded: bool) -> tuple[torch.Tensor, int]:
@@ -114,15 +111,10 @@ def exchange_what_was_accumulated(is_sharded: bool) -> tuple[torch.Tensor, int]:
                     nn.functional.mse_loss(model(x), x.flip(1)).backward()
         stats = model.stats()
         assert stats is not None
-        values = (
-            values_of(module) if is_sharded else torch.cat([each.detach().flatten() for each in module.parameters()])
-        )
-        return values, stats.bytes_sent
+        return values_of(module), stats.bytes_sent
 
 
 def test_groups_exchange_once_for_all_that_was_accumulated() -> None:
-    found = run_ranks(exchange_what_was_accumulated, True, world_size=4)
-    wanted = run_ranks(exchange_what_was_accumulated, False, world_size=2)
-    for rank, (values, bytes_sent) in enumerate(found):
-        torch.testing.assert_close(values, wanted[rank // 2][0], rtol=0, atol=1e-12)
-        assert 2 * bytes_sent == wanted[rank // 2][1]
+    for (values, sent_bytes), (wanted, all_bytes) in groups_and_ranks(exchange_what_was_accumulated):
+        torch.testing.assert_close(values, wanted, rtol=0, atol=1e-12)
+        assert 2 * sent_bytes == all_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import ADAMW, batches, loop_over, make_mesh
+from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,24 +53,18 @@ def make_adapted(mesh: DeviceMesh) -> AdaptedNet:
     return module
 
 
-def train_adapters(by_hand: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def train_adapters(by_hand: bool) -> torch.Tensor:
     mesh = make_mesh(1, dist.get_world_size())
     module = make_adapted(mesh)
-    before = values_of(module)
     with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
         for x in batches(NUM_STEPS, 3, 5):
             nn.functional.mse_loss(model(x), x.flip(1)).backward()
             end_step()
-        return before, values_of(module)
+        return values_of(module)
 
 
-@pytest.mark.parametrize("ranks_per_group", [2, 3])
-def test_adapters_of_a_frozen_module_train_as_by_hand_bit_for_bit(ranks_per_group: int) -> None:
-    wanted = run_ranks(train_adapters, True, world_size=ranks_per_group)[0]
-    assert not torch.equal(*wanted)
-    for before, after in run_ranks(train_adapters, False, world_size=ranks_per_group):
-        assert torch.equal(before, wanted[0])
-        assert torch.equal(after, wanted[1])
+def test_adapters_of_a_frozen_module_train_as_by_hand_bit_for_bit() -> None:
+    assert_trains_as_by_hand(train_adapters, world_size=3)
 
 
 def weigh_adapters() -> tuple[int, int, int]:
@@ -139,9 +133,7 @@ def freeze_for_a_while(by_hand: bool) -> torch.Tensor:
 
 
 def test_parameters_that_are_frozen_for_a_while_keep_their_values_as_by_hand_bit_for_bit() -> None:
-    wanted = run_ranks(freeze_for_a_while, True, world_size=2)[0]
-    for values in run_ranks(freeze_for_a_while, False, world_size=2):
-        assert torch.equal(values, wanted)
+    assert_trains_as_by_hand(freeze_for_a_while, world_size=2)
 
 
 class Tied(nn.Module):
@@ -177,9 +169,7 @@ def train_tied(by_hand: bool) -> torch.Tensor:
 
 
 def test_tied_weights_and_layers_that_are_used_twice_train_as_by_hand_bit_for_bit() -> None:
-    wanted = run_ranks(train_tied, True, world_size=2)[0]
-    for values in run_ranks(train_tied, False, world_size=2):
-        assert torch.equal(values, wanted)
+    assert_trains_as_by_hand(train_tied, world_size=2)
 
 
 def train_tied_groups(is_sharded: bool) -> torch.Tensor:
@@ -195,13 +185,9 @@ def train_tied_groups(is_sharded: bool) -> torch.Tensor:
                 tokens = tokens[dist.get_rank() % 2 :: 2]
             nn.functional.cross_entropy(model(tokens), (tokens + 1) % 9).backward()
         assert module.head.weight is module.embedding.weight
-        if is_sharded:
-            return values_of(module)
-        return torch.cat([values.detach().flatten() for values in module.parameters()])
+        return values_of(module)
 
 
 def test_groups_with_tied_weights_train_as_ranks_that_see_what_a_group_sees() -> None:
-    found = run_ranks(train_tied_groups, True, world_size=4)
-    wanted = run_ranks(train_tied_groups, False, world_size=2)
-    for rank, values in enumerate(found):
-        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+    for values, wanted in groups_and_ranks(train_tied_groups):
+        torch.testing.assert_close(values, wanted, rtol=0, atol=1e-12)

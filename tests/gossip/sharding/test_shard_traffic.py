@@ -53,9 +53,7 @@ def count_bytes(num_groups: int, ranks_per_group: int, options: dict[str, Any]) 
     [
         (2, 2, None, "all"),
         (2, 2, "bf16", "all"),
-        (2, 2, "int8", "all"),
         (2, 2, "int4", "all"),
-        (2, 2, "int8", "optimizer"),
         (3, 2, None, "optimizer"),
         (2, 4, "int8", "all"),
     ],
@@ -81,27 +79,27 @@ def test_a_group_sends_the_bytes_of_one_replica(
             assert sum(shares) == whole[group]
 
 
-def kept_bytes() -> int:
-    """Of all tensors that are alive, each memory once."""
+def kept_memory() -> dict[int, torch.UntypedStorage]:
+    """Of all tensors that are alive, by its address."""
     gc.collect()
-    sizes = {}
+    found = {}
     for each in gc.get_objects():
         if isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, nn.Parameter):
             storage = each.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+            found[storage.data_ptr()] = storage
+    return found
 
 
 def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
-    """More than before; the second time, when nothing of earlier calls is left to be freed, or made only once."""
+    """In bytes, besides what there is before; the second time, when nothing is made that is made only once."""
     for _ in range(2):
-        before = kept_bytes()
+        before = kept_memory()  # and holds it, so that its addresses are not given to others
         # What ranks of one machine gather through is of a fixed size, which would hide a model as small as this one.
         with mock.patch.object(row_collectives, "_CHUNK_BYTES", 2**10):
             model = make_model(num_groups, ranks_per_group, **options)
         with model:
             train(model, 3)
-            found = kept_bytes() - before
+            found = sum(storage.nbytes() for address, storage in kept_memory().items() if address not in before)
         del model
     return found
 

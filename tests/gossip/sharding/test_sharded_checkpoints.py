@@ -49,9 +49,7 @@ def make_model(
 
 
 def whole(model: GossipDataParallel) -> torch.Tensor:
-    if model._live().shards is not None:
-        return values_of(model.module)
-    return torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()])
+    return values_of(model.module)
 
 
 def train(model: GossipDataParallel, steps: range) -> None:
@@ -82,8 +80,10 @@ def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path, shard: str) -
         return whole(model)
 
 
-@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine", "integral_correction"])
+@pytest.mark.parametrize(
+    ("algorithm", "shard"),
+    [("adapt_while_communicating", "optimizer"), ("adapt_then_combine", "none"), ("integral_correction", "fsdp")],
+)
 def test_groups_resume_bit_for_bit(algorithm: str, shard: str, tmp_path: Path) -> None:
     wanted = run_ranks(save_and_go_on, (2, 2), algorithm, tmp_path, shard, world_size=4)
     found = run_ranks(load_and_go_on, (2, 2), algorithm, tmp_path, shard, world_size=4)
@@ -103,7 +103,7 @@ def load(shape: MeshShape, folder: Path, shard: str = "fsdp") -> tuple[torch.Ten
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (3, 2)), ((2, 2), (1, 3)), ((2, 3), (2, 2)), ((2, 1), (2, 2)), ((2, 2), (3, 1))],
+    [((2, 2), (1, 3)), ((2, 3), (2, 2)), ((2, 1), (2, 2)), ((2, 2), (3, 1))],
     ids=lambda shape: f"{shape[0]}x{shape[1]}",
 )
 def test_other_numbers_of_groups_and_shards_start_from_the_mean(
@@ -123,9 +123,7 @@ def test_other_numbers_of_groups_and_shards_start_from_the_mean(
     torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "optimizer"), ("optimizer", "fsdp")]
-)
+@pytest.mark.parametrize(("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "optimizer")])
 def test_groups_that_share_a_replica_otherwise_start_from_the_mean(before: str, after: str, tmp_path: Path) -> None:
     saved = run_ranks(save_and_go_on, (2, 2), "adapt_while_communicating", tmp_path, before, world_size=4)
     for values, _ in run_ranks(load, (2, 2), tmp_path, after, world_size=4):

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import make_mesh
+from sharded_loops import groups_and_ranks, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
@@ -61,40 +61,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x).float(), x.float().flip(1))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "resharded": {},
-    "kept": {"reshard_after_forward": False},
-    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-}
-
-
-def train_alone(options: str, by_hand: bool) -> torch.Tensor:
-    mesh = make_mesh(1, dist.get_world_size())
-    module = shard(Net(), mesh, **OPTIONS[options])
-    if by_hand:
-        optimizer = ADAMW([parameter for parameter in module.parameters() if parameter.requires_grad])
-        for x in batches(5):
-            loss_of(module, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values_of(module)
-    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
-        for x in batches(5):
-            loss_of(model, x).backward()
-        assert model.step == 5
-        return values_of(module)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_one_group_trains_as_fully_shard_by_hand_bit_for_bit(options: str, num_ranks: int) -> None:
-    found = run_ranks(train_alone, options, False, world_size=num_ranks)
-    wanted = run_ranks(train_alone, options, True, world_size=num_ranks)
-    for values in found:
-        assert torch.equal(values, wanted[0])
-
-
-def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Tensor:
+def train_groups(is_sharded: bool, mode: str, divided: str) -> torch.Tensor:
     """Two groups of two ranks, or two ranks that see what a group sees."""
     ranks_per_group = 2 if is_sharded else 1
     mesh = make_mesh(2, 2) if is_sharded else None
@@ -108,7 +75,7 @@ def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Ten
         ADAMW,
         "ring",
         mesh=mesh,
-        shard=None if divided == "all" else divided,
+        shard=divided if is_sharded and divided != "all" else None,
         step_in_backward=in_backward,
         clip_grad_norm=0.3 if mode == "clipped" else None,
     )
@@ -131,18 +98,23 @@ def train_groups(mode: str, is_sharded: bool, divided: str = "all") -> torch.Ten
                 model.clip_grad_norm_(0.3)
                 model.optimizer.step()
                 model.optimizer.zero_grad()
-        if mesh is not None:
-            return values_of(module)
-        return torch.cat([values.detach().flatten() for values in module.parameters()])
+        return values_of(module)
 
 
-@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
-@pytest.mark.parametrize("mode", ["bucketwise", "clipped", "optimizer", "accumulated", "idle"])
+@pytest.mark.parametrize(
+    ("mode", "divided"),
+    [
+        ("bucketwise", "all"),
+        ("clipped", "optimizer"),
+        ("optimizer", "none"),
+        ("accumulated", "optimizer"),
+        ("accumulated", "none"),
+        ("idle", "all"),
+    ],
+)
 def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
-    found = run_ranks(train_groups, mode, True, divided, world_size=4)
-    wanted = run_ranks(train_groups, mode, False, world_size=2)
-    for rank, values in enumerate(found):
-        torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
+    for values, wanted in groups_and_ranks(train_groups, mode, divided):
+        torch.testing.assert_close(values, wanted, rtol=0, atol=1e-12)
 
 
 def train_apart(divided: str) -> tuple[torch.Tensor, int]:
@@ -395,16 +367,15 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
 }
 
 
-def refuse(name: str) -> None:
-    make, options, text = REFUSED[name]
+def refuse() -> None:
     mesh = make_mesh(2, 1)
-    with pytest.raises((ValueError, TypeError), match=text):
-        GossipDataParallel(make(mesh), ADAMW, **{"topology": "ring", "mesh": mesh, **options})
+    for make, options, text in REFUSED.values():
+        with pytest.raises((ValueError, TypeError), match=text):
+            GossipDataParallel(make(mesh), ADAMW, **{"topology": "ring", "mesh": mesh, **options})
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded_is_refused(name: str) -> None:
-    run_ranks(refuse, name, world_size=2)
+def test_what_cannot_be_sharded_is_refused() -> None:
+    run_ranks(refuse, world_size=2)
 
 
 def name_dimensions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import ADAMW, batches, loop_over, make_mesh
+from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,8 +80,10 @@ class Policy:
         root: dict[str, Any] | None = None,
         checkpointing: str = "",
         loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = once,
+        world_size: int = 2,
         **options: Any,
     ) -> None:
+        self.world_size = world_size
         self.dtype, self.checkpointing, self.loss_of = dtype, checkpointing, loss_of
         self.layers = {**options, **(layers or {})}
         self.root = {**options, **(root or {})}
@@ -122,10 +125,11 @@ POLICIES: dict[str, Policy] = {
     "other forward passes": Policy(loss_of=beside_another),
     "other forward passes, kept": Policy(loss_of=beside_another, reshard_after_forward=False),
     "gradients of inputs": Policy(loss_of=of_inputs_that_need_gradients),
+    "resharded to two ranks of four": Policy(world_size=4, reshard_after_forward=2),
 }
 
 
-def train(name: str, by_hand: bool, options: dict[str, Any]) -> torch.Tensor:
+def train(by_hand: bool, name: str, options: dict[str, Any]) -> torch.Tensor:
     policy, mesh = POLICIES[name], make_mesh(1, dist.get_world_size())
     module = policy.make(mesh)
     with loop_over(module, mesh, by_hand=by_hand, **options) as (model, end_step):
@@ -139,23 +143,9 @@ def train(name: str, by_hand: bool, options: dict[str, Any]) -> torch.Tensor:
 MODES: dict[str, dict[str, Any]] = {"bucketwise": {"bucket_cap_mb": 1e-4}, "gathered": {"clip_grad_norm": 1e9}}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "mode"), zip(POLICIES, itertools.cycle(MODES), strict=False))
 def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
-    wanted = run_ranks(train, name, True, {}, world_size=2)[0]
-    for values in run_ranks(train, name, False, MODES[mode], world_size=2):
-        assert values.dtype == wanted.dtype
-        assert torch.equal(values, wanted)
-
-
-POLICIES["resharded to two ranks of four"] = Policy(reshard_after_forward=2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_that_are_resharded_to_a_part_of_the_group_train_as_by_hand_bit_for_bit(mode: str) -> None:
-    wanted = run_ranks(train, "resharded to two ranks of four", True, {}, world_size=4)[0]
-    for values in run_ranks(train, "resharded to two ranks of four", False, MODES[mode], world_size=4):
-        assert torch.equal(values, wanted)
+    assert_trains_as_by_hand(train, name, MODES[mode], world_size=POLICIES[name].world_size)
 
 
 class Row(NamedTuple):
@@ -198,17 +188,17 @@ CANNOT_BE_REDUCED = {
 }
 
 
-def refuse(name: str) -> None:
-    row, mesh = CANNOT_BE_REDUCED[name], make_mesh(2, 2)
-    module = fully_shard(row.make(), mesh=mesh["shard"], **row.options)
-    with pytest.raises(ValueError, match=f"^{row.text}") as caught:
-        GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
-    assert "\n" not in str(caught.value)
+def refuse() -> None:
+    mesh = make_mesh(2, 1)
+    for row in CANNOT_BE_REDUCED.values():
+        module = fully_shard(row.make(), mesh=mesh["shard"], **row.options)
+        with pytest.raises(ValueError, match=f"^{row.text}") as caught:
+            GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", CANNOT_BE_REDUCED)
-def test_gradients_that_cannot_be_reduced_are_refused_by_the_name_of_their_parameter(name: str) -> None:
-    run_ranks(refuse, name, world_size=4)
+def test_gradients_that_cannot_be_reduced_are_refused_by_the_name_of_their_parameter() -> None:
+    run_ranks(refuse, world_size=2)
 
 
 OVERFLOWS_AT = 2
@@ -249,19 +239,13 @@ def scale(is_sharded: bool, in_backward: bool) -> tuple[torch.Tensor, list[float
             changed.append(stats.num_skipped)
         assert model.step == 6
         model.state_dict()  # combines what is in flight
-        values = (
-            values_of(module) if is_sharded else torch.cat([each.detach().flatten() for each in module.parameters()])
-        )
-        return values, scales, changed
+        return values_of(module), scales, changed
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_an_overflow_on_one_rank_skips_the_update_of_its_group(in_backward: bool) -> None:
     """As with two ranks that see what a group sees: everybody exchanges, and the scale halves one step later."""
-    found = run_ranks(scale, True, in_backward, world_size=4)
-    wanted = run_ranks(scale, False, in_backward, world_size=2)
-    assert {*wanted[0][1]} == {1024.0, 2048.0}
-    for rank, (values, scales, skipped) in enumerate(found):
-        torch.testing.assert_close(values, wanted[rank // 2][0], rtol=0, atol=1e-6)
-        assert scales == wanted[rank // 2][1]
-        assert skipped == wanted[rank // 2][2]
+    for (values, scales, skipped), wanted in groups_and_ranks(scale, in_backward):
+        assert {*scales} == {1024.0, 2048.0}
+        torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-6)
+        assert (scales, skipped) == wanted[1:]
