@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -106,9 +108,10 @@ def with_written_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossip.parameters.buffers.named_buffers", nn.Module.named_buffers)
 
 
-@pytest.mark.parametrize("writes_all_names", [False, True])
-@pytest.mark.parametrize("before", ["whole", "nested"])
-@pytest.mark.parametrize("now", ["bare", "child"])
+@pytest.mark.parametrize(
+    ("now", "before", "writes_all_names"),
+    covering(itertools.product(["bare", "child"], ["whole", "nested"], [False, True])),
+)
 def test_a_checkpoint_loads_compiled_or_not(
     now: str, before: str, writes_all_names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def count_bytes(num_groups: int, ranks_per_group: int, options: dict[str, Any]) 
         (2, 2, "bf16", "all"),
         (2, 2, "int4", "all"),
         (3, 2, None, "optimizer"),
-        (2, 4, "int8", "all"),
+        (2, 2, "int8", "optimizer"),
     ],
 )
 def test_a_group_sends_the_bytes_of_one_replica(
