@@ -25,8 +25,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from gossip.lab.benchmarks.networks import Loopback, Network, bits_per_second
-from gossip.lab.benchmarks.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.networks import Link, Network
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 TIMEOUT = timedelta(seconds=120)
 PIECE_NUMEL = 2**17
@@ -156,11 +156,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.world_size < 2 or arguments.repetitions < 1:
         parser.error("--world-size must be at least 2 and --repetitions at least 1")
-    network: Network = Loopback()
+    network = Network()
     where = "loopback"
     if arguments.network == "lab":
-        network = Lab(arguments.world_size)
-        network.shape(bits_per_second(arguments.rate))
+        network = Lab(arguments.world_size, Link.parse(arguments.rate))
         where = f"links of {arguments.rate}"
     try:
         numbers = measure(network, arguments.world_size, arguments.repetitions)

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gossip import GossipDataParallel
-from gossip.lab.benchmarks.networks import bits_per_second
-from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.network.networks import Link
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 from gossip.private_torch import COMPILER
 
 NUM_STEPS = 3
@@ -160,10 +160,9 @@ def profiled(step: Callable[[], None]) -> profile:
 
 def run(training: Training, folder: Path) -> None:
     """Run the workers, each on its host."""
-    lab = Lab(training.world_size)
+    lab = Lab(training.world_size, Link.parse(training.rate))
     processes = []
     try:
-        lab.shape(bits_per_second(training.rate))
         importlib.import_module(COMPILER)  # or the first optimizer of every worker would import it
         context = multiprocessing.get_context("fork")
         places = context.SimpleQueue()
@@ -217,7 +216,7 @@ def draw(by_method: dict[str, list[Bar]], training: Training, path: Path) -> Non
     panels[0].set_xlim(0, 1.01 * max(map(_end_ms, by_method.values())))
     panels[-1].set_xlabel("milliseconds")
     figure.suptitle(
-        f"Rank 0 of {training.world_size} behind links of {bits_per_second(training.rate) / 1e6:g} Mbit/s, "
+        f"Rank 0 of {training.world_size} behind links of {Link.parse(training.rate).bits_per_second / 1e6:g} Mbit/s, "
         f"{training.num_layers} buckets of {training.bucket_bytes / 1e6:.2g} MB over gloo",
         fontsize=10,
     )
@@ -266,7 +265,7 @@ def main() -> int | str:
     options = {name: value for name, value in vars(arguments).items() if name != "output"}
     training = Training(**options)
     try:
-        bits_per_second(training.rate)
+        Link.parse(training.rate)
         with tempfile.TemporaryDirectory() as folder:
             run(training, Path(folder))
             by_method = {

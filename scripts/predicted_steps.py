@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from loguru import logger
 
-from gossip.lab.benchmarks import stragglers
-from gossip.lab.benchmarks.bench_predictions import Case, measure_case, table
-from gossip.lab.benchmarks.networks import bits_per_second
-from gossip.lab.benchmarks.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.harness import run
+from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
+from gossip.lab.benchmarks.predicted_steps import SIMULATED, PredictedStepsSettings
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 METHODS = ("local", "ddp", "one_peer_exponential", "ring", "complete")
 
@@ -47,7 +47,7 @@ def main() -> int | str:
     parser.add_argument(
         "--rates", nargs="+", default=["1000mbit", "200mbit", "100mbit"], help="of every link, each way"
     )
-    parser.add_argument("--stragglers", nargs="+", choices=stragglers.KINDS, default=list(stragglers.KINDS))
+    parser.add_argument("--stragglers", nargs="+", choices=SIMULATED, default=list(SIMULATED))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="local, ddp, and names of topologies")
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="that are measured, of each method")
@@ -58,39 +58,28 @@ def main() -> int | str:
         parser.error("--world-size must be at least 2 and --steps at least 1")
     logger.remove()
     try:
-        rates = [(rate, bits_per_second(rate)) for rate in arguments.rates]
-        lab = Lab(arguments.world_size)
-    except ValueError as error:
+        settings = PredictedStepsSettings.of(
+            arguments.methods,
+            arguments.rates,
+            arguments.stragglers,
+            network="lab",
+            world_size=arguments.world_size,
+            num_steps=arguments.steps,
+            bucket_cap_mb=arguments.bucket_cap_mb,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            cases, report = run("predicted_steps", settings, Path(folder))
+    except ConfigurationError as error:
         parser.error(str(error))
     except LabUnavailable as error:
         return f"no lab: {error}"
-    cases: list[Case] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for straggler in arguments.stragglers:
-                for rate, bits in rates:
-                    lab.shape(bits)
-                    cases.append(
-                        measure_case(
-                            lab,
-                            rate,
-                            straggler,
-                            arguments.methods,
-                            world_size=arguments.world_size,
-                            num_steps=arguments.steps,
-                            bucket_cap_mb=arguments.bucket_cap_mb,
-                            folder=Path(folder) / f"{straggler}_{rate}",
-                        )
-                    )
-                    print(table(cases[-1:]), flush=True)
-        finally:
-            lab.close()
+    print(report)
     if arguments.output is not None:
         content = {
             "command": " ".join(["python", "scripts/predicted_steps.py", *sys.argv[1:]]),
             "machine": machine(),
             "num_steps": arguments.steps,
-            "cases": [case.to_dict() for case in cases],
+            "cases": [case.model_dump() for case in cases],
         }
         arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0

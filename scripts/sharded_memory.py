@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gossip import GossipDataParallel, launch, make_shard_mesh
-from gossip.lab.benchmarks.counters import PeakMemory
+from gossip.lab.benchmarks.network.counters import PeakMemory
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)

@@ -20,14 +20,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gossip import LaunchError
-from gossip.lab.benchmarks.shaped_hosts import LabUnavailable
+from gossip.lab.benchmarks.harness import run
+from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
+from gossip.lab.benchmarks.time_to_loss import TimeToLossSettings
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.experiments.validated_models import read
 from gossip.lab.gossip_command import config_folder
-from gossip.lab.time_to_loss.loss_run import run
-from gossip.lab.time_to_loss.loss_settings import LossSettings
 
 
-def settings_of(overrides: list[str]) -> LossSettings:
+def settings_of(overrides: list[str]) -> TimeToLossSettings:
     """The file's, with other values for some keys."""
     config = OmegaConf.load(config_folder() / "time_to_loss.yaml")
     OmegaConf.set_struct(config, True)
@@ -39,7 +40,7 @@ def settings_of(overrides: list[str]) -> LossSettings:
     except OmegaConfBaseException as error:
         raise ConfigurationError(str(error).partition("\n")[0]) from error
     content: Any = OmegaConf.to_container(config, resolve=True)
-    return LossSettings.from_config(content)
+    return read(TimeToLossSettings, content)
 
 
 def main() -> int | str:
@@ -49,14 +50,15 @@ def main() -> int | str:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of configs/time_to_loss.yaml")
     arguments = parser.parse_args()
     logger.remove()
-    logger.add(sys.stderr, format="{message}", level="INFO", filter="gossip.lab.time_to_loss")
+    logger.add(sys.stderr, format="{message}", level="INFO", filter="gossip.lab.benchmarks")
     try:
         settings = settings_of(arguments.overrides)
         arguments.folder.mkdir(parents=True)
     except (ConfigurationError, FileExistsError) as error:
         parser.error(str(error))
     try:
-        print(run(settings, arguments.folder))
+        _, report = run("time_to_loss", settings, arguments.folder)
+        print(report)
     except LabUnavailable as error:
         return f"no lab: {error}"
     except LaunchError as error:

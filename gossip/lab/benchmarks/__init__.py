@@ -1,4 +1,4 @@
-"""Step time, bytes and memory of gossip compared with all-reduce and other libraries, on links of realistic speed.
+"""Benchmarks of gossip, all-reduce and other libraries: all methods in the same processes, on links of realistic speed.
 
-One run measures all methods in the same processes, in alternating order; see configs/bench.yaml.
+:mod:`.benchmark` says what a benchmark is, :mod:`.harness` runs it, :mod:`.benchmark_names` lists all of them.
 """

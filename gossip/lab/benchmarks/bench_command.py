@@ -11,13 +11,13 @@ from typing import Any
 
 from loguru import logger
 
-from gossip.lab.benchmarks.bench_run import run
-from gossip.lab.benchmarks.bench_settings import Settings
+from gossip.lab.benchmarks.harness import run
+from gossip.lab.benchmarks.step_time import StepTimeSettings
 from gossip.lab.experiments import folder_cleanup, run_folder
 from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.train_command import REFUSED, report
-from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.experiments.validated_models import read
 
 
 def main(config_folder: Path, config_name: str) -> int:
@@ -77,11 +77,11 @@ def _task(hydra_config: Any) -> None:
     config = OmegaConf.to_container(hydra_config, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items()}
-    settings = Settings.from_config(plain)
+    settings = read(StepTimeSettings, plain["bench"], "bench")
     with run_folder.lock(folder):
         run_folder.claim(folder, plain, list(hydra_settings.overrides.task))
         try:
-            text = run(settings, folder)
+            _, text = run("step_time", settings, folder)
         except ConfigurationError:
             run_folder.unclaim(folder)
             raise

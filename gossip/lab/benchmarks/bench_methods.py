@@ -6,10 +6,11 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
-from gossip.lab.benchmarks.bench_models import Batch, loss_of
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
-from gossip.lab.benchmarks.replica_means import averaged
+from gossip.lab.benchmarks.workloads import Batch, loss_of
 from gossip.lab.experiments.validated_models import ConfigurationError, nearest
+from gossip.lab.experiments.validated_models import Model
 
 MOMENTUM = 0.9
 Options = Mapping[str, Any]
@@ -35,140 +37,207 @@ _WHOLE = "whole"
 """The value of ``shard`` with which each rank of a host holds the host's whole replica."""
 _SHARDS = (_WHOLE, "optimizer", _FSDP)
 _DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
+WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of the repository: pip install '.[bench]'"
 
 
-class Method(Protocol):
-    """A training method for one replica that communicates with the other replicas. Construction is collective."""
+class MethodSpecification(Model):
+    """One row of the table: its label, and the method (a key of :data:`METHODS`) and its options."""
+
+    label: str
+    kind: str
+    options: dict[str, Any]
+
+    def start(self, module: nn.Module, learning_rate: float, timeout_s: float) -> Method:
+        """Prepare the training of a module. Collective."""
+        return METHODS[self.kind](module, learning_rate, self.options, timedelta(seconds=timeout_s))
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def _keywords(wrapper: type) -> tuple[str, ...]:
+    """Return the names of the keyword arguments besides the module and the optimizer."""
+    parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
+    return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
+
+
+class Method:
+    """A training method for one replica that communicates with the other replicas; this class makes plain steps.
+
+    Parameters
+    ----------
+    module : Module
+    learning_rate : float
+    options : mapping
+    timeout : timedelta
+        The time-out of any wait for other ranks.
+    """
+
+    own_options: ClassVar[tuple[str, ...]] = ()
+    """The names of options that are not arguments of ``wrapper``."""
+    wrapper: ClassVar[type | None] = None
+    _updates_in_backward: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
+        self._module = module
+        self._group: dist.ProcessGroup | None = None
+        self._model = self._wrapped(learning_rate, dict(options), timeout)
+        self._optimizer = None if self._updates_in_backward else make_optimizer(learning_rate, module.parameters())
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:
+        """Return the model to train. Collective."""
+        raise NotImplementedError
 
     def step(self, batch: Batch) -> None:
         """Make one local update with its communication. Every rank must make the same number of steps."""
+        loss_of(self._model, batch).backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
     def exposed_wait_s(self) -> float | None:
         """Return how long the newest step was blocked waiting for peers, or None if the method does not report it."""
+        return None
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the module holds the mean of all replicas. Collective."""
+        return averaged(self._module, self._group)
 
     def close(self) -> None:
         """End communication; the module then holds this rank's replica."""
+        del self._model
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """Return the names of the options."""
+        return (*cls.own_options, *(_keywords(cls.wrapper) if cls.wrapper is not None else ()))
+
+    @classmethod
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:
+        """Raise ValueError or TypeError if the value of an option cannot be used; the names have been checked."""
 
 
-class Local:
+class Local(Method):
     """No exchange. With ``shard: fsdp`` the ranks of a host share a replica, which shows the cost of sharding alone."""
 
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
-        self._group: dist.ProcessGroup | None = None
+    own_options = ("shard",)
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         if options.get("shard") == _FSDP:
             mesh = make_shard_mesh(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
             self._group = mesh.get_group("gossip")
-            _shard(module, mesh["shard"])
-        self._module = module
-        self._optimizer = make_optimizer(learning_rate, module.parameters())
-
-    def step(self, batch: Batch) -> None:
-        """Run the plain training loop's step."""
-        loss_of(self._module, batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            _shard(self._module, mesh["shard"])
+        return self._module
 
     def exposed_wait_s(self) -> float | None:
         """Return 0: there are no peers to wait for."""
         return 0.0
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Average parameters and buffers within the block."""
-        return averaged(self._module, self._group)
+    @classmethod
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
+        """Check the value of ``shard``."""
+        if options.get("shard") not in (None, _FSDP):
+            raise ValueError(f"shard must be none or {_FSDP}, got {options['shard']!r}")
 
-    def close(self) -> None:
-        """Do nothing: there is no communication to end."""
 
-
-class AllReduce:
+class AllReduce(Method):
     """torch's DistributedDataParallel with ``gradient_as_bucket_view``; option ``hook``: none, bf16 or fp16."""
 
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
-        arguments = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
-        hook = arguments.pop("hook", None)
-        self._module = module
-        self._model = DistributedDataParallel(module, **arguments)
+    own_options = ("hook",)
+    wrapper = DistributedDataParallel
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+        hook = options.pop("hook", None)
+        model = DistributedDataParallel(
+            self._module, **{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
+        )
         if hook is not None:
-            self._model.register_comm_hook(None, _DDP_HOOKS[hook])
-        self._optimizer = make_optimizer(learning_rate, self._model.parameters())
+            model.register_comm_hook(None, _DDP_HOOKS[hook])
+        return model
 
-    def step(self, batch: Batch) -> None:
-        """Run the plain training loop's step."""
-        loss_of(self._model, batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    @classmethod
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
+        """Check the value of ``hook``."""
+        if options.get("hook") not in (None, *_DDP_HOOKS):
+            raise ValueError(f"hook must be none, {_list(_DDP_HOOKS)}, got {options['hook']!r}")
 
-    def exposed_wait_s(self) -> float | None:
-        """Return None: DDP does not report waiting times."""
-        return None
+
+class HybridSharding(Method):
+    """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        shape = dist.get_world_size() // local_size, local_size
+        return _shard(self._module, init_device_mesh("cpu", shape, mesh_dim_names=("all", "one")))
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Average parameters and buffers within the block."""
-        return averaged(self._module)
-
-    def close(self) -> None:
-        """Delete the wrapper, and its hooks with it."""
-        del self._model
+        """Do nothing within the block: the replicas are equal."""
+        return contextlib.nullcontext()
 
 
-class DecentDP:
+class DecentDP(Method):
     """Decent-DP's DistributedDataParallel, one rank per node (the extra ``bench``)."""
 
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
+    _updates_in_backward = True
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         from decent_dp.ddp import DecentralizedDataParallel
 
         optimize = functools.partial(make_optimizer, learning_rate)
-        self._module = module
-        self._model = DecentralizedDataParallel(module, optimize, **{"_local_world_size": 1, **options})
-
-    def step(self, batch: Batch) -> None:
-        """Run forward and backward; updates and exchanges happen in the backward pass."""
-        loss_of(self._model, batch).backward()
-
-    def exposed_wait_s(self) -> float | None:
-        """It does not tell."""
-        return None
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Average parameters and buffers within the block."""
-        return averaged(self._module)
+        model: nn.Module = DecentralizedDataParallel(self._module, optimize, **{"_local_world_size": 1, **options})
+        return model
 
     def close(self) -> None:
         """Wait for pending communication and release process groups and hooks, since Decent-DP does neither itself."""
-        for work in self._model._comm_ops:
+        model: Any = self._model
+        for work in model._comm_ops:
             if work is not None:
                 work.wait()
-        for hook in [*getattr(self._model, "_trace_hooks", ()), *self._model._ddp_hooks]:
+        for hook in [*getattr(model, "_trace_hooks", ()), *model._ddp_hooks]:
             hook.remove()
-        groups = {id(group): group for group in self._model._topo._registry.values()}
+        groups = {id(group): group for group in model._topo._registry.values()}
         for group in groups.values():
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        del self._model
+        super().close()
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """Return the arguments of the wrapper."""
+        from decent_dp.ddp import DecentralizedDataParallel
+
+        return _keywords(DecentralizedDataParallel)
+
+    @classmethod
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
+        """Check the topology."""
+        from decent_dp.topo import TopologyReg
+
+        topology = options.get("topology", "complete")
+        if topology not in TopologyReg.registry:
+            raise ValueError(f"there is no topology {topology!r}. Available: {_list(TopologyReg.registry)}")
 
 
-class Gossip:
+class Gossip(Method):
     """Training with :class:`gossip.GossipDataParallel`."""
 
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
-        optimize = functools.partial(make_optimizer, learning_rate)
+    wrapper = GossipDataParallel
+    _updates_in_backward = True
+    _model: GossipDataParallel
+
+    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         arguments = gossip_arguments(options, dist.get_world_size(), local_size)
         if arguments.get("shard") is not None:
             arguments["mesh"] = make_shard_mesh(local_size, "cpu")
             if arguments["shard"] == _FSDP:
                 del arguments["shard"]
-                _shard(module, arguments["mesh"]["shard"])
+                _shard(self._module, arguments["mesh"]["shard"])
             elif arguments["shard"] == _WHOLE:
                 arguments["shard"] = "none"  # in a benchmark's options, "none" means that the option is not given
-        self._model = GossipDataParallel(module, optimize, timeout=timeout, **arguments)
-
-    def step(self, batch: Batch) -> None:
-        """Run forward and backward; updates and exchanges happen in the backward pass."""
-        loss_of(self._model, batch).backward()
+        optimize = functools.partial(make_optimizer, learning_rate)
+        return GossipDataParallel(self._module, optimize, timeout=timeout, **arguments)
 
     def exposed_wait_s(self) -> float | None:
         """Return the exposed wait that the wrapper measured."""
@@ -183,49 +252,22 @@ class Gossip:
         """Wait for messages in flight, and discard them."""
         self._model.close()
 
-
-class HybridSharding:
-    """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
-
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:  # noqa: ARG002
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // local_size, local_size), mesh_dim_names=("all", "one"))
-        self._module = _shard(module, mesh)
-        self._optimizer = make_optimizer(learning_rate, module.parameters())
-
-    def step(self, batch: Batch) -> None:
-        """Run the plain training loop's step."""
-        loss_of(self._module, batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def exposed_wait_s(self) -> float | None:
-        """It does not tell."""
-        return None
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing within the block: the replicas are equal."""
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        """Do nothing: the hooks are deleted with the module."""
+    @classmethod
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:
+        """Build what the options name, and a wrapper with them."""
+        gossip_arguments(options, world_size, local_size)
+        arguments = gossip_arguments({key: value for key, value in options.items() if key != "shard"}, 1)
+        GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard each linear layer, and then the remaining parameters."""
-    for layer in [part for part in module.modules() if isinstance(part, nn.Linear)]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
-
-
-METHODS: dict[str, Callable[[nn.Module, float, Options, timedelta], Method]] = {
+METHODS: dict[str, type[Method]] = {
     "local": Local,
     "ddp": AllReduce,
     "hsdp": HybridSharding,
     "decent_dp": DecentDP,
     "gossip": Gossip,
 }
+"""The methods: the next one is a class and a row here."""
 
 
 def decent_dp_is_installed() -> bool:
@@ -233,63 +275,75 @@ def decent_dp_is_installed() -> bool:
     return importlib.util.find_spec("decent_dp") is not None
 
 
-def check(kind: str, options: Options, world_size: int, local_size: int = 1) -> None:
-    """Refuse invalid options of a method before any worker starts.
+def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSpecification, ...]:
+    """Return one row per combination of the values of options that are lists.
+
+    Parameters
+    ----------
+    methods : mapping
+        A mapping of names to options. The option ``method`` is a key of :data:`METHODS`, by default the name; all other
+        options are keyword arguments. If an option is a list, each of its values gets a row. The value "none" omits an
+        option.
+    world_size, local_size : int
+        The number of all ranks, and the number of ranks on each host.
 
     Raises
     ------
     ConfigurationError
-        The method or an option does not exist, or an option's value cannot be used.
+        There is no method, a method does not exist, or an option does not exist or cannot be used.
+
+    Examples
+    --------
+    >>> [row.label for row in expand({"local": {}, "gossip": {"topology": ["ring", "complete"]}}, 4)]
+    ['local', 'gossip ring', 'gossip complete']
     """
+    if not isinstance(methods, Mapping) or not methods:
+        raise ConfigurationError(f"methods must map names to options, got {methods!r}; try bench/methods=main")
+    rows: list[MethodSpecification] = []
+    for name, given in methods.items():
+        if not isinstance(given, Mapping | None):
+            raise ConfigurationError(f"methods.{name} must be a mapping of options, got {given!r}")
+        options = dict(given or {})
+        kind = str(options.pop("method", name))
+        choices = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
+        for key, choice in choices.items():
+            if not choice:
+                raise ConfigurationError(f"methods.{name}.{key} is an empty list; give it at least one value, or none")
+        for values in itertools.product(*choices.values()):
+            row = dict(zip(choices, values, strict=True))
+            words = [_words(key, value) for key, value in row.items() if len(choices[key]) > 1]
+            chosen = {key: value for key, value in row.items() if value not in (None, "none")}
+            _check(kind, chosen, world_size, local_size)
+            rows.append(
+                MethodSpecification(label=" ".join([str(name), *filter(None, words)]), kind=kind, options=chosen)
+            )
+    return tuple(rows)
+
+
+def _words(option: str, value: Any) -> str:
+    if value in (None, "none"):
+        return ""
+    if isinstance(value, Mapping):
+        return " ".join(str(entry) for entry in value.values())
+    unit = " MiB" if option in ("bucket_cap_mb", "bucket_size_in_mb") else ""
+    return f"{value}{unit}" if isinstance(value, str) or unit else f"{option}={value}"
+
+
+def _check(kind: str, options: Options, world_size: int, local_size: int) -> None:
+    """Refuse invalid options of a method before any worker starts."""
     if kind not in METHODS:
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
-    if kind == "local":
-        _check_names(kind, options, ("shard",))
-        if options.get("shard") not in (None, _FSDP):
-            raise ConfigurationError(f"local: shard must be none or {_FSDP}, got {options['shard']!r}")
-    elif kind == "hsdp":
-        _check_names(kind, options, ())
-    elif kind == "ddp":
-        _check_names(kind, options, ("hook", *_keywords(DistributedDataParallel)))
-        if options.get("hook") not in (None, *_DDP_HOOKS):
-            raise ConfigurationError(f"ddp: hook must be none, {_list(_DDP_HOOKS)}, got {options['hook']!r}")
-    elif kind == "decent_dp":
-        _check_decent_dp(options)
-    else:
-        _check_names(kind, options, _keywords(GossipDataParallel))
-        try:
-            gossip_arguments(options, world_size, local_size)
-            arguments = gossip_arguments({key: value for key, value in options.items() if key != "shard"}, 1)
-            GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"gossip: {error}") from error
-
-
-def _check_decent_dp(options: Options) -> None:
-    if not decent_dp_is_installed():
+    if kind == "decent_dp" and not decent_dp_is_installed():
         return
-    from decent_dp.ddp import DecentralizedDataParallel
-    from decent_dp.topo import TopologyReg
-
-    _check_names("decent_dp", options, _keywords(DecentralizedDataParallel))
-    topology = options.get("topology", "complete")
-    if topology not in TopologyReg.registry:
-        raise ConfigurationError(
-            f"decent_dp: there is no topology {topology!r}. Available: {_list(TopologyReg.registry)}"
-        )
-
-
-def _check_names(kind: str, options: Options, allowed: tuple[str, ...]) -> None:
+    allowed = METHODS[kind].option_names()
     for name in options:
         if name not in allowed:
             available = f" Available: {_list(allowed)}" if allowed else " It takes none."
             raise ConfigurationError(f"{kind} has no option {name}{nearest(name, allowed)}{available}")
-
-
-def _keywords(wrapper: type) -> tuple[str, ...]:
-    """Return the names of the keyword arguments besides the module and the optimizer."""
-    parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
-    return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
+    try:
+        METHODS[kind].check(options, world_size, local_size)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{kind}: {error}") from error
 
 
 def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> dict[str, Any]:
@@ -330,5 +384,30 @@ def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
 
 
-def _list(names: Any) -> str:
-    return ", ".join(sorted(names))
+@contextlib.contextmanager
+def averaged(module: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Hold the mean of all replicas within the block, and restore the replica's own values afterwards. Collective.
+
+    The replicas of the ranks of ``group``, or their shards of replicas, are averaged; by default those of all ranks.
+    """
+    everything = [each.data for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in everything]
+    saved = [tensor.clone() for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, saved, strict=True):
+            tensor.copy_(values)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard each linear layer, and then the remaining parameters."""
+    for layer in [part for part in module.modules() if isinstance(part, nn.Linear)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module

@@ -10,31 +10,28 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gossip.communication.json_gathering import all_gather_json
-from gossip.lab.benchmarks.counters import InterfaceBytes
+from gossip.lab.benchmarks.benchmark import Place
+from gossip.lab.benchmarks.network.counters import InterfaceBytes
 
 _WARM_UP_S = 0.4  # TCP slow start, and the burst of a token bucket
 _WINDOW_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
-def measure(*, address: str, interface: str, shared: bool, timeout_s: float, local_size: int = 1) -> float | None:
+def measure(place: Place, *, local_size: int, timeout_s: float) -> float | None:
     """Measure the bytes per second that this rank sends while it receives as many. Collective.
 
     The interface counts the bytes. The ranks of hosts 0 and 1 form pairs, those of hosts 2 and 3, and so on; all pairs
-    are measured at the same time.
+    are measured at the same time. Ranks that share an interface get the mean over those of them that have a peer.
 
     Parameters
     ----------
-    address : str
-        The address of this rank, to which its peer connects.
-    interface : str
-        The interface whose counters are read.
-    shared : bool
-        Whether all ranks use that interface; the result is then the mean over the ranks that have a peer.
+    place : Place
+        The place of this rank, to whose address its peer connects.
+    local_size : int
+        The number of ranks on each host.
     timeout_s : float
         The time-out of each wait.
-    local_size : int
-        The number of ranks on each host, which share its interface.
 
     Returns
     -------
@@ -51,20 +48,20 @@ def measure(*, address: str, interface: str, shared: bool, timeout_s: float, loc
     rank, world_size = dist.get_rank(), dist.get_world_size()
     peer = (rank // local_size ^ 1) * local_size + rank % local_size
     connection: socket.socket | None = None
-    with socket.create_server((address, 0)) as listener:
+    with socket.create_server((place.address, 0)) as listener:
         listener.settimeout(timeout_s)
         patience = timedelta(seconds=timeout_s)
         places = all_gather_json(listener.getsockname(), "measuring what the links carry", patience)
         if peer < world_size:
-            place = (str(places[peer][0]), int(places[peer][1]))
-            connection = listener.accept()[0] if rank < peer else socket.create_connection(place, timeout=timeout_s)
+            peers = (str(places[peer][0]), int(places[peer][1]))
+            connection = listener.accept()[0] if rank < peer else socket.create_connection(peers, timeout=timeout_s)
     dist.barrier()
     if connection is None:
         return None
-    num_busy = world_size - world_size % (2 * local_size) if shared else local_size
+    num_busy = min(place.num_sharing, world_size - world_size % (2 * local_size))
     with connection:
         connection.settimeout(timeout_s)
-        return _exchange(connection, interface) / num_busy
+        return _exchange(connection, place.interface) / num_busy
 
 
 def _exchange(connection: socket.socket, interface: str) -> float:

@@ -14,13 +14,11 @@ from loguru import logger
 from torch import nn
 
 from gossip import Cluster, VirtualWorkers, Workload, simulate_time
-from gossip.lab.benchmarks.bench_methods import gossip_arguments, make_optimizer
-from gossip.lab.benchmarks.bench_specification import MethodSpecification
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, gossip_arguments, make_optimizer
+from gossip.lab.benchmarks.time_to_loss_report import Curve, Point, target_of
+from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.evaluation import cross_entropy, evaluate
 from gossip.lab.experiments.wrapper_options import options_of_virtual_workers
-from gossip.lab.time_to_loss.loss_curves import Curve, Point, target_of
-from gossip.lab.time_to_loss.loss_settings import LossSettings
-from gossip.lab.time_to_loss.loss_tasks import TASKS
 
 _NUM_STEPS = 200  # simulated steps
 _MOST_STEPS_FACTOR = 4  # virtual workers make at most this many times all-reduce's steps
@@ -36,7 +34,7 @@ class VirtualTraining:
     Attributes
     ----------
     task : str
-        A key of :data:`gossip.lab.time_to_loss.loss_tasks.TASKS`.
+        A key of :data:`gossip.lab.benchmarks.workloads.LOSS_TASKS`.
     world_size, evaluate_every : int
     """
 
@@ -46,7 +44,8 @@ class VirtualTraining:
 
     def train(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
         """Train until ``is_done`` holds for an evaluation; the seconds of the points are NaN."""
-        task = TASKS[self.task]
+        logger.info("{}: {} by virtual workers", self.task, method.label)
+        task = LOSS_TASKS[self.task]
         data = task.make_data()
         workers = self._workers(method, seed)
         batches = task.batches(data, self.world_size, seed, range(self.world_size))
@@ -60,8 +59,9 @@ class VirtualTraining:
                 sent_bytes += stats.bytes_sent
             with workers.averaged() as module:
                 of_mean = evaluate(module, data.test_inputs, data.test_targets)
-            points.append(Point((len(points) + 1) * self.evaluate_every, math.nan, sent_bytes, of_mean.loss))
-        return Curve(method.label, seed, points)
+            step = (len(points) + 1) * self.evaluate_every
+            points.append(Point(step=step, seconds=math.nan, sent_bytes=sent_bytes, loss=of_mean.loss))
+        return Curve(method=method.label, seed=seed, points=points)
 
     def step_time_s(self, method: MethodSpecification, end: Point, cluster: Cluster, workload: Workload) -> float:
         """Return the mean step time that :func:`gossip.simulate_time` predicts for messages as large as in training.
@@ -92,7 +92,7 @@ class VirtualTraining:
     def _compression_ratio(self, method: MethodSpecification, end: Point) -> float:
         if not end.sent_bytes:  # before the first exchange
             return 1.0
-        task = TASKS[self.task]
+        task = LOSS_TASKS[self.task]
         model_bytes = sum(each.nbytes for each in task.initial_module(task.make_data(), 0).parameters())
         return self._num_messages(method, end.step) * model_bytes / end.sent_bytes
 
@@ -109,7 +109,7 @@ class VirtualTraining:
         return num_bytes / module.weight.nbytes
 
     def _workers(self, method: MethodSpecification, seed: int) -> VirtualWorkers:
-        task = TASKS[self.task]
+        task = LOSS_TASKS[self.task]
         module = task.initial_module(task.make_data(), seed)
         optimizer = partial(make_optimizer, task.learning_rate)
         return VirtualWorkers(module, self.world_size, optimizer, **self._arguments(_options_of(method)))
@@ -123,18 +123,18 @@ class VirtualRuns:
 
     Parameters
     ----------
-    settings : LossSettings
-        The settings, of which the first seed is used.
-    task : str
+    training : VirtualTraining
+    reference : MethodSpecification
+        All-reduce.
+    seed, steps : int
+        The seed, and the number of steps that all-reduce makes.
     """
 
-    def __init__(self, settings: LossSettings, task: str) -> None:
-        self._training = VirtualTraining(task, settings.world_size, settings.evaluate_every)
-        self._seed, self._most_steps = settings.seeds[0], _MOST_STEPS_FACTOR * settings.steps
-        logger.info("{}: {} by virtual workers", task, settings.methods[0].label)
-        curve = self._training.train(settings.methods[0], self._seed, lambda point: point.step >= settings.steps)
+    def __init__(self, training: VirtualTraining, reference: MethodSpecification, seed: int, steps: int) -> None:
+        self._training, self._seed, self._most_steps = training, seed, _MOST_STEPS_FACTOR * steps
+        curve = training.train(reference, seed, lambda point: point.step >= steps)
         self._target = target_of(curve.points)
-        self._reached = {str(settings.methods[0]): curve.reached(self._target)}
+        self._reached = {str(reference): curve.reached(self._target)}
 
     def predicted_s(
         self, methods: Sequence[MethodSpecification], cluster: Cluster, workload: Workload
@@ -149,7 +149,6 @@ class VirtualRuns:
 
     def _end(self, method: MethodSpecification) -> Point | None:
         if str(method) not in self._reached:
-            logger.info("{}: {} by virtual workers", self._training.task, method.label)
             curve = self._training.train(
                 method, self._seed, lambda point: point.loss <= self._target or point.step >= self._most_steps
             )

@@ -10,7 +10,7 @@ import socket
 import torch
 
 from gossip.compression.compiled_passes import quantized_by
-from gossip.lab.benchmarks.networks import Network
+from gossip.lab.benchmarks.network.networks import Network
 
 _MAX_NAME_BYTES = 16
 _ANY_PORT = 9

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from gossip.lab.benchmarks.counters import InterfaceBytes
+from gossip.lab.benchmarks.network.counters import InterfaceBytes
 
 _POLL_S = 0.01
 _NOISE_BYTES = 2000  # traffic of an interface that does not belong to training, such as keep-alives

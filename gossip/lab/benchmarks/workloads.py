@@ -1,17 +1,21 @@
-"""Models of known sizes, and learnable synthetic data to train them on."""
+"""Models of known sizes: with learnable synthetic data for measuring steps, with real data for measuring losses."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from gossip.lab.experiments.datasets import Data, digits, stdlib_text
+from gossip.lab.experiments.evaluation import cross_entropy
 from gossip.lab.experiments.models import MLP, CharTransformer, SmallCNN
+from gossip.lab.experiments.partition import partition
+from gossip.lab.experiments.sample_batches import Shards
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""
@@ -20,6 +24,7 @@ NUM_CLASSES = 10
 NUM_BATCHES = 16  # per rank, which cycles through them
 _HELD_OUT = 2**31
 _MLP_WIDTH = 648  # ten layers of 420,552 parameters each and a head: 16.8 MB, and ten buckets of 1.7 MiB
+_NUM_GROUPS = 8
 _CONTEXT = 64
 _VOCABULARY = 96
 
@@ -47,9 +52,7 @@ class Workload:
 
     def initial_module(self, seed: int) -> nn.Module:
         """Make the model with its initial values, which are the same on every rank."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self.make_module()
+        return _seeded(self.make_module, seed)
 
     def batches(self, seed: int, rank: int) -> list[Batch]:
         """Draw the training batches of one rank."""
@@ -64,7 +67,13 @@ class Workload:
 def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy, of shape []."""
     inputs, targets = batch
-    return functional.cross_entropy(module(inputs).flatten(0, -2), targets.flatten())
+    return cross_entropy(module(inputs), targets)
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
 
 
 def _make_mlp(hidden: Sequence[int]) -> nn.Module:
@@ -121,3 +130,58 @@ WORKLOADS = {
     ),
 }
 """Workloads by name; configs/bench.yaml lists their sizes."""
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """A model, its data, and its batch size, which is small so that computing is cheap compared with communication.
+
+    Attributes
+    ----------
+    make_data, make_module : callable
+        Functions that load the data, and make the model for the data.
+    batch_size : int
+        The number of samples per rank and step.
+    learning_rate : float
+        The learning rate of SGD with momentum 0.9.
+    """
+
+    make_data: Callable[[], Data]
+    make_module: Callable[[Data], nn.Module]
+    batch_size: int
+    learning_rate: float
+
+    def initial_module(self, data: Data, seed: int) -> nn.Module:
+        """Make the model with its initial values, which are the same on every rank."""
+        return _seeded(partial(self.make_module, data), seed)
+
+    def batches(self, data: Data, world_size: int, seed: int, ranks: range) -> Iterator[Batch]:
+        """Yield, for each step, the concatenated batches of some ranks from their own classes or modules, forever."""
+        indices = partition(data.train_labels, world_size, "by_class", seed=seed)
+        shards = Shards(indices, self.batch_size, seed, repeats=True)
+        for epoch in itertools.count():
+            yield from shards.batches(data.train_inputs, data.train_targets, ranks=ranks, epoch=epoch)
+
+
+def _make_cnn(data: Data) -> nn.Module:
+    """Make a CNN with group norm: batch-norm statistics of a rank's own classes do not suit the averaged model.
+
+    Source: K. Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020, section 5.
+    """
+    module = SmallCNN(data.input_shape, data.num_classes, channels=[64, 256, 1024])
+    for place, layer in enumerate(module.stages):
+        if isinstance(layer, nn.BatchNorm2d):
+            module.stages[place] = nn.GroupNorm(_NUM_GROUPS, layer.num_features)
+    return module
+
+
+LOSS_TASKS = {
+    "digits_cnn": LossTask(digits, _make_cnn, batch_size=4, learning_rate=0.002),
+    "char_transformer": LossTask(
+        lambda: stdlib_text(context_length=32, max_bytes=200_000),
+        lambda data: CharTransformer(data.input_shape, data.num_classes, width=256, depth=3),
+        batch_size=1,
+        learning_rate=0.02,
+    ),
+}
+"""A CNN of 10.1 MB on images divided by class, and a transformer of 9.7 MB on source text divided by module."""

@@ -1,0 +1,16 @@
+"""The benchmarks that there are, by the names with which a worker is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gossip.lab.benchmarks.benchmark import Benchmark
+from gossip.lab.benchmarks.predicted_steps import PredictedSteps
+from gossip.lab.benchmarks.step_time import StepTime
+from gossip.lab.benchmarks.time_to_loss import TimeToLoss
+
+BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
+    "step_time": StepTime,
+    "time_to_loss": TimeToLoss,
+    "predicted_steps": PredictedSteps,
+}

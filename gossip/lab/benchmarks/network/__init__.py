@@ -1,0 +1,1 @@
+"""The network on which the ranks of a benchmark run: emulated hosts and links, and what they carry."""

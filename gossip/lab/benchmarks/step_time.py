@@ -1,0 +1,214 @@
+"""The time, bytes and memory of a step of each method (configs/bench.yaml)."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, model_validator
+from torch import nn
+
+from gossip.lab.benchmarks import stragglers
+from gossip.lab.benchmarks.bench_methods import WITHOUT_DECENT_DP, Method, MethodSpecification, decent_dp_is_installed
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Record
+from gossip.lab.benchmarks.network import goodput
+from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.step_time_figures import parts_figure, rates_figure
+from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
+from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
+from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.experiments.validated_models import OneOf
+
+_NUM_CALIBRATION_STEPS = 10
+
+
+class StepTimeSettings(BenchmarkSettings):
+    """The settings of a benchmark of steps: what is measured, and how often.
+
+    Attributes
+    ----------
+    links : tuple of str
+        Each has a table of its own.
+    model : str
+        A key of :data:`gossip.lab.benchmarks.workloads.WORKLOADS`.
+    straggler : str
+        One of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
+    repetitions, warmup_steps, steps : int
+        The numbers of repetitions, warm-up steps and measured steps of every method.
+    seed : int
+        The seed of the initial values, the batches and the delays.
+    """
+
+    links: Links = Field(alias="rate")
+    model: Annotated[str, OneOf(WORKLOADS)]
+    straggler: Annotated[str, OneOf(stragglers.KINDS)]
+    repetitions: int = Field(ge=1)
+    warmup_steps: int = Field(ge=2)
+    steps: int = Field(ge=1)
+    seed: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_links(self) -> Self:
+        if self.network == "loopback" and len(self.links) > 1:
+            raise ValueError(f"rate={list(self.links)}: bench.network=loopback has no rate; set bench.network=lab")
+        return self
+
+
+class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
+    """All methods in turns, from the same initial values and batches, in every second repetition in reverse order."""
+
+    settings = StepTimeSettings
+    title = "Benchmark"
+    explanation = EXPLANATION
+    files = ("bench.json", "bench.md")
+
+    def available(self, settings: StepTimeSettings) -> tuple[StepTimeSettings, list[str]]:
+        """Leave out methods whose library is not installed, and the lab where there is none."""
+        changes: dict[str, Any] = {}
+        notes = []
+        if not decent_dp_is_installed() and any(method.kind == "decent_dp" for method in settings.methods):
+            changes["methods"] = tuple(method for method in settings.methods if method.kind != "decent_dp")
+            notes.append(WITHOUT_DECENT_DP)
+            if not changes["methods"]:
+                raise ConfigurationError(WITHOUT_DECENT_DP)
+        if settings.network == "lab":
+            try:
+                Lab(settings.num_hosts).close()
+            except LabUnavailable as error:
+                changes["network"] = "loopback"
+                notes.append(f"no lab: {error}; the links are loopback, unshaped")
+        return settings.model_copy(update=changes), notes
+
+    def work(self, case: StepTimeSettings, place: Place) -> Iterator[Record]:
+        """Yield the goodput of the links, and then a record of every method in every repetition."""
+        carried = goodput.measure(place, local_size=case.local_size, timeout_s=case.timeout_s)
+        yield {"goodput_bytes_per_s": carried}
+        measurement = Measurement(case, place)
+        for repetition in range(case.repetitions):
+            for method in case.methods[:: -1 if repetition % 2 else 1]:
+                yield measurement.measure(method, repetition)
+
+    def progress(self, case: StepTimeSettings, number: int, record: Record) -> str | None:
+        """Tell the median step time on rank 0."""
+        if "method" not in record:
+            return None
+        median_ms = 1e3 * statistics.median(record["step_s"])
+        total = len(case.methods) * case.repetitions
+        return f"{number}/{total} {record['method']}: {median_ms:.1f} ms a step on rank 0"
+
+    def result(self, case: StepTimeSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> StepTimeResult:
+        """Return the rows and ratios at one link rate."""
+        return result_of(case.link, case.methods, records)
+
+    def facts(self, settings: StepTimeSettings) -> list[str]:
+        """Tell model, ranks and numbers of steps."""
+        each_host = f", {settings.local_size} on each host" if settings.local_size > 1 else ""
+        return [
+            f"Model {settings.model}, {settings.world_size} ranks on {settings.network}{each_host}, "
+            f"{settings.num_threads} thread{'s' * (settings.num_threads > 1)} each, SGD with momentum 0.9.",
+            f"{settings.repetitions} repetitions of {settings.steps} steps after {settings.warmup_steps} of warm-up; "
+            f"delays: {settings.straggler}.",
+        ]
+
+    def sections(self, results: Sequence[StepTimeResult]) -> list[str]:
+        """Return a table of costs and a table of ratios for every link."""
+        return [part for result in results for part in section(result)]
+
+    def draw(self, results: Sequence[StepTimeResult], folder: Path) -> None:
+        """Draw the parts of a step, and with several links the step time against their rate."""
+        parts_figure(results, folder / "parts.svg")
+        if len(results) > 1:
+            rates_figure(results, folder / "rates.svg")
+
+
+class Measurement:
+    """A measurement of methods one after another, from the same initial values and batches. Collective."""
+
+    def __init__(self, case: StepTimeSettings, place: Place) -> None:
+        self._case, self._place = case, place
+        self._workload = WORKLOADS[case.model]
+        self._batches = self._workload.batches(case.seed, place.rank)
+        self._compute_s = self._calibrate() if case.straggler == "one_slow" else 0.0
+
+    def measure(self, method: MethodSpecification, repetition: int) -> Record:
+        """Measure the cost of a method on this rank.
+
+        ``start_s`` and ``end_s`` are readings of a clock that all processes of a machine share.
+        """
+        case, place = self._case, self._place
+        memory = PeakMemory()
+        module = self._workload.initial_module(case.seed)
+        running = method.start(module, self._workload.learning_rate, case.timeout_s)
+        dist.barrier()
+        for step in range(case.warmup_steps):
+            running.step(self._batch(step))
+            place.show_life()
+        # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
+        before, start_s = InterfaceBytes.read(place.interface), time.monotonic()
+        step_s: list[float] = []
+        waits_s: list[float | None] = []
+        for step in range(case.steps):
+            batch, delay_s = self._batch(case.warmup_steps + step), self._delay_s(repetition, step)
+            step_start_s = time.perf_counter()
+            if delay_s > 0:
+                time.sleep(delay_s)
+            running.step(batch)
+            step_s.append(time.perf_counter() - step_start_s)
+            waits_s.append(running.exposed_wait_s())
+            place.show_life()
+        end_s = time.monotonic()
+        carried = InterfaceBytes.read(place.interface).since(before)
+        peak_bytes = memory.bytes()
+        dist.barrier()
+        final_loss = self._final_loss(running, module) if repetition == 0 else None
+        running.close()
+        del running
+        gc.collect()
+        return {
+            "method": method.label,
+            "repetition": repetition,
+            "start_s": start_s,
+            "end_s": end_s,
+            "step_s": step_s,
+            "exposed_wait_s": waits_s,
+            "sent_bytes": carried.sent / place.num_sharing,
+            "received_bytes": carried.received / place.num_sharing,
+            "peak_memory_bytes": peak_bytes,
+            "final_loss": final_loss,
+        }
+
+    def _batch(self, step: int) -> Batch:
+        return self._batches[step % len(self._batches)]
+
+    def _delay_s(self, repetition: int, step: int) -> float:
+        place = {"seed": self._case.seed, "repetition": repetition, "rank": self._place.rank, "step": step}
+        return stragglers.delay_s(self._case.straggler, **place, compute_s=self._compute_s)
+
+    def _calibrate(self) -> float:
+        """Return the median time of a step without communication, while all ranks compute."""
+        module = self._workload.initial_module(self._case.seed)
+        local = MethodSpecification(label="local", kind="local", options={}).start(
+            module, self._workload.learning_rate, self._case.timeout_s
+        )
+        dist.barrier()
+        times_s = []
+        for step in range(_NUM_CALIBRATION_STEPS):
+            start_s = time.perf_counter()
+            local.step(self._batch(step))
+            times_s.append(time.perf_counter() - start_s)
+        dist.barrier()
+        return statistics.median(times_s)
+
+    @torch.no_grad()
+    def _final_loss(self, running: Method, module: nn.Module) -> float:
+        """Return the loss of the mean of the replicas on the held-out batch. Collective."""
+        with running.averaged():
+            module.eval()
+            return float(loss_of(module, self._workload.held_out(self._case.seed)))

@@ -1,0 +1,234 @@
+"""Seconds and bytes until a method's averaged model is as good as all-reduce's (configs/time_to_loss.yaml)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import torch.distributed as dist
+from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
+
+from gossip import World
+from gossip.communication.json_gathering import all_gather_json
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record
+from gossip.lab.benchmarks.network.networks import Link
+from gossip.lab.benchmarks.time_to_loss_prediction import VirtualRuns, VirtualTraining
+from gossip.lab.benchmarks.time_to_loss_report import (
+    EXPLANATION,
+    Curve,
+    LossResult,
+    Point,
+    loss_figure,
+    rows_of,
+    section,
+    target_of,
+)
+from gossip.lab.benchmarks.training_clock import TrainingClock
+from gossip.lab.benchmarks.workloads import LOSS_TASKS, loss_of
+from gossip.lab.experiments.evaluation import evaluate_together
+from gossip.lab.experiments.validated_models import OneOf
+from gossip.lab.probe import Measured, advise, measure
+
+_QUIET_S = 0.15
+
+
+class TimeToLossSettings(BenchmarkSettings):
+    """The settings of a run; a case has a single task.
+
+    Attributes
+    ----------
+    methods : tuple of MethodSpecification
+        The first is all-reduce, whose final loss the other methods are to reach.
+    tasks : tuple of str
+        Keys of :data:`gossip.lab.benchmarks.workloads.LOSS_TASKS`.
+    seeds : tuple of int
+        The seeds of the initial values and the batches; all methods train from each seed in turn.
+    steps, evaluate_every : int
+        The number of steps that all-reduce makes, and the number of steps of every method between evaluations.
+    max_time_ratio : float
+        The time limit of the other methods, as a multiple of all-reduce's time.
+    predict : bool
+        Whether virtual workers train too, for a prediction.
+    as_probed : bool
+        Whether gossip as chosen by the probe is an additional method.
+    """
+
+    tasks: tuple[Annotated[str, OneOf(LOSS_TASKS)], ...] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    steps: int = Field(ge=1)
+    evaluate_every: int = Field(ge=1)
+    max_time_ratio: PositiveFloat
+    predict: bool
+    as_probed: bool
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        if self.methods[0].kind != "ddp":
+            raise ValueError(
+                f"methods must begin with all-reduce, method ddp, whose loss the others are to reach; the first is "
+                f"{self.methods[0].label}"
+            )
+        return self
+
+    @property
+    def quiet_s(self) -> float:
+        """The time without traffic on the wire after which the clock may stop; 0 means not to wait for silence."""
+        return 0.0 if self.link is None else _QUIET_S + 2 * Link.parse(self.link).delay_s
+
+    def cases(self) -> Iterator[tuple[str, Self]]:
+        """Yield every task on every link."""
+        for name, case in super().cases():
+            for task in self.tasks:
+                yield f"{name}/{task}", case.model_copy(update={"tasks": (task,)})
+
+
+class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
+    """All methods train in turns from the same initial values and batches; all-reduce sets the target."""
+
+    settings = TimeToLossSettings
+    title = "Time to all-reduce's final loss plus 1 %"
+    explanation = EXPLANATION
+
+    def __init__(self) -> None:
+        self._virtual: dict[str, VirtualRuns] = {}
+
+    def work(self, case: TimeToLossSettings, place: Place) -> Iterator[Record]:
+        """Yield what the probe measured, and then the curve of every method from every seed."""
+        reference, *others = case.methods
+        training = _Training(case, place)
+        measured = training.probe()
+        chosen, advice = training.as_probed(measured) if case.as_probed else (None, "")
+        yield {"probe": asdict(measured), "chosen": chosen and chosen.model_dump(), "advice": advice}
+        for seed in case.seeds:
+            curve = training.train(reference, seed, lambda point: point.step >= case.steps)
+            yield curve.model_dump()
+            target, limit_s = target_of(curve.points), case.max_time_ratio * curve.points[-1].seconds
+            for method in (*others, *filter(None, [chosen])):
+                yield training.train(method, seed, partial(reaches_or_ends, target, limit_s)).model_dump()
+        training.close()
+
+    def progress(self, case: TimeToLossSettings, number: int, record: Record) -> str | None:  # noqa: ARG002
+        """Tell the end of a curve."""
+        if "points" not in record:
+            return None
+        curve = Curve.model_validate(record)
+        end = curve.points[-1]
+        return (
+            f"seed {curve.seed}, {curve.method}: loss {end.loss:.3f} after {end.step} steps, {end.seconds:.2f} s, "
+            f"{end.sent_bytes / 1e6:.1f} MB"
+        )
+
+    def result(self, case: TimeToLossSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> LossResult:
+        """Return the rows of a task on a link, with the predictions of virtual workers."""
+        probed, *trained = records[0]
+        chosen = [] if probed["chosen"] is None else [MethodSpecification.model_validate(probed["chosen"])]
+        methods = [*case.methods, *chosen]
+        curves = [Curve.model_validate(record) for record in trained]
+        probe = TypeAdapter(Measured).validate_python(probed["probe"])
+        predicted_s = {}
+        if case.predict:
+            task = case.tasks[0]
+            if task not in self._virtual:
+                training = VirtualTraining(task, case.world_size, case.evaluate_every)
+                self._virtual[task] = VirtualRuns(training, methods[0], case.seeds[0], case.steps)
+            usual = replace(probe.workload, stragglers=())
+            predicted_s = self._virtual[task].predicted_s(methods, probe.cluster, usual)
+        ends = [curve.points[-1] for curve in curves if curve.method == methods[0].label]
+        return LossResult(
+            task=case.tasks[0],
+            link=case.link or case.network,
+            curves=curves,
+            rows=rows_of(methods, curves, predicted_s),
+            step_s=statistics.fmean(end.seconds / end.step for end in ends),
+            compute_s=probe.workload.compute_s,
+            probe=probe,
+            advice=probed["advice"],
+        )
+
+    def facts(self, settings: TimeToLossSettings) -> list[str]:
+        """Tell ranks, seeds and steps."""
+        return [
+            f"{settings.world_size} ranks on {settings.network}, {settings.num_threads} "
+            f"thread{'s' * (settings.num_threads > 1)} each, SGD with momentum 0.9; seeds "
+            f"{', '.join(map(str, settings.seeds))}.",
+            f"All-reduce makes {settings.steps} steps; the others have {settings.max_time_ratio:g} times its time; an "
+            f"evaluation every {settings.evaluate_every} steps.",
+        ]
+
+    def sections(self, results: Sequence[LossResult]) -> list[str]:
+        """Return a table for every task on every link."""
+        return [part for result in results for part in section(result)]
+
+    def draw(self, results: Sequence[LossResult], folder: Path) -> None:
+        """Draw all curves."""
+        loss_figure(results, folder / "loss.svg")
+
+
+def reaches_or_ends(target: float, limit_s: float, point: Point) -> bool:
+    """Return whether a training has reached the target or used up its time."""
+    return point.loss <= target or point.seconds >= limit_s
+
+
+class _Training:
+    """Trainings with methods one after another, from the same initial values and batches. Collective."""
+
+    def __init__(self, case: TimeToLossSettings, place: Place) -> None:
+        self._case, self._place = case, place
+        self._task = LOSS_TASKS[case.tasks[0]]
+        self._data = self._task.make_data()
+        self._world = World(timedelta(seconds=case.timeout_s))
+
+    def probe(self) -> Measured:
+        """Measure what :func:`gossip.simulate_time` needs to know about these ranks; equal on every rank."""
+        seed = self._case.seeds[0]
+        module, batches = self._task.initial_module(self._data, seed), self._batches(seed)
+        optimizer = partial(make_optimizer, self._task.learning_rate)
+        return measure(module, lambda _: loss_of(module, next(batches)), optimizer)
+
+    def _batches(self, seed: int) -> Iterator[Any]:
+        rank = self._place.rank
+        return self._task.batches(self._data, self._case.world_size, seed, range(rank, rank + 1))
+
+    def as_probed(self, measured: Measured) -> tuple[MethodSpecification, str]:
+        """Return gossip as the probe on rank 0 chooses it, and the reason."""
+        made = None
+        if self._place.rank == 0:
+            advice = advise(measured, "different")
+            assert advice.choice is not None, "complete serves all ranks, and agrees at once"
+            made = advice.choice.arguments(), advice.sentence
+        timeout = timedelta(seconds=self._case.timeout_s)
+        options, sentence = all_gather_json(made, "telling what the probe chooses", timeout)[0]
+        return MethodSpecification(label="gossip as probed", kind="gossip", options=options), sentence
+
+    def train(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
+        """Train until ``is_done`` holds for an evaluation; the points are the same on every rank."""
+        case, data = self._case, self._data
+        module, batches = self._task.initial_module(data, seed), self._batches(seed)
+        running = method.start(module, self._task.learning_rate, case.timeout_s)
+        clock = TrainingClock(self._place.interface, self._place.num_sharing, case.quiet_s, case.timeout_s)
+        points: list[Point] = []
+        while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
+            clock.start()
+            for _ in range(case.evaluate_every):
+                running.step(next(batches))
+                self._place.show_life()
+            clock.stop()
+            with running.averaged():
+                loss = evaluate_together(module, data.test_inputs, data.test_targets, self._world).loss
+            step = (len(points) + 1) * case.evaluate_every
+            points.append(Point(step=step, seconds=clock.seconds, sent_bytes=clock.sent_bytes, loss=loss))
+            self._place.show_life()
+        dist.barrier()
+        running.close()
+        return Curve(method=method.label, seed=seed, points=points)
+
+    def close(self) -> None:
+        """End the communication of the evaluations."""
+        self._world.close()
