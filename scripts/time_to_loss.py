@@ -23,8 +23,7 @@ from gossip import LaunchError
 from gossip.lab.benchmarks.harness import run
 from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
 from gossip.lab.benchmarks.time_to_loss import TimeToLossSettings
-from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.experiments.validated_models import read
+from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.lab.gossip_command import config_folder
 
 

@@ -89,7 +89,7 @@ INTERNALS_OF_LAB = {
 }
 """Where the applications take what is not public, and for what."""
 
-ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich", "pydantic", "pyroute2"}
+ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich", "pydantic"}
 
 
 def modules(package: Path) -> dict[str, Path]:

@@ -20,7 +20,8 @@ from unittest import mock
 
 from preloaded import Program
 
-from gossip.lab.benchmarks import bench_workers, goodput, namespaces
+from gossip.lab.benchmarks import worker_processes
+from gossip.lab.benchmarks.network import goodput, namespaces
 
 
 class ForkedWorker(Program):
@@ -39,7 +40,7 @@ class ForkedWorker(Program):
         stderr: IO[bytes],
         start_new_session: bool,
     ) -> None:
-        _, option, module, specification = command
+        _, option, module, benchmark, place = command
         assert option == "-m"
         script = importlib.import_module(module).__file__
         assert script is not None
@@ -49,7 +50,7 @@ class ForkedWorker(Program):
         host = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         before = functools.partial(_begin, Connection(reading, writable=False), Connection(host, writable=False))
         outputs = stdout.fileno(), stderr.fileno()
-        super().__init__([script, specification], env, Path.cwd(), outputs, before)
+        super().__init__([script, benchmark, place], env, Path.cwd(), outputs, before)
         self.stdin = os.fdopen(writing, "wb")
         self.pids.append(self.pid)
 
@@ -71,5 +72,5 @@ def _begin(stdin: Connection, host: Connection) -> None:
 def forked_workers() -> Iterator[None]:
     """Within the block the workers of benchmarks are forked."""
     started_by = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE)
-    with mock.patch.object(bench_workers, "subprocess", started_by):
+    with mock.patch.object(worker_processes, "subprocess", started_by):
         yield

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gossip.lab.benchmarks import shaped_hosts
-from gossip.lab.benchmarks.namespaces import Namespace
+from gossip.lab.benchmarks.network import shaped_hosts
+from gossip.lab.benchmarks.network.namespaces import Namespace
 
 
 def why_no_hosts() -> str | None:
-    """What is missing here for a :class:`gossip.lab.benchmarks.shaped_hosts.Lab`; None if nothing is."""
+    """What is missing here for a :class:`gossip.lab.benchmarks.network.shaped_hosts.Lab`; None if nothing is."""
     missing = shaped_hosts.what_is_missing()
     if missing is None:
         try:

@@ -18,9 +18,10 @@ import unsupervised
 from torch import nn
 
 from gossip import GossipDataParallel
-from gossip.lab.benchmarks import shaped_hosts
-from gossip.lab.benchmarks.namespaces import Namespace
-from gossip.lab.benchmarks.shaped_hosts import Lab
+from gossip.lab.benchmarks.network import shaped_hosts
+from gossip.lab.benchmarks.network.namespaces import Namespace
+from gossip.lab.benchmarks.network.networks import Link
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 TIMEOUT = timedelta(seconds=10)
 NUM_STEPS, CUT_AFTER = 30, 10
@@ -79,7 +80,7 @@ def cut_off(network: Lab, outage_s: float, reached: Path) -> None:
         assert time.monotonic() < deadline, "rank 0 did not come to the step"
         time.sleep(0.001)
     for words in (("nomaster",), ("master", "bridge")):
-        with network._bridge.entered():  # type: ignore[union-attr]
+        with network._bridge.entered():
             command("ip", "link", "set", "port1", *words)
         if words == ("nomaster",):
             time.sleep(outage_s)  # the length of the outage is what is tested
@@ -87,9 +88,8 @@ def cut_off(network: Lab, outage_s: float, reached: Path) -> None:
 
 def train_on_hosts(outage_s: float, num_hosts: int, topology: str, reached: Path) -> list[str | None]:
     """What every rank ends with; None if it does not come to its end."""
-    network = Lab(num_hosts)
+    network = Lab(num_hosts, Link(100_000_000))
     try:
-        network.shape(100_000_000)
         know_each_other(network, num_hosts)
         with ThreadPoolExecutor(1) as pool:
             cut = pool.submit(cut_off, network, outage_s, reached) if outage_s else None

@@ -15,7 +15,7 @@ from free_ports import free_port
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 
-from gossip.lab.benchmarks.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 TEXT = (REPOSITORY / "docs" / "several_nodes.md").read_text()
 TIMEOUT_S = 100

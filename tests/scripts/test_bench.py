@@ -82,7 +82,7 @@ def test_bench_names_the_rank_that_failed(tmp_path: Path, monkeypatch: pytest.Mo
         "if '-m' in sys.orig_argv and sys.orig_argv[-1].endswith('rank1.json'):\n"
         "    os.write(2, b'out of order')\n    os._exit(3)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(broken))  # of the ranks
+    monkeypatch.setenv("PYTHONPATH", f"{broken}{os.pathsep}{REPOSITORY}")  # of the ranks
     monkeypatch.chdir(tmp_path)
     done = run_here("bench.py", *TINY, "bench/methods=buckets")
     assert done.status == 1

@@ -51,4 +51,4 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
 def test_bad_numbers_are_refused_in_one_line(script: str) -> None:
     done = run_here(script, "--repetitions", "0")
     assert done.status == 2
-    assert done.last_line.endswith("at least 1")
+    assert "at least 1" in done.last_line

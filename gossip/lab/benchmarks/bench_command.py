@@ -17,7 +17,7 @@ from gossip.lab.experiments import folder_cleanup, run_folder
 from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.train_command import REFUSED, report
-from gossip.lab.experiments.validated_models import read
+from gossip.lab.experiments.validated_models import ConfigurationError, read
 
 
 def main(config_folder: Path, config_name: str) -> int:

@@ -25,8 +25,7 @@ import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
 from gossip.lab.benchmarks.ddp_hooks import bf16_hook
 from gossip.lab.benchmarks.workloads import Batch, loss_of
-from gossip.lab.experiments.validated_models import ConfigurationError, nearest
-from gossip.lab.experiments.validated_models import Model
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, nearest
 
 MOMENTUM = 0.9
 Options = Mapping[str, Any]

@@ -39,7 +39,7 @@ def _texts(value: Any) -> list[str]:
 
 
 Links = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_link)], ...], BeforeValidator(_texts), Field(min_length=1, strict=False)
+    tuple[Annotated[str, AfterValidator(_check_link)], ...], Field(min_length=1, strict=False), BeforeValidator(_texts)
 ]
 """Links of the lab as texts for :meth:`gossip.lab.benchmarks.network.networks.Link.parse`; one or a list of them."""
 
@@ -61,24 +61,14 @@ class BenchmarkSettings(Model):
         The number of torch threads per worker.
     timeout_s : float
         The time-out of any wait for other ranks.
-    methods : tuple of MethodSpecification
-        The methods, in the configuration as a mapping for :func:`gossip.lab.benchmarks.bench_methods.expand`.
     """
 
     world_size: int = Field(ge=2)
     local_size: int = Field(1, ge=1)
     network: Literal["loopback", "lab"]
     links: Links
-    num_threads: int = Field(ge=1, alias="threads")
-    timeout_s: PositiveFloat
-    methods: tuple[MethodSpecification, ...]
-
-    @field_validator("methods", mode="before")
-    @classmethod
-    def _expand(cls, given: Any, info: ValidationInfo) -> Any:
-        if isinstance(given, list) and given:  # as they are written for the workers
-            return tuple(MethodSpecification.model_validate(each) for each in given)
-        return expand(given, info.data.get("world_size", 1), info.data.get("local_size", 1))
+    num_threads: int = Field(1, ge=1, alias="threads")
+    timeout_s: PositiveFloat = 120.0
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
@@ -105,6 +95,25 @@ class BenchmarkSettings(Model):
         for link in self.links if self.network == "lab" else self.links[:1]:
             case = self.model_copy(update={"links": (link,)})
             yield case.link or self.network, case
+
+
+class ComparisonSettings(BenchmarkSettings):
+    """The settings of a benchmark that compares methods.
+
+    Attributes
+    ----------
+    methods : tuple of MethodSpecification
+        The methods, in the configuration as a mapping for :func:`gossip.lab.benchmarks.bench_methods.expand`.
+    """
+
+    methods: tuple[MethodSpecification, ...]
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _expand(cls, given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, list) and given:  # as they are written for the workers
+            return tuple(MethodSpecification.model_validate(each) for each in given)
+        return expand(given, info.data.get("world_size", 1), info.data.get("local_size", 1))
 
 
 class Place(Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gossip.lab.benchmarks.benchmark import Benchmark
+from gossip.lab.benchmarks.exchange_ways import ExchangeWays
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
@@ -13,4 +14,5 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "step_time": StepTime,
     "time_to_loss": TimeToLoss,
     "predicted_steps": PredictedSteps,
+    "exchange_ways": ExchangeWays,
 }

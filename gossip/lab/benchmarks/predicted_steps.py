@@ -73,8 +73,6 @@ class PredictedStepsSettings(StepTimeSettings):
                 "world_size": world_size,
                 "network": network,
                 "rate": list(rates),
-                "threads": 1,
-                "timeout_s": 120.0,
                 "methods": {name: rows.get(name, {}) for name in methods},
                 "model": "mlp",
                 "straggler": stragglers[0],

@@ -16,20 +16,19 @@ from torch import nn
 
 from gossip.lab.benchmarks import stragglers
 from gossip.lab.benchmarks.bench_methods import WITHOUT_DECENT_DP, Method, MethodSpecification, decent_dp_is_installed
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Record
+from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record
 from gossip.lab.benchmarks.network import goodput
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.benchmarks.step_time_figures import parts_figure, rates_figure
 from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
 from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
-from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.experiments.validated_models import OneOf
+from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 
 _NUM_CALIBRATION_STEPS = 10
 
 
-class StepTimeSettings(BenchmarkSettings):
+class StepTimeSettings(ComparisonSettings):
     """The settings of a benchmark of steps: what is measured, and how often.
 
     Attributes

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record
+from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.time_to_loss_prediction import VirtualRuns, VirtualTraining
 from gossip.lab.benchmarks.time_to_loss_report import (
@@ -39,7 +39,7 @@ from gossip.lab.probe import Measured, advise, measure
 _QUIET_S = 0.15
 
 
-class TimeToLossSettings(BenchmarkSettings):
+class TimeToLossSettings(ComparisonSettings):
     """The settings of a run; a case has a single task.
 
     Attributes

@@ -84,9 +84,9 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
     value, schema = error["input"], _schema_at(model.model_json_schema(), error["loc"])
     if error["type"] == "value_error":  # of a validator, which says it in its own words
         words, (parent, dot, name) = str(error["ctx"]["error"]), key.rpartition(".")
-        if not error["loc"]:
-            return words
-        return f"{parent}{dot}{words}" if words.startswith(f"{name} ") else f"{key}: {words}"
+        if not error["loc"]:  # of the whole section, whose words begin with one of its keys
+            return f"{path}.{words}" if path else words
+        return f"{parent}{dot}{words}" if words.startswith((f"{name} ", f"{name}.")) else f"{key}: {words}"
     if error["type"] == "missing":
         return f"the configuration has no key {key}; set {key}=..."
     if error["type"] == "extra_forbidden":

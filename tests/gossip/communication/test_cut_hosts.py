@@ -27,7 +27,7 @@ from test_deaths import (
 )
 
 from gossip import ExchangeError
-from gossip.lab.benchmarks.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cut_hosts")]  # all worlds wait at the same time
 

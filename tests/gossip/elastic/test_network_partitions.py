@@ -17,7 +17,7 @@ from elastic_ranks import flat, make_model, targets
 from lab_hosts import why_no_hosts
 
 from gossip import ExchangeError
-from gossip.lab.benchmarks.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.xdist_group("network_partitions")]
 

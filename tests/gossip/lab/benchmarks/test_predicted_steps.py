@@ -14,12 +14,11 @@ from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 from running import run_here
 
-from gossip.lab.benchmarks.bench_predictions import Case, measure_case
-from gossip.lab.benchmarks.networks import Loopback
+from gossip.lab.benchmarks.harness import run
+from gossip.lab.benchmarks.predicted_steps import Case, PredictedStepsSettings
 
 SCRIPT = REPOSITORY / "scripts" / "predicted_steps.py"
 METHODS = ("local", "ddp", "ring")
-PARTS = ("forward", "backward", "update")
 
 
 def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,17 +34,20 @@ def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
+    settings = PredictedStepsSettings.of(
+        METHODS, ["1gbit"], ["one_slow"], network="loopback", world_size=2, num_steps=2, bucket_cap_mb=5.0
+    )
     with forked_workers():
-        case = measure_case(
-            Loopback(), "1gbit", "one_slow", METHODS, world_size=2, num_steps=2, bucket_cap_mb=5.0, folder=tmp_path
-        )
+        (case,), report = run("predicted_steps", settings, tmp_path)
     assert tuple(case.step_s) == METHODS
     assert min(case.step_s.values()) > 0
-    assert (case.cluster["num_nodes"], case.cluster["local_size"]) == (1, 2)
-    assert len(case.workload["bucket_bytes"]) == 4
-    read = Case(**json.loads(json.dumps(case.to_dict())))
+    assert (case.cluster.num_nodes, case.cluster.local_size) == (1, 2)
+    assert len(case.workload.bucket_bytes) == 4
+    (read,) = (Case.model_validate(each) for each in json.loads((tmp_path / "results.json").read_text())["results"])
     assert all(read.predict(method) == case.predict(method) > 0 for method in METHODS)
-    assert read.predict("local") == pytest.approx(1.5 * sum(read.workload[f"{part}_s"] for part in PARTS), rel=0.1)
+    computing_s = read.workload.forward_s + read.workload.backward_s + read.workload.update_s
+    assert read.predict("local") == pytest.approx(1.5 * computing_s, rel=0.1)
+    assert report.count("| loopback | one_slow | ") == len(METHODS)
 
 
 @pytest.mark.root

@@ -1,0 +1,114 @@
+"""Every method trains and is measured, in ranks of one launch, with the delays of stragglers."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from benchmark_cases import place_of, step_time_case
+
+import gossip
+from gossip.lab.benchmarks import bench_methods, benchmark_worker
+from gossip.lab.benchmarks.network import goodput
+from gossip.lab.benchmarks.step_time import StepTimeSettings
+from gossip.lab.benchmarks.stragglers import delay_s
+from gossip.lab.benchmarks.workloads import WORKLOADS
+from gossip.lab.experiments.records import read_jsonl
+
+KINDS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "ddp": {"bucket_cap_mb": 1, "hook": "bf16"},
+    "gossip": {"topology": "one_peer_hypercube", "bucket_cap_mb": 5},
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "hsdp": {},
+    "gossip fsdp": {"topology": "ring", "shard": "fsdp"},
+    "gossip optimizer": {"topology": "ring", "shard": "optimizer", "compression": "int8"},
+    "gossip whole": {"topology": "ring", "shard": "whole"},
+    "local fsdp": {"shard": "fsdp"},
+}
+
+
+def measure(folder: str, case: StepTimeSettings) -> None:
+    goodput._WARM_UP_S, goodput._WINDOW_S = 0.05, 0.1  # both directions of all links are busy meanwhile, and the cores
+    benchmark_worker.work("step_time", case, place_of(dist.get_rank(), case, Path(folder)))
+
+
+def records(folder: Path, kinds: dict[str, dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
+    """Measure methods on two ranks."""
+    methods = {name: {"method": name.split()[0], **given} for name, given in kinds.items()}
+    gossip.launch(measure, str(folder), step_time_case(methods=methods, **options), world_size=2, num_threads=1)
+    return [read_jsonl(folder / f"rank{rank}.jsonl") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> None:
+    for carried, *found in records(tmp_path, KINDS, model="cnn", straggler="one_slow", repetitions=2):
+        assert carried["goodput_bytes_per_s"] > 0
+        assert [each["method"] for each in found] == [*KINDS, *reversed(KINDS)]
+        assert [each["repetition"] for each in found] == [0] * 3 + [1] * 3
+        by_method = {each["method"]: each for each in found[:3]}
+        for each in by_method.values():
+            assert len(each["step_s"]) == len(each["exposed_wait_s"]) == 3
+            assert each["peak_memory_bytes"] > 3 * 6.2e6  # parameters, gradients, momentum
+            assert 0 < each["final_loss"] < 10
+        assert by_method["ddp"]["sent_bytes"] > 3 * 6e6 / 2
+        assert by_method["ddp"]["exposed_wait_s"] == [None] * 3
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_a_replica_together_are_measured(tmp_path: Path) -> None:
+    for _, *found in records(tmp_path, SHARDED, model="small_mlp", local_size=2):
+        assert [each["method"] for each in found] == list(SHARDED)
+        losses = [each["final_loss"] for each in found]
+        assert losses[1:] == pytest.approx([losses[0]] * 4), "one group trains as fully_shard does"
+
+
+def final_parameters(kind: str) -> torch.Tensor:
+    workload = WORKLOADS["mlp"]
+    module = workload.initial_module(0)
+    options = KINDS.get(kind, {"topology": "one-peer-exp"})
+    method = bench_methods.METHODS[kind](module, 0.01, options, timedelta(seconds=60))
+    for batch in workload.batches(0, dist.get_rank())[:3]:
+        method.step(batch)
+    method.close()
+    with bench_methods.averaged(module):
+        return module.layers[1].weight.detach()[:4].clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "decent_dp"])
+def test_methods_leave_nothing_behind_and_train(kind: str) -> None:
+    if kind == "decent_dp" and not bench_methods.decent_dp_is_installed():
+        pytest.skip("decent-dp is not installed: pip install '.[bench]'")
+    first, second = gossip.launch(final_parameters, kind, world_size=2, num_threads=1)
+    assert first.equal(second)
+    assert not first.allclose(WORKLOADS["mlp"].initial_module(0).layers[1].weight[:4])
+
+
+def drawn(kind: str = "exponential", **changed: Any) -> float:
+    return delay_s(kind, **{"seed": 0, "repetition": 0, "rank": 1, "step": 2, "compute_s": 0.3, **changed})
+
+
+def test_stragglers_exponential_is_the_same_every_time_and_another_elsewhere() -> None:
+    assert drawn() == drawn(compute_s=9.0)
+    others = {drawn(**{key: 7}) for key in ("seed", "repetition", "rank", "step")}
+    assert len(others | {drawn()}) == 5
+    delays = np.array([drawn(rank=rank, step=step) for rank, step in itertools.product(range(4), range(500))])
+    assert delays.min() > 0
+    assert delays.mean() == pytest.approx(0.05, rel=0.1)
+    assert delays.std() == pytest.approx(0.05, rel=0.15)
+
+
+def test_stragglers_of_one_rank() -> None:
+    assert [drawn("half_speed", rank=rank) for rank in range(3)] == [0.1, 0.05, 0.05]
+    assert [drawn("one_slow", rank=rank) for rank in range(3)] == [0.3, 0.0, 0.0]
+    assert drawn("none") == 0.0
+    with pytest.raises(ValueError, match="kind must be one of none, exponential, one_slow, half_speed, got 'pareto'"):
+        drawn("pareto")
