@@ -17,7 +17,7 @@ from topologies.building import build
 from topologies.drawing import draw, draw_comparison
 from topologies.drawing.gallery import write_gallery
 from topologies.drawing.picture_files import picture_path
-from topologies.family_registry import available, family
+from topologies.family_registry import available, family, options_of
 from topologies.reports.comparing import compare
 from topologies.reports.family_table import markdown_table, update_table
 from topologies.reports.recommending import recommend
@@ -170,10 +170,9 @@ def _list(_: argparse.Namespace) -> str:
     lines = []
     for name in available():
         function = family(name)
-        parameters = list(inspect.signature(function).parameters.values())[1:]
         options = ", ".join(
-            parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
-            for parameter in parameters
+            name if option.default is option.empty else f"{name}={option.default}"
+            for name, option in options_of(function).items()
         )
         summary = (inspect.getdoc(function) or "").split("\n", 1)[0].replace("``", "")
         lines.append(f"{name:<{width}}  {f'[{options}] ' if options else ''}{summary}".rstrip())

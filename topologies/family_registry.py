@@ -63,8 +63,7 @@ def register(name: str, *, variants: Variants | None = None) -> Callable[[_Famil
     """
 
     def decorate(function: _FamilyT) -> _FamilyT:
-        _, *options = inspect.signature(function).parameters.values()
-        if any(option.kind is not inspect.Parameter.KEYWORD_ONLY for option in options):
+        if any(option.kind is not option.KEYWORD_ONLY for option in options_of(function).values()):
             raise TypeError(
                 f"the options of family {name!r} must be keyword-only; put a * after world_size in its signature"
             )
@@ -94,13 +93,18 @@ def family(name: str) -> Family:
     return FAMILIES.get(name)
 
 
+def options_of(function: Family) -> dict[str, inspect.Parameter]:
+    """Return the options of a family by their names, in the order of its signature."""
+    _, *options = inspect.signature(function).parameters.values()
+    return {option.name: option for option in options}
+
+
 def choices_of(name: str, world_size: int, local_size: int) -> list[Mapping[str, Any]]:
     """Return the options that comparisons of all families try of one, see :func:`register`."""
     function = family(name)
     if function in _VARIANTS:
         return list(_VARIANTS[function](world_size, local_size)) if world_size > 1 else []
-    _, *parameters = inspect.signature(function).parameters.values()
-    return [] if any(parameter.default is parameter.empty for parameter in parameters) else [{}]
+    return [] if any(option.default is option.empty for option in options_of(function).values()) else [{}]
 
 
 def build_family(kind: type[_ScheduleT], name: str, world_size: int, /, **options: Any) -> _ScheduleT:
@@ -122,8 +126,7 @@ def build_family(kind: type[_ScheduleT], name: str, world_size: int, /, **option
 
 
 def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -> dict[str, Any]:
-    _, *parameters = inspect.signature(function).parameters.values()
-    known = {parameter.name: parameter.default for parameter in parameters}
+    known = {name: option.default for name, option in options_of(function).items()}
     listed = f"its options are: {', '.join(known)}" if known else "it has no options"
     for option in options:
         if option not in known:

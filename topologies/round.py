@@ -396,13 +396,14 @@ class Round:
 
 def measure_stochasticity(round_: Round) -> Stochasticity | None:
     """Return what the sums of a round say: "doubly", "row" or "column", or ``None`` for neither."""
-    rows = bool(np.all(np.abs(round_.row_sums() - 1) <= SUM_TOLERANCE))
-    columns = bool(np.all(np.abs(round_.column_sums() - 1) <= SUM_TOLERANCE))
-    if rows and columns:
-        return "doubly"
-    if rows:
-        return "row"
-    return "column" if columns else None
+    return proven_by(*(float(np.abs(sums - 1).max()) for sums in (round_.row_sums(), round_.column_sums())))
+
+
+def proven_by(rows: float, columns: float) -> Stochasticity | None:
+    """Return what matrices are whose row and column sums differ from 1 by no more than this, as above."""
+    if rows <= SUM_TOLERANCE:
+        return "doubly" if columns <= SUM_TOLERANCE else "row"
+    return "column" if columns <= SUM_TOLERANCE else None
 
 
 def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:

@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from topologies import compositions, other_sizes, placement
+from topologies import compositions, placement, serialization
 from topologies.analysis import description
 from topologies.analysis.exactness import known_exact_after
 from topologies.family_registry import build_family
 from topologies.graphs.graph_files import read_graph
 from topologies.schedule import Schedule
-from topologies.serialization import from_dict, to_dict
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -40,7 +39,7 @@ class Topology(Schedule):
     averaged_every = compositions.averaged_every
     permuted = compositions.permuted
     product = placement.product
-    resized = other_sizes.resized
+    resized = serialization.resized
     describe = description.describe
 
     @classmethod
@@ -73,7 +72,7 @@ class Topology(Schedule):
         ValueError
             For a schedule from a function without a period: it has no end to write down.
         """
-        return json.dumps(to_dict(self))
+        return json.dumps(serialization.to_dict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -88,7 +87,7 @@ class Topology(Schedule):
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"text is not JSON ({error}); pass what Topology.to_json() returned") from None
-        return from_dict(cls, data)
+        return serialization.from_dict(cls, data)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle a registered topology by name and options, any other one by its rounds or its phases."""

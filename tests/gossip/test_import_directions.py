@@ -29,7 +29,6 @@ ROOMS_OF_TOPOLOGIES = (
     "analysis",
     "family_registry",
     "serialization",
-    "other_sizes",
     "topology",
     "building",
     "families",

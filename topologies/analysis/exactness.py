@@ -10,9 +10,9 @@ import numpy as np
 from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import ROUNDING
 from topologies.matrix_storage import FloatArray
-from topologies.round import Round
+from topologies.round import Round, proven_by
 from topologies.schedule import Schedule
-from topologies.validation import SUM_TOLERANCE, Stochasticity
+from topologies.validation import Stochasticity
 
 #: Up to so many ranks exactness is a statement about the whole matrix, beyond about eight random vectors.
 _MAX_DENSE_PRODUCT = 1024
@@ -122,10 +122,7 @@ class Sums:
     @property
     def proven(self) -> Stochasticity | None:
         """The property that the sums prove: "doubly", "row" or "column" stochastic, or ``None`` for neither."""
-        rows, columns = self.rows <= SUM_TOLERANCE, self.columns <= SUM_TOLERANCE
-        if rows and columns:
-            return "doubly"
-        return "row" if rows else "column" if columns else None
+        return proven_by(self.rows, self.columns)
 
 
 def sums(of: Schedule | Iterable[Round]) -> Sums:

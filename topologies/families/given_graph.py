@@ -76,12 +76,7 @@ def graph(
     >>> topologies.build("graph", 4, graph=star, weights="best_constant").round(0).neighbours(1)
     {0: 0.4}
     """
-    cleaned = clean_graph(read_graph(graph), weights)
-    if len(cleaned) != world_size:
-        raise ValueError(
-            f"graph has {len(cleaned)} nodes, world_size is {world_size}; one rank stands for one node: use "
-            f"world_size {len(cleaned)}"
-        )
+    cleaned = clean_graph(read_graph(graph), weights, world_size=world_size)
     if weights == "given":
         round_ = _given_round(cleaned)
     else:

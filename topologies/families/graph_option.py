@@ -40,15 +40,7 @@ def undirected_edges(world_size: int, graph: GraphOption) -> tuple[IntArray, str
     """
     if isinstance(graph, str) and not Path(graph).suffix:
         return _edges_of_family(world_size, graph), graph
-    given = read_graph(graph)
-    if given.is_directed() and any(not given.has_edge(target, source) for source, target in given.edges):
-        raise ValueError("graph is directed and has an edge without its reverse; pass graph.to_undirected()")
-    cleaned = clean_graph(given)
-    if len(cleaned) != world_size:
-        raise ValueError(
-            f"graph has {len(cleaned)} nodes, world_size is {world_size}; one rank stands for one node: use "
-            f"world_size {len(cleaned)}"
-        )
+    cleaned = clean_graph(read_graph(graph), world_size=world_size)
     return np.array(cleaned.edges, dtype=np.int64).reshape(-1, 2), nx.node_link_data(cleaned, edges="edges")
 
 

@@ -58,7 +58,7 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     return graph
 
 
-def clean_graph(graph: nx.Graph, weights: str | None = None) -> nx.Graph:
+def clean_graph(graph: nx.Graph, weights: str | None = None, *, world_size: int | None = None) -> nx.Graph:
     """Return the graph for n ranks: simple, connected, nodes 0 .. n-1 in the sorted order of their labels.
 
     Labels that are all texts of integers sort as integers, other texts as Python sorts them ("b10" before "b9").
@@ -71,12 +71,14 @@ def clean_graph(graph: nx.Graph, weights: str | None = None) -> nx.Graph:
         Any networkx graph.
     weights
         The scheme; ``None`` for a family that has no such option and needs the edges of an undirected graph alone.
+    world_size
+        How many nodes there must be, if that is known.
 
     Raises
     ------
     ValueError
-        If the graph is not (strongly) connected, has a weight that is not a positive number, or
-        parallel edges whose given weights contradict each other.
+        If the graph is not (strongly) connected, is directed where it must not be, has another size, a weight that
+        is not a positive number, or parallel edges whose given weights contradict each other.
     """
     if weights is not None and weights != "given" and weights not in SCHEMES:
         raise unknown_scheme(weights, (*SCHEMES, "given"))
@@ -86,9 +88,16 @@ def clean_graph(graph: nx.Graph, weights: str | None = None) -> nx.Graph:
         simple = _drop_loops(simple, weights)
     if simple.is_directed() and weights not in DIRECTED_SCHEMES:
         if any(not simple.has_edge(target, source) for source, target in simple.edges):
-            raise directed_graph(weights or "metropolis")
+            if weights is None:
+                raise ValueError("graph is directed and has an edge without its reverse; pass graph.to_undirected()")
+            raise directed_graph(weights)
         simple = simple.to_undirected()
     _check_connected(simple)
+    if world_size not in (None, len(simple)):
+        raise ValueError(
+            f"graph has {len(simple)} nodes, world_size is {world_size}; one rank stands for one node: use world_size "
+            f"{len(simple)}"
+        )
     rank_of = {label: rank for rank, label in enumerate(_sorted_labels(list(simple)))}
     edges = []
     for source, target, weight in simple.edges(data="weight"):

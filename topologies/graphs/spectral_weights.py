@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from topologies.graphs.spectrum import laplacian
 from topologies.matrix_storage import FloatArray, IntArray
 
 #: Largest number of ranks for which the semidefinite programs are solved. On one core they take about 0.3 s for 32
@@ -69,11 +70,7 @@ SPECTRAL_SCHEMES: dict[str, Callable[[int, IntArray], FloatArray]] = {
 
 
 def _dense_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]:
-    laplacian = np.zeros((world_size, world_size))
-    one, other = pairs.T
-    laplacian[one, other] = laplacian[other, one] = -1.0
-    np.fill_diagonal(laplacian, -laplacian.sum(axis=1))
-    eigenvalues = np.linalg.eigvalsh(laplacian)
+    eigenvalues = np.linalg.eigvalsh(laplacian(world_size, pairs, np.ones(len(pairs))).toarray())
     return float(eigenvalues[1]), float(eigenvalues[-1])
 
 
@@ -83,31 +80,27 @@ def _sparse_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]
     Lanczos iterations are quick where the eigenvalue sought stands apart, as in expanders. Where it does not, as in
     rings and grids, the graph has small cuts, so that the factors of a shifted L stay sparse: then shift and invert.
     """
-    from scipy.sparse import coo_array, diags_array
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-    ends = np.concatenate((pairs, pairs[:, ::-1])).T
-    adjacency = coo_array((np.ones(ends.shape[1]), tuple(ends)), shape=(world_size, world_size)).tocsr()
-    degree = np.bincount(ends[0], minlength=world_size).astype(np.float64)
-    laplacian = (diags_array(degree) - adjacency).tocsc()
+    unweighted = laplacian(world_size, pairs, np.ones(len(pairs))).tocsc()
     # Anderson and Morley, 1985: no eigenvalue is above the largest sum of degrees along an edge.
-    bound = float(degree[pairs].sum(axis=1).max())
+    bound = float(unweighted.diagonal()[pairs].sum(axis=1).max())
     start = np.random.default_rng(0).standard_normal(world_size)  # eigsh would draw one of its own
 
     def without_mean(vector: FloatArray) -> FloatArray:  # the eigenvalue 0 of the vector 1 becomes the bound
-        moved: FloatArray = laplacian @ vector + bound * vector.mean()
+        moved: FloatArray = unweighted @ vector + bound * vector.mean()
         return moved
 
     shape = (world_size, world_size)
     second = LinearOperator(shape, matvec=without_mean, dtype=np.float64)
     found = []
-    for operator, end, shift, k in ((second, "SA", -1e-6 * bound, 2), (laplacian, "LA", (1.0 + 1e-6) * bound, 1)):
+    for operator, end, shift, k in ((second, "SA", -1e-6 * bound, 2), (unweighted, "LA", (1.0 + 1e-6) * bound, 1)):
         options = {"v0": start, "return_eigenvectors": False}
         try:
             # The error of an eigenvalue is the square of this tolerance, which is of its vector.
             nearest = eigsh(operator, k=1, which=end, ncv=60, maxiter=30, tol=1e-7, **options)
         except ArpackNoConvergence:
-            nearest = eigsh(laplacian, k=k, sigma=shift, **options)
+            nearest = eigsh(unweighted, k=k, sigma=shift, **options)
         found.append(float(nearest.max()))
     return found[0], found[1]
 

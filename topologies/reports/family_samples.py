@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topologies.building import variants
-from topologies.family_registry import family
+from topologies.family_registry import family, options_of
 from topologies.topology import Topology
 from topologies.validation import check_integer
 
@@ -68,7 +67,7 @@ def title_of(topology: Topology) -> str:
 
 def chosen_options(topology: Topology) -> str:
     """Return the options that are not the family's defaults as text."""
-    defaults = inspect.signature(family(topology.name)).parameters if topology.registered else {}
+    defaults = options_of(family(topology.name)) if topology.registered else {}
     chosen = {
         name: value
         for name, value in topology.options.items()
