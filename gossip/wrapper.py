@@ -21,13 +21,11 @@ from gossip.errors import GossipError
 from gossip.exchange.transport import TransportFactory
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
-from gossip.parameters.buckets import Bucket
 from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
 from gossip.step.building.construction import construct, give_back, make_world
 from gossip.step.building.wrapper_arguments import Arguments
-from gossip.step.collective_calls import CollectiveCalls
 from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleProxy, Outermost):
+class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outermost):
     r"""Train one replica per rank; mix it with those of a few peers after every step, inside ``backward()``.
 
     Each bucket of parameters, as soon as its gradients are complete, waits for the messages of the previous step,
@@ -258,7 +256,6 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleProxy, Outermost):
         self._arguments = arguments
         self._world = world
         self._engine: StepEngine | None = parts.engine
-        self._collective_operations = CollectiveOperations(module, parts.engine, world)
         self._kept = KeptObjects()
         # Parameters hold their hooks, the hooks the engine, and the engine the parameters: a cycle that the garbage
         # collector cannot see through. The hooks do not reference the wrapper, so that its finalizer can remove them.
@@ -274,7 +271,6 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleProxy, Outermost):
             except BaseException:
                 self._finalizer()
                 raise
-            self._collective_operations.catch_up = self._generations.catch_up
         self.module = module  # set last: from here on, attributes that are not ours are set in the module
 
     # ------------------------------------------------------------------ identity
@@ -484,12 +480,6 @@ class GossipDataParallel(CollectiveCalls, KeepsObjects, ModuleProxy, Outermost):
             self.close()
         elif self._engine is not None:
             self._finalizer()
-
-    @property
-    def _buckets(self) -> list[Bucket]:
-        """The buckets of the parameters that are exchanged, in launch order."""
-        self._live()
-        return self._collective_operations.buckets
 
     def _live(self) -> StepEngine:
         if self._engine is None:

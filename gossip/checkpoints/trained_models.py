@@ -53,7 +53,7 @@ def collectively(model: TrainedModel, operation: Callable[[Replicas], _Result]) 
                 raise
             return None, error
 
-    result, failure = model._collective_operations.collectively(operate)
+    result, failure = model._collectively(operate)
     if failure is not None:
         raise failure
     return cast(_Result, result)

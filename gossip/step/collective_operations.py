@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 from gossip.communication.world import World
@@ -17,104 +18,39 @@ from gossip.parameters.global_average import average_module_, consensus_distance
 from gossip.step.building.construction import make_flag
 from gossip.step.engine import StepEngine
 
+if TYPE_CHECKING:
+    from gossip.step.generation_change import GenerationChange
+
 _Result = TypeVar("_Result")
 
 
 class CollectiveOperations:
-    """The collective operations of one model between its steps. Only construction is local.
+    """The calls of the wrapper that every rank must make, between two steps."""
 
-    Parameters
-    ----------
-    module : Module
-        The module that is trained.
-    engine : StepEngine
-        Makes the steps.
-    world : World
-        The ranks.
-
-    Attributes
-    ----------
-    catch_up : callable
-        Called before each operation, and before the remaining ranks repeat it.
-    """
-
-    def __init__(self, module: nn.Module, engine: StepEngine, world: World) -> None:
-        self.catch_up: Callable[[], None] = lambda: None
-        self._module, self._engine, self._world = module, engine, world
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of the parameters that are exchanged, in launch order."""
-        return [bucket for bucket in self._engine.buckets if isinstance(bucket, Bucket)]
-
-    def collectively(self, operation: Callable[[], _Result]) -> _Result:
-        """Return the result of ``operation``, carried out with the remaining ranks."""
-
-        def catch_up_and_operate() -> _Result:
-            self.catch_up()
-            return operation()
-
-        return self._world.collectively(catch_up_and_operate)
-
-    def average(self) -> None:
-        """Implement :meth:`gossip.GossipDataParallel.global_avg`."""
-        engine = self._engine
-        check_evaluated(engine.updater.optimizers, "global_avg()")
-        self._begin()
-        engine.drop_in_flight()
-        before = contextlib.ExitStack()
-
-        def average() -> None:
-            self.catch_up()
-            engine.frozen.compare()
-            if self._world.may_repeat:
-                before.callback(snapshot(self._module, self.buckets))
-                before.callback(engine.frozen.snapshot())
-            self._average()
-
-        with engine.fatal():
-            self._world.collectively(average, before.close)
-            before.pop_all()
-            engine.frozen.are_equal()
-            engine.exchanges.averaged()
-
-    @contextlib.contextmanager
-    def averaged(self, recalibrate: Iterable[Any] | None) -> Iterator[None]:
-        """Implement :meth:`gossip.GossipDataParallel.averaged`."""
-        engine = self._engine
-        self._begin()
-        with contextlib.ExitStack() as before:
-
-            def average() -> None:
-                self.catch_up()
-                engine.frozen.compare()
-                if engine.shards is not None:
-                    before.callback(engine.shards.changed)
-                before.callback(snapshot(self._module, self.buckets))
-                before.callback(engine.frozen.snapshot())
-                before.callback(evaluate(engine.updater.optimizers))
-                self._average(is_put_back=True)
-
-            with engine.fatal():
-                self._world.collectively(average, before.close)
-            engine.is_averaged = True
-            try:
-                if recalibrate is not None:
-                    recalibrate_(self._module, recalibrate, self._world)
-                yield
-            finally:
-                engine.is_averaged = False
+    module: nn.Module
+    _world: World
+    _generations: GenerationChange | None
+    _live: Callable[[], StepEngine]
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Implement :meth:`gossip.GossipDataParallel.join`."""
-        engine = self._engine
+        """Let ranks make different numbers of steps within the block. Collective.
+
+        A rank that leaves the block keeps exchanging, without updates of its own, for as long as any other rank makes
+        steps. All ranks leave it after the same number of steps.
+
+        Raises
+        ------
+        ExchangeError
+            The other ranks neither made a step nor left the block in time.
+        """
+        engine = self._live()
         engine.check_between_steps()
         if engine.exchanges.algorithm.is_asynchronous:
             # No rank waits for another's steps; a rank that has left the block still averages with ranks that ask it.
             yield
             with engine.fatal():
-                self.collectively(lambda: None)
+                self._collectively(lambda: None)
             return
         with engine.fatal():
             flag = make_flag(self._world, "waiting in join() for the ranks that still train")
@@ -134,40 +70,148 @@ class CollectiveOperations:
                 while flag.wait():
                     engine.idle_step()
                     flag.vote(False)
-                self.collectively(lambda: None)  # what the flag says in the next block concerns later steps
+                self._collectively(lambda: None)  # what the flag says in the next block concerns later steps
         finally:
             engine.on_step_begin, engine.is_in_join = outer, False
             flag.close()
 
-    def distance(self) -> tuple[float, float]:
-        """Implement :meth:`gossip.GossipDataParallel.consensus_distance`."""
-        engine = self._engine
-        self._begin()
+    @torch.inference_mode(False)
+    def global_avg(self) -> None:
+        """Replace parameters and float buffers by their mean over ranks, integer buffers by rank 0's. Collective.
+
+        Extra states of modules (``get_extra_state()``) are replaced by rank 0's, too, if they are plain data. Messages
+        in flight are awaited and dropped, so the replicas are equal. Training can continue; the round counter is not
+        reset.
+
+        Raises
+        ------
+        ExchangeError
+            A rank is gone or did not take part in time. Nothing is left half summed: every value is either the mean or
+            still this rank's own, and the text says which. Up to 64 MiB of parameters and buffers change together or
+            not at all.
+        """
+        engine = self._live()
+        check_evaluated(engine.updater.optimizers, "global_avg()")
+        self._begin_together()
+        engine.drop_in_flight()
+        before = contextlib.ExitStack()
+
+        def average() -> None:
+            self._catch_up()
+            engine.frozen.compare()
+            if self._world.may_repeat:
+                before.callback(snapshot(self.module, self._buckets))
+                before.callback(engine.frozen.snapshot())
+            self._average_()
+
+        with engine.fatal():
+            self._world.collectively(average, before.close)
+            before.pop_all()
+            engine.frozen.are_equal()
+            engine.exchanges.averaged()
+
+    @contextlib.contextmanager
+    def averaged(self, recalibrate: Iterable[Any] | None = None) -> Iterator[None]:
+        """Hold the global average in the module within the block and restore the local replica afterwards. Collective.
+
+        Parameters, buffers and extra states of modules are restored exactly, and messages in flight stay in flight:
+        training continues bit for bit as if no average had been taken. Needs memory for one copy of parameters and
+        buffers. No backward pass is allowed inside.
+
+        Parameters
+        ----------
+        recalibrate : iterable, optional
+            Batches of inputs, tuples that begin with the inputs, or mappings of the module's arguments. Batch norm's
+            running statistics are then estimated anew for the averaged weights, from all ranks' batches, instead of
+            being averaged. A rank may have no batches.
+
+        Raises
+        ------
+        ValueError
+            ``recalibrate`` is empty on all ranks.
+        ExchangeError
+            A rank is gone or did not take part in time; parameters and buffers have been restored.
+        """
+        engine = self._live()
+        self._begin_together()
+        with contextlib.ExitStack() as before:
+
+            def average() -> None:
+                self._catch_up()
+                engine.frozen.compare()
+                if engine.shards is not None:
+                    before.callback(engine.shards.changed)
+                before.callback(snapshot(self.module, self._buckets))
+                before.callback(engine.frozen.snapshot())
+                before.callback(evaluate(engine.updater.optimizers))
+                self._average_(is_put_back=True)
+
+            with engine.fatal():
+                self._world.collectively(average, before.close)
+            engine.is_averaged = True
+            try:
+                if recalibrate is not None:
+                    recalibrate_(self.module, recalibrate, self._world)
+                yield
+            finally:
+                engine.is_averaged = False
+
+    @torch.inference_mode(False)
+    def consensus_distance(self) -> tuple[float, float]:
+        r"""Return how far apart the replicas are: :math:`\sqrt{\frac1n \sum_i \|x_i - \bar x\|^2}`. Collective.
+
+        Returns
+        -------
+        distance, relative : float
+            The distance, and the distance divided by the norm of the mean; over parameters, not buffers.
+        """
+        engine = self._live()
+        self._begin_together()
 
         def measure() -> tuple[float, float]:
             engine.frozen.compare()
-            distance, norm = consensus_distance(self.buckets, engine.frozen, self._world, engine.weights())
+            distance, norm = consensus_distance(self._buckets, engine.frozen, self._world, engine.weights())
             if engine.shards is not None:
                 squares = engine.shards.sums((distance**2, norm**2), "consensus distance over the shard group")
                 distance, norm = map(math.sqrt, squares)
             return distance, distance / norm if norm else 0.0
 
         with engine.fatal():
-            return self.collectively(measure)
+            return self._collectively(measure)
 
-    def _begin(self) -> None:
-        self._engine.check_between_steps()
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """The buckets of the parameters that are exchanged, in launch order."""
+        return [bucket for bucket in self._live().buckets if isinstance(bucket, Bucket)]
+
+    def _catch_up(self) -> None:
+        """Exchange along the topology of the ranks that are about to do something together."""
+        if self._generations is not None:
+            self._generations.catch_up()
+
+    def _collectively(self, operation: Callable[[], _Result]) -> _Result:
+        """Return the result of ``operation``, carried out with the remaining ranks."""
+
+        def catch_up_and_operate() -> _Result:
+            self._catch_up()
+            return operation()
+
+        return self._world.collectively(catch_up_and_operate)
+
+    def _begin_together(self) -> None:
+        engine = self._live()
+        engine.check_between_steps()
         self._world.check_joint()
-        settle(self._engine, self._world)
+        settle(engine, self._world)
 
-    def _average(self, *, is_put_back: bool = False) -> None:
-        engine = self._engine
+    def _average_(self, *, is_put_back: bool = False) -> None:
+        engine = self._live()
         average_module_(
-            self._module, self.buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
+            self.module, self._buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
         )
         if engine.shards is not None:
             engine.shards.average_buffers_()
-            broadcast_extra_states(self._module, engine.shards.world)
+            broadcast_extra_states(self.module, engine.shards.world)
             engine.shards.changed()
 
 

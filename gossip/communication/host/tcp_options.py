@@ -38,10 +38,10 @@ def resending_soon(timeout: timedelta) -> Iterator[None]:
     Where the kernel does not support this, they are left unchanged. Connections that another thread makes meanwhile are
     included.
     """
-    before = _connections()
+    before = open_sockets()
     yield
     pause_ms = longest_pause_ms(timeout, _num_attempts())
-    for number, _ in _connections() - before:
+    for number, _ in open_sockets() - before:
         _bound(number, pause_ms)
 
 
@@ -74,7 +74,7 @@ def _num_attempts() -> int:
         return _USUAL_NUM_ATTEMPTS
 
 
-def _connections() -> set[tuple[int, int]]:
+def open_sockets() -> set[tuple[int, int]]:
     """Return the open sockets of this process, each with what distinguishes it from a later one of the same number."""
     found = set()
     with contextlib.suppress(OSError):  # without /proc none can be found
