@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
 from gossip.lab.experiments.datasets import Data, as_data
-from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in, shown
+from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in
 from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
-from gossip.lab.experiments.validated_models import ConfigurationError, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.loggers.logger_choice import JSONL, logging_settings
 from gossip.step.building.wrapper_arguments import prepare_algorithm

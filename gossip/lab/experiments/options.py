@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import collections.abc
 import inspect
-import math
-import os
+import json
 import re
 import traceback
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from gossip.lab.experiments.validated_models import ConfigurationError, nearest
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+
+from gossip.lab.experiments.validated_models import ConfigurationError, in_words, nearest, shown
 
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, ImportError)
 """The exceptions that a constructor may raise for an invalid value."""
 
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_HYDRA = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 _ALLOWED_BY_TORCH = {
     "lr": "a number of at least 0",
@@ -59,9 +60,11 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
                 f"{place}.{name}={shown(value)}: {getattr(target, '__name__', target)} has no option {name}"
                 f"{nearest(name, known)} Its parameters are {', '.join(known)}"
             )
-        expected = types_.get(name, Any)
-        if not _has_object(value) and not _fits(value, expected):
-            raise ConfigurationError(f"{place}.{name} must be {_words(expected)}, got {value!r}")
+        adapter = _adapter(types_.get(name, Any))
+        if not _has_object(value) and not _fits(value, adapter):
+            assert adapter is not None
+            words = in_words(adapter.json_schema(schema_generator=_PlainSchema))
+            raise ConfigurationError(f"{place}.{name} must be {words}, got {value!r}")
 
 
 def blaming(
@@ -111,13 +114,6 @@ def named_in(text: str, names: Iterable[str]) -> str | None:
     return min(places, key=places.__getitem__, default=None)
 
 
-def shown(value: Any) -> str:
-    """Format a value as it is written on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
-
-
 def _types_of(target: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
@@ -132,62 +128,25 @@ def _has_object(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_has_object, value))
 
 
-def _fits(value: Any, expected: Any) -> bool:
-    origin, inner = typing.get_origin(expected), typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, kind) for kind in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if expected in (None, type(None)):
-        return value is None
-    if expected in (int, float):
-        return _is_number(value, expected)
-    if expected in (bool, str):
-        return isinstance(value, expected)
-    if _is_path(expected):
-        return isinstance(value, str)
-    if _is_sequence(origin or expected):
-        return isinstance(value, list | tuple) and _elements_fit(value, origin, inner)
-    if inspect.isclass(origin or expected) and (origin or expected).__module__ != "typing":
-        return isinstance(value, origin or expected) or (origin or expected) is object
+def _adapter(expected: Any) -> TypeAdapter[Any] | None:
+    """Return what validates values of a type; None for a type of which pydantic knows nothing."""
+    try:
+        return TypeAdapter(expected, config=_STRICT)
+    except (PydanticUserError, NameError, TypeError):
+        return None
+
+
+def _fits(value: Any, adapter: TypeAdapter[Any] | None) -> bool:
+    try:
+        if adapter is not None:
+            adapter.validate_json(json.dumps(value, default=str))
+    except ValidationError:
+        return False
     return True
 
 
-def _is_number(value: Any, expected: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or (expected is float and math.isfinite(value))
+class _PlainSchema(GenerateJsonSchema):
+    """Leaves out the members of a union that are not plain data."""
 
-
-def _is_path(expected: Any) -> bool:
-    return inspect.isclass(expected) and issubclass(expected, os.PathLike)
-
-
-def _is_sequence(kind: Any) -> bool:
-    return kind in (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
-
-
-def _elements_fit(value: Sequence[Any], origin: Any, inner: Sequence[Any]) -> bool:
-    if not inner:
-        return True
-    if origin is tuple and Ellipsis not in inner:
-        return len(value) == len(inner) and all(map(_fits, value, inner))
-    return all(_fits(item, inner[0]) for item in value)
-
-
-def _words(expected: Any) -> str:
-    """Describe a type in words; members of a union that are not plain data are omitted."""
-    origin, inner = typing.get_origin(expected), typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(words for words in map(_words, inner) if words))
-    if origin is typing.Literal:
-        return " or ".join(map(shown, inner))
-    if _is_path(expected):
-        return "a path"
-    if _is_sequence(origin or expected):
-        kinds: dict[Any, str] = {int: " of integers", float: " of numbers", str: " of texts"}
-        count = f" of {len(inner)}" if origin is tuple and Ellipsis not in inner else ""
-        element = typing.get_args(inner[0])[0] if inner and typing.get_args(inner[0]) else inner[0] if inner else None
-        return f"a list{count}{kinds.get(element, '').removeprefix(' of') if count else kinds.get(element, '')}"
-    simple = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
-    return next((words for kind, words in simple.items() if kind == expected), "")
+    def handle_invalid_for_json_schema(self, *_: Any) -> dict[str, Any]:
+        return {}

@@ -10,8 +10,6 @@ from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
 from gossip.lab.experiments.validated_models import Model, read
 
-METRICS = ("accuracy", "loss")
-
 
 class _Section(Model):
     """A section of which others read the keys that are not named here."""

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 M = TypeVar("M", bound=BaseModel)
-_NUMBERS = {"integer": "an integer", "number": "a number"}
+_NUMBERS = {"integer": "an integer", "number": "a finite number"}
+_PLURALS = {"integer": "integers", "number": "numbers", "string": "texts"}
 _TYPES = {"boolean": "true or false", "string": "a text", "object": "a mapping", "null": "null"}
 
 
@@ -95,7 +96,7 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
         return f"the configuration has no key {key}{nearest(key, [parent + name for name in siblings])}"
     if names := [str(name) for name in schema.get("enum", [schema["const"]] if "const" in schema else [])]:
         return f"there is no {key}={value}{nearest(str(value), names)} Available: {', '.join(names)}"
-    return f"{key} must be {_allowed(schema) or error['msg']}, got {value!r}"
+    return f"{key} must be {in_words(schema) or error['msg']}, got {value!r}"
 
 
 def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[str, Any]:
@@ -109,19 +110,38 @@ def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[s
     return schema
 
 
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """Return what a value may be, in words."""
+def in_words(schema: Mapping[str, Any]) -> str:
+    """Return what a value of a JSON schema may be; empty for one that may be anything."""
     if "anyOf" in schema:
-        return " or ".join(filter(None, map(_allowed, schema["anyOf"])))
-    kind = str(schema.get("type", ""))
-    if kind == "array":
-        least = schema.get("minItems", 0)
-        return "a list" + (f" of at least {'one value' if least == 1 else f'{least} values'}" if least else "")
-    if kind not in _NUMBERS:
-        return _TYPES.get(kind, "")
+        return " or ".join(dict.fromkeys(filter(None, map(in_words, schema["anyOf"]))))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(shown, schema.get("enum", [schema.get("const")])))
+    kind = "object" if "$ref" in schema else str(schema.get("type", ""))
     least, most = schema.get("minimum"), schema.get("maximum")
+    if kind == "array":
+        return _list_in_words(schema)
+    if kind not in _NUMBERS:
+        return "a path" if schema.get("format") == "path" else _TYPES.get(kind, "")
     if schema.get("exclusiveMinimum") == 0:
-        return f"a positive {'integer' if kind == 'integer' else 'number'}"
+        return f"a positive {kind}"
     if least is not None and most is not None:
         return f"{_NUMBERS[kind]} between {least} and {most}"
     return _NUMBERS[kind] + (f" of at least {least}" if least is not None else "")
+
+
+def _list_in_words(schema: Mapping[str, Any]) -> str:
+    item = [*schema.get("prefixItems", ()), schema.get("items", {})][0]
+    plural = _PLURALS.get(item.get("anyOf", [item])[0].get("type", ""), "values")
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if least == 1 and most is None:
+        return "a list of at least one value"
+    if least:
+        return f"a list of {least} {plural}" if least == most else f"a list of at least {least} {plural}"
+    return "a list" if plural == "values" else f"a list of {plural}"
+
+
+def shown(value: Any) -> str:
+    """Format a value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from gossip.lab.experiments.records import read_jsonl, record_files
+from gossip.lab.experiments.validated_models import Model
 
 
-@dataclass(frozen=True)
-class Metric:
-    """The metric by which runs are compared.
+class Metric(Model):
+    """The metric by which runs are compared, from the section ``sweep``.
 
     Attributes
     ----------
@@ -23,7 +25,9 @@ class Metric:
         The value for which the rounds, bytes and time to reach it are reported.
     """
 
-    name: str
+    model_config = ConfigDict(extra="ignore")
+
+    name: Literal["accuracy", "loss"] = Field(alias="metric")
     target: float | None
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.experiment_build import make_topology
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.experiments.run_settings import METRICS, Settings
-from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
+from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.validated_models import read, value_of
 from gossip.lab.sweeps.sweep_curves import Metric, read_curve
 from gossip.lab.sweeps.sweep_jobs import Job, Setting, topology_label
 from gossip.lab.sweeps.sweep_pairs import read_bars
@@ -76,14 +76,7 @@ def make_metric(config: Mapping[str, Any]) -> Metric:
     ConfigurationError
         The metric does not exist, or the target is not a number.
     """
-    name, target = value_of(config, "sweep.metric"), value_of(config, "sweep.target")
-    if name not in METRICS:
-        raise ConfigurationError(
-            f"there is no sweep.metric={name}{nearest(str(name), METRICS)} Available: {', '.join(METRICS)}"
-        )
-    if target is not None and (not isinstance(target, int | float) or isinstance(target, bool)):
-        raise ConfigurationError(f"sweep.target must be a number or null, got {target!r}")
-    return Metric(str(name), None if target is None else float(target))
+    return read(Metric, value_of(config, "sweep"), "sweep")
 
 
 def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:

@@ -7,9 +7,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
+from gossip.lab.experiments.validated_models import Model, read, value_of
 
 Summary = Mapping[str, Any]
+
+
+class _LossBars(Model):
+    """The section ``sweep.bars`` where the metric is the loss."""
+
+    loss_ratio: float | None = None
+    worst_loss_ratio: float | None = None
+
+
+class _Bars(_LossBars):
+    """The section where it is the accuracy."""
+
+    average: float | None = None
+    worst: float | None = None
+
 
 AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
 AT_MOST = {"loss_ratio": "loss_ratio", "worst_loss_ratio": "worst_loss_ratio"}
@@ -75,18 +90,7 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
     bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
     if bars is None:
         return {}
-    allowed = [*(AT_LEAST if metric == "accuracy" else ()), *AT_MOST]
-    if not isinstance(bars, Mapping):
-        raise ConfigurationError(f"sweep.bars must be null or a mapping of {', '.join(allowed)}, got {bars!r}")
-    for name, bar in bars.items():
-        if name not in allowed:
-            raise ConfigurationError(
-                f"there is no sweep.bars.{name} with sweep.metric={metric}{nearest(str(name), allowed)} Available: "
-                f"{', '.join(allowed)}"
-            )
-        if not isinstance(bar, int | float) or isinstance(bar, bool) or not math.isfinite(bar):
-            raise ConfigurationError(f"sweep.bars.{name} must be a finite number, got {bar!r}")
-    return {str(name): float(bar) for name, bar in bars.items()}
+    return read(_Bars if metric == "accuracy" else _LossBars, bars, "sweep.bars").model_dump(exclude_none=True)
 
 
 def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

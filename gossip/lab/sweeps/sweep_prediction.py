@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
 import gossip
 from gossip.lab.experiments.experiment_build import make_algorithm, make_topology
 from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.validated_models import ConfigurationError, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.experiments.wrapper_options import wrapper_options
 from topologies import Topology
 
@@ -19,6 +21,16 @@ _NUM_STEPS = 64
 
 _FORWARD_SHARE = 1 / 3
 """The share of the forward pass in the computation of a step: a backward pass costs about two forward passes."""
+
+
+class _Described(Model):
+    """The keys of the section ``cluster`` that :class:`gossip.Cluster`, which checks the others, does not have."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    local_size: int = Field(ge=1)
+    compute_us_per_sample: float = Field(ge=0)
+    jitter: float = Field(ge=0)
 
 
 def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
@@ -30,13 +42,9 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
         The ranks do not fill whole nodes, or a value is out of range.
     """
     described = dict(value_of(config, "cluster"))
+    read(_Described, described, "cluster")
     local_size = described.pop("local_size")
-    if not isinstance(local_size, int) or isinstance(local_size, bool) or local_size < 1:
-        raise ConfigurationError(f"cluster.local_size must be an integer of at least 1, got {local_size!r}")
-    for of_the_workload in ("compute_us_per_sample", "jitter"):
-        value = described.pop(of_the_workload)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise ConfigurationError(f"cluster.{of_the_workload} must be a finite number of at least 0, got {value!r}")
+    del described["compute_us_per_sample"], described["jitter"]
     if world_size % local_size:
         raise ConfigurationError(
             f"launch.world_size={world_size} ranks do not fill nodes of cluster.local_size={local_size}; choose a "

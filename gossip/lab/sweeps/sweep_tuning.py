@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.validated_models import ConfigurationError, nearest, value_of
+from pydantic import Field, field_validator
+
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only
 from gossip.lab.sweeps.sweep_jobs import Job
@@ -16,7 +17,20 @@ from gossip.lab.sweeps.sweep_trials import Choice, Trial
 
 Axes = Mapping[str, Sequence[str]]
 
-_KEYS = ("parameter", "values", "seed")
+
+class _Tune(Model):
+    """The section ``sweep.tune``, whose keys are those of :class:`Tuning`."""
+
+    parameter: str
+    values: list[float] = Field(min_length=2)
+    seed: int = Field(ge=0)
+
+    @field_validator("values")
+    @classmethod
+    def _are_distinct(cls, values: list[float]) -> list[float]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"values {values} have a number twice; leave one of them out")
+        return values
 
 
 @dataclass(frozen=True)
@@ -87,19 +101,9 @@ def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
     tune = value_of(config, "sweep.tune")
     if tune is None:
         return None
-    if not isinstance(tune, Mapping):
-        raise ConfigurationError(
-            f"sweep.tune must be null or a mapping of {', '.join(_KEYS)}, got {tune!r}; write "
-            "sweep.tune={parameter:optimizer.lr,values:[0.1,0.2],seed:0}"
-        )
-    for key in tune:
-        if key not in _KEYS:
-            raise ConfigurationError(f"sweep.tune has no {key}{nearest(str(key), _KEYS)} It has {', '.join(_KEYS)}")
-    tuning = Tuning(
-        _parameter(config, value_of(config, "sweep.tune.parameter"), axes),
-        _grid(value_of(config, "sweep.tune.values")),
-        _seed(value_of(config, "sweep.tune.seed")),
-    )
+    read_as = read(_Tune, tune, "sweep.tune")
+    _check_parameter(config, read_as.parameter, axes)
+    tuning = Tuning(read_as.parameter, tuple(tune["values"]), read_as.seed)  # as they were written, 1 and not 1.0
     if not tuning.compared_axes(axes)["seed"]:
         raise ConfigurationError(
             f"sweep.tune.seed={tuning.seed}: no other seed is left to compare with; add some, seed={tuning.seed},"
@@ -108,10 +112,8 @@ def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
     return tuning
 
 
-def _parameter(config: Mapping[str, Any], parameter: Any, axes: Axes) -> str:
+def _check_parameter(config: Mapping[str, Any], parameter: str, axes: Axes) -> None:
     said = f"sweep.tune.parameter={parameter}"
-    if not isinstance(parameter, str):
-        raise ConfigurationError(f"{said} must be a key of the configuration, such as optimizer.lr")
     try:
         value_of(config, parameter)
     except ConfigurationError as error:
@@ -122,25 +124,6 @@ def _parameter(config: Mapping[str, Any], parameter: Any, axes: Axes) -> str:
         raise ConfigurationError(
             f"{said} is set besides, as an option of the sweep; leave it out there, or tune another"
         )
-    return parameter
-
-
-def _grid(values: Any) -> tuple[float, ...]:
-    said = f"sweep.tune.values={values}"
-    if not isinstance(values, list) or len(values) < 2:
-        raise ConfigurationError(f"{said} must be a list of at least 2 numbers, such as [0.1,0.2]")
-    for value in values:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ConfigurationError(f"{said} must be a list of finite numbers, but it has {value!r}")
-    if len(set(values)) < len(values):
-        raise ConfigurationError(f"{said} has a number twice; leave one of them out")
-    return tuple(values)
-
-
-def _seed(seed: Any) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigurationError(f"sweep.tune.seed must be an integer of at least 0, got {seed!r}")
-    return seed
 
 
 def _trial(tuning: Tuning, job: Job, folder: Path) -> Trial:

@@ -130,12 +130,12 @@ def test_bars_are_read() -> None:
 @pytest.mark.parametrize(
     ("bars", "metric", "message"),
     [
-        (-0.2, "accuracy", r"sweep\.bars must be null or a mapping of average, worst, loss_ratio, .*, got -0\.2"),
-        ({"averege": -0.2}, "accuracy", r"there is no sweep\.bars\.averege .* did you mean average\?"),
-        ({"average": -0.2}, "loss", r"there is no sweep\.bars\.average with sweep\.metric=loss"),
-        ({"average": "low"}, "accuracy", r"sweep\.bars\.average must be a finite number, got 'low'"),
-        ({"worst": True}, "accuracy", r"sweep\.bars\.worst must be a finite number, got True"),
-        ({"worst": float("nan")}, "accuracy", r"sweep\.bars\.worst must be a finite number, got nan"),
+        (-0.2, "accuracy", r"sweep\.bars must be a mapping, got -0\.2"),
+        ({"averege": -0.2}, "accuracy", r"has no key sweep\.bars\.averege; did you mean sweep\.bars\.average\?"),
+        ({"average": -0.2}, "loss", r"has no key sweep\.bars\.average"),
+        ({"average": "low"}, "accuracy", r"sweep\.bars\.average must be a finite number or null, got 'low'"),
+        ({"worst": True}, "accuracy", r"sweep\.bars\.worst must be a finite number or null, got True"),
+        ({"worst": float("nan")}, "accuracy", r"sweep\.bars\.worst must be a finite number or null, got nan"),
     ],
 )
 def test_bars_that_are_none_are_refused(bars: Any, metric: str, message: str) -> None:

@@ -15,7 +15,7 @@ from gossip.lab.sweeps.sweep_grid import Run
 from gossip.lab.sweeps.sweep_jobs import make_job
 from gossip.lab.sweeps.sweep_rows import Result, aggregate, make_rows
 
-ACCURACY = Metric("accuracy", 0.9)
+ACCURACY = Metric(metric="accuracy", target=0.9)
 CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
 
@@ -58,13 +58,13 @@ def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
 def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
     curve = [point(1, None), point(2, 0.89), point(3, 0.9), point(4, 0.95)]
     assert steps_to_target(curve, ACCURACY) == curve[2]
-    assert steps_to_target(curve, Metric("accuracy", 0.96)) is None
-    assert steps_to_target(curve, Metric("accuracy", None)) is None
+    assert steps_to_target(curve, Metric(metric="accuracy", target=0.96)) is None
+    assert steps_to_target(curve, Metric(metric="accuracy", target=None)) is None
 
 
 def test_target_of_a_loss_is_reached_from_above() -> None:
     curve = [point(1, 1.0, loss=2.0), point(2, 1.0, loss=1.5), point(3, 1.0, loss=1.0)]
-    assert steps_to_target(curve, Metric("loss", 1.5)) == curve[1]
+    assert steps_to_target(curve, Metric(metric="loss", target=1.5)) == curve[1]
 
 
 def test_aggregate_is_mean_and_sample_standard_deviation() -> None:

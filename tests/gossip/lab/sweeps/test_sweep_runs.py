@@ -266,12 +266,12 @@ def test_sweep_begins_runs_again_that_went_with_a_killed_process(
         ),
         (["topology=rign,ring"], "error: there is no topology=rign; did you mean ring?"),
         (["sweep.metric=acuracy"], "error: there is no sweep.metric=acuracy; did you mean accuracy?"),
-        (["sweep.target=high"], "error: sweep.target must be a number or null, got 'high'"),
+        (["sweep.target=high"], "error: sweep.target must be a finite number or null, got 'high'"),
         (["cluster.local_size=3"], "error: launch.world_size=4 ranks do not fill nodes of cluster.local_size=3"),
         (["cluster.latency_us=-1"], "error: cluster.latency_us=-1: latency_us must be"),
         (
             ["sweep.bars={avrage:1}"],
-            "error: there is no sweep.bars.avrage with sweep.metric=accuracy; did you mean average?",
+            "error: the configuration has no key sweep.bars.avrage; did you mean sweep.bars.average?",
         ),
         (["sweep.variants=['seed=1']"], "error: sweep.variants=seed=1: seed would be another one than all-reduce's"),
         (

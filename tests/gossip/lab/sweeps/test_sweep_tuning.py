@@ -14,7 +14,7 @@ from gossip.lab.sweeps.sweep_grid import Run, expand
 from gossip.lab.sweeps.sweep_jobs import Job, Setting
 from gossip.lab.sweeps.sweep_tuning import Choice, Trial, Tuning, read_tuning
 
-ACCURACY, LOSS = Metric("accuracy", None), Metric("loss", None)
+ACCURACY, LOSS = Metric(metric="accuracy", target=None), Metric(metric="loss", target=None)
 TUNING = Tuning("optimizer.lr", (0.1, 0.2, 0.4), 0)
 AXES = {"topology": ["topology=ring"], "seed": ["seed=0", "seed=1", "seed=2"]}
 SETTING = Setting("ring", "gossip", "ring", 4, "iid", None, None, None, "virtual")
@@ -113,20 +113,20 @@ def test_tuning_is_read() -> None:
     ("tune", "axes", "message"),
     [
         ({"parameter": "optimizer.rl"}, {}, r"sweep\.tune\.parameter=optimizer\.rl: the configuration has no key"),
-        ({"parameter": 3}, {}, r"sweep\.tune\.parameter=3 must be a key"),
+        ({"parameter": 3}, {}, r"sweep\.tune\.parameter must be a text, got 3"),
         ({"parameter": "algorithm.gamma"}, {}, r"sweep\.tune\.parameter=algorithm\.gamma means nothing to all-reduce"),
         ({}, {"optimizer.lr": ["optimizer.lr=0.3"]}, r"sweep\.tune\.parameter=optimizer\.lr is set besides"),
         ({"parameter": "seed"}, {}, r"sweep\.tune\.parameter=seed is set besides"),
         ({"parameter": ...}, {}, r"has no key sweep\.tune\.parameter"),
-        ({"values": [0.1]}, {}, r"sweep\.tune\.values=\[0\.1\] must be a list of at least 2 numbers"),
-        ({"values": 0.1}, {}, r"sweep\.tune\.values=0\.1 must be a list"),
-        ({"values": [0.1, "high"]}, {}, r"sweep\.tune\.values=.* but it has 'high'"),
-        ({"values": [0.1, True]}, {}, r"sweep\.tune\.values=.* but it has True"),
-        ({"values": [0.1, float("inf")]}, {}, r"sweep\.tune\.values=.* but it has inf"),
-        ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values=.* has a number twice"),
+        ({"values": [0.1]}, {}, r"sweep\.tune\.values must be a list of at least 2 numbers, got \[0\.1\]"),
+        ({"values": 0.1}, {}, r"sweep\.tune\.values must be a list of at least 2 numbers, got 0\.1"),
+        ({"values": [0.1, "high"]}, {}, r"sweep\.tune\.values must be a finite number, got 'high'"),
+        ({"values": [0.1, True]}, {}, r"sweep\.tune\.values must be a finite number, got True"),
+        ({"values": [0.1, float("inf")]}, {}, r"sweep\.tune\.values must be a finite number, got inf"),
+        ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values .* have a number twice"),
         ({"seed": -1}, {}, r"sweep\.tune\.seed must be an integer of at least 0, got -1"),
         ({"seed": 0.5}, {}, r"sweep\.tune\.seed must be an integer"),
-        ({"sead": 1}, {}, r"sweep\.tune has no sead; did you mean seed\?"),
+        ({"sead": 1}, {}, r"has no key sweep\.tune\.sead; did you mean sweep\.tune\.seed\?"),
         ({}, {"seed": ["seed=0"]}, r"sweep\.tune\.seed=0: no other seed is left to compare with"),
         ({}, {"seed": []}, r"sweep\.tune\.seed=0: no other seed is left"),
     ],
@@ -137,5 +137,5 @@ def test_tuning_that_cannot_be_is_refused(tune: dict[str, Any], axes: dict[str, 
 
 
 def test_tuning_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"sweep\.tune must be null or a mapping of parameter, values, seed"):
+    with pytest.raises(ConfigurationError, match=r"sweep\.tune must be a mapping, got \[0\.1, 0\.2\]"):
         read_tuning({"sweep": {"tune": [0.1, 0.2]}}, AXES)
