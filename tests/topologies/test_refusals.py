@@ -66,9 +66,7 @@ def test_nearest_products_of_small_factors(k: int) -> None:
 
 
 @pytest.mark.parametrize("name", topologies.available())
-@pytest.mark.parametrize(
-    "world_size", [MAX_WORLD_SIZE + 1, 10**12, 10**18 + 9, 1 << 64, 1 << 20_000], ids=int.bit_length
-)
+@pytest.mark.parametrize("world_size", [MAX_WORLD_SIZE + 1, 1 << 20_000], ids=int.bit_length)
 def test_no_family_serves_more_ranks_than_the_limit(name: str, world_size: int) -> None:
     needed: dict[str, dict[str, Any]] = {
         "hyper_cuboid": {"factors": (2, 3)},

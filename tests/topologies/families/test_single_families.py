@@ -63,10 +63,6 @@ def test_exponential_hops() -> None:
     assert topologies.build("undirected_exponential", 8).round(0).peers(0) == (1, 2, 4, 6, 7)
 
 
-def test_hypercube_flips_one_bit() -> None:
-    assert topologies.build("hypercube", 8).round(0).neighbours(5) == {1: 0.25, 4: 0.25, 7: 0.25}
-
-
 def test_one_peer_ring_alternates() -> None:
     assert rounds("one_peer_ring", 6) == [((0, 1), (2, 3), (4, 5)), ((0, 5), (1, 2), (3, 4))]
 
@@ -76,11 +72,6 @@ def test_one_peer_exponential_hops() -> None:
     reads = [list(topology.round(t).neighbours(0)) for t in range(4)]
     assert reads == [[1], [2], [4], [1]]
     assert topology.round(2).targets(0) == (2,)
-
-
-def test_one_peer_hypercube_pairs() -> None:
-    assert rounds("one_peer_hypercube", 4) == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
-    assert topologies.build("one_peer_hypercube", 8).round(5).peers(3) == (7,)
 
 
 def test_hyper_cuboid_counts_the_first_digit_fastest() -> None:
