@@ -55,6 +55,7 @@ def count_bytes(num_groups: int, ranks_per_group: int, options: dict[str, Any]) 
         (2, 2, "bf16", "all"),
         (2, 2, "int4", "all"),
         (3, 2, None, "optimizer"),
+        (2, 2, None, "none"),
         (2, 2, "int8", "optimizer"),
     ],
 )
@@ -64,7 +65,7 @@ def test_a_group_sends_the_bytes_of_one_replica(
     """Each rank its share of them. int8 and int4 add to the values what tells whether a message can be decoded."""
     options: dict[str, Any] = {"compression": compression}
     whole = run_ranks(count_bytes, num_groups, 1, options, world_size=num_groups)
-    if divided == "optimizer":
+    if divided != "all":
         options["shard"] = divided
     found = run_ranks(count_bytes, num_groups, ranks_per_group, options, world_size=num_groups * ranks_per_group)
     num_peers = min(2, num_groups - 1)
@@ -90,8 +91,11 @@ def kept_memory() -> dict[int, torch.UntypedStorage]:
     return found
 
 
-def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
-    """In bytes, besides what there is before; the second time, when nothing is made that is made only once."""
+def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> tuple[int, int]:
+    """In bytes, besides what there is before, and the optimizer's part of it.
+
+    The second time, when nothing is made that is made only once.
+    """
     for _ in range(2):
         before = kept_memory()  # and holds it, so that its addresses are not given to others
         # What ranks of one machine gather through is of a fixed size, which would hide a model as small as this one.
@@ -100,16 +104,21 @@ def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> int:
         with model:
             train(model, 3)
             found = sum(storage.nbytes() for address, storage in kept_memory().items() if address not in before)
-        del model
-    return found
+            moments = [entry[key] for entry in model.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+            of_optimizer = sum(each.untyped_storage().nbytes() for each in moments)
+        del model, moments
+    return found, of_optimizer
 
 
 def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
     """Parameters, the optimizer's state and what is in flight; no gradients, and no parameters twice."""
-    whole = run_ranks(keep, 2, 1, {}, world_size=2)[0]
+    whole, of_optimizer = run_ranks(keep, 2, 1, {}, world_size=2)[0]
     assert whole >= 3 * NUM_BYTES
-    for share in run_ranks(keep, 2, 2, {}, world_size=4):
+    for share, moments in run_ranks(keep, 2, 2, {}, world_size=4):
         assert 0.98 * whole / 2 <= share <= 1.02 * whole / 2
+        assert 2 * moments == of_optimizer
+    for _, moments in run_ranks(keep, 2, 2, {"shard": "optimizer"}, world_size=4):
+        assert 2 * moments == of_optimizer
 
 
 def train_without_the_process_group() -> None:

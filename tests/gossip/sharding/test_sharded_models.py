@@ -15,11 +15,11 @@ from ranks import run_ranks
 from sharded_loops import groups_and_ranks, make_mesh
 from sharded_models import values_of
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
+from gossip import GossipDataParallel, GossipError, launch, make_shard_mesh
 from gossip.communication.row_collectives import RowCollectives
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -170,27 +170,6 @@ def test_ranks_of_a_group_may_use_other_parameters_and_be_idle(divided: str) -> 
     for rank, (values, num_updated) in enumerate(found):
         torch.testing.assert_close(values, wanted[rank // 2], rtol=0, atol=1e-12)
         assert num_updated == 4, "what no rank of the group uses is not updated"
-
-
-def differ_within_a_group() -> None:
-    mesh = make_mesh(1, 2)
-    rate = 0.1 if dist.get_rank() == 0 else 0.2
-    with pytest.raises(ManifestError, match=r"lr.*0\.1.*0\.2"):
-        GossipDataParallel(nn.Linear(2, 2), partial(torch.optim.SGD, lr=rate), "ring", mesh=mesh, shard="none")
-
-
-def refuse_on_one_rank() -> str:
-    mesh = make_mesh(2, 2)
-    clip = -1.0 if dist.get_rank() == 0 else 1.0
-    with pytest.raises((ManifestError, ValueError)) as caught:
-        GossipDataParallel(nn.Linear(2, 2), ADAMW, "ring", mesh=mesh, shard="none", clip_grad_norm=clip)
-    return str(caught.value)
-
-
-def test_ranks_of_a_group_that_differ_are_refused_everywhere() -> None:
-    run_ranks(differ_within_a_group, world_size=2)
-    for text in run_ranks(refuse_on_one_rank, world_size=4):
-        assert "clip_grad_norm must be a positive norm, got -1.0" in text
 
 
 def look_after_edits(divided: str) -> None:
@@ -378,12 +357,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     run_ranks(refuse, world_size=2)
 
 
-def name_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    module = nn.Linear(4, 4)
-    fully_shard(module, mesh=mesh["shard"])
-    with pytest.raises(ValueError, match=r"must have the dimensions .'gossip', 'shard'., got .'replicate', 'shard'."):
-        GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+def assign_parameters() -> None:
     mesh = make_mesh(2, 1)
     module = nn.Linear(4, 4)
     fully_shard(module, mesh=mesh["shard"])
@@ -394,39 +368,8 @@ def name_dimensions() -> None:
             model(torch.ones(2, 4))
 
 
-def test_meshes_of_other_names_and_parameters_that_were_assigned_are_refused() -> None:
-    run_ranks(name_dimensions, world_size=2)
-
-
-def weigh(ranks_per_group: int, divided: str = "all") -> tuple[int, int, int]:
-    """Bytes of parameters, of the optimizer's state, and of what a step sends."""
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    mesh = None
-    if ranks_per_group > 1:
-        mesh = make_shard_mesh(ranks_per_group, "cpu")
-        if divided == "all":
-            fully_shard(module, mesh=mesh["shard"])
-    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=None if divided == "all" else divided) as model:
-        for _ in range(2):
-            model(torch.ones(2, 64)).square().sum().backward()
-        held = sum(bucket.block.untyped_storage().nbytes() for bucket in model._buckets)
-        moments = [entry[key] for entry in model.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        stats = model.stats()
-        assert stats is not None
-        return held, sum(each.untyped_storage().nbytes() for each in moments), stats.bytes_sent
-
-
-@pytest.mark.parametrize("divided", ["all", "optimizer"])
-def test_a_rank_holds_and_sends_its_share(divided: str) -> None:
-    whole = run_ranks(weigh, 1, world_size=2)[0]
-    for share in run_ranks(weigh, 2, divided, world_size=4):
-        assert [2 * part for part in share] == list(whole)
-
-
-def test_a_rank_that_has_the_whole_replica_sends_its_share() -> None:
-    held, state, sent = run_ranks(weigh, 1, world_size=2)[0]
-    for share in run_ranks(weigh, 2, "none", world_size=4):
-        assert (share[0], share[1], 2 * share[2]) == (held, state, sent)
+def test_parameters_that_were_assigned_are_refused() -> None:
+    run_ranks(assign_parameters, world_size=2)
 
 
 def make_wrong_meshes() -> None:
