@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 from torch.optim import Optimizer
 
@@ -78,7 +79,7 @@ def measure(
         dist.barrier()
     plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
     measured = all_gather_json(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
-    steps = [StepTimes(**{**times, "bucket_bytes": tuple(times["bucket_bytes"])}) for times in measured]
+    steps = TypeAdapter(list[StepTimes]).validate_python(measured)
     workload = workload_of(steps)
     device = next(module.parameters()).device
     links: list[Link] = []
