@@ -36,8 +36,8 @@ class OneOf:
         return core_schema.literal_schema(self._names)
 
 
-def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
-    """Return a section of a resolved configuration as a model.
+def read(model: type[M], content: Mapping[str, Any], path: str = "", whole: str = "the configuration") -> M:
+    """Return a section of a resolved configuration, or another document, as a model.
 
     Parameters
     ----------
@@ -46,6 +46,8 @@ def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
         Plain values, as in JSON.
     path : str
         The dotted key of the section, which the messages name; empty for a whole configuration.
+    whole : str
+        What the messages call that of which the path is a part.
 
     Raises
     ------
@@ -55,7 +57,7 @@ def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
     try:
         return model.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise ConfigurationError(_line(model, error.errors()[0], path)) from error
+        raise ConfigurationError(_line(model, error.errors()[0], path, whole)) from error
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -80,8 +82,10 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
-    key = ".".join([*([path] if path else []), *(str(part) for part in error["loc"] if isinstance(part, str))])
+def _line(model: type[BaseModel], error: ErrorDetails, path: str, whole: str) -> str:
+    place = error["loc"][:-1] if error["loc"] and isinstance(error["loc"][-1], int) else error["loc"]
+    key = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    key = key.removeprefix(".")
     value, schema = error["input"], _schema_at(model.model_json_schema(), error["loc"])
     if error["type"] == "value_error":  # of a validator, which says it in its own words
         words, (parent, dot, name) = str(error["ctx"]["error"]), key.rpartition(".")
@@ -89,11 +93,11 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
             return f"{path}.{words}" if path else words
         return f"{parent}{dot}{words}" if words.startswith((f"{name} ", f"{name}.")) else f"{key}: {words}"
     if error["type"] == "missing":
-        return f"the configuration has no key {key}; set {key}=..."
+        return f"{whole} has no key {key}; set {key}=..."
     if error["type"] == "extra_forbidden":
         siblings = _schema_at(model.model_json_schema(), error["loc"][:-1]).get("properties", {})
         parent = key.removesuffix(str(error["loc"][-1]))
-        return f"the configuration has no key {key}{nearest(key, [parent + name for name in siblings])}"
+        return f"{whole} has no key {key}{nearest(key, [parent + name for name in siblings])}"
     if names := [str(name) for name in schema.get("enum", [schema["const"]] if "const" in schema else [])]:
         return f"there is no {key}={value}{nearest(str(value), names)} Available: {', '.join(names)}"
     return f"{key} must be {in_words(schema) or error['msg']}, got {value!r}"
@@ -101,13 +105,22 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
 
 def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[str, Any]:
     """Return the JSON schema of the value at a location."""
-    schema = dict(root)
+
+    def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        return root["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+    schema: Mapping[str, Any] = root
     for part in location:
-        inner = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
-        schema = inner or schema  # what no key describes is part of a union, or of a mapping with any keys
-        if "$ref" in schema:
-            schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
-    return schema
+        options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
+        if len(options) == 1:
+            schema = resolved(options[0])
+        if isinstance(part, int):
+            inner = schema["prefixItems"][part] if "prefixItems" in schema else schema.get("items")
+        else:
+            inner = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
+        if isinstance(inner, Mapping):  # otherwise it is part of a union, or of a mapping with any values
+            schema = resolved(inner)
+    return dict(schema)
 
 
 def in_words(schema: Mapping[str, Any]) -> str:

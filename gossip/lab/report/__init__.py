@@ -1,7 +1,6 @@
 """The report of a sweep for readers and for other programs: an HTML page, a CSV table and a JSON document.
 
-The page is self-contained: styles, scripts and charts are embedded, and nothing is loaded. Writing it needs no package
-beyond the standard library.
+The page is self-contained: styles, scripts and charts are embedded, and nothing is loaded.
 """
 
 from gossip.lab.report.report_document import Curves as Curves

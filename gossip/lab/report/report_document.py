@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+from xml.etree import ElementTree
 
-from gossip.lab.report.report_fields import Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-METHODS = ("gossip", "ddp", "local")
-STATUSES = ("completed", "partly failed", "failed")
-METRICS = ("accuracy", "loss")
+from gossip.lab.experiments.validated_models import Model, read
+
 #: The key of the cluster under which a sentence describes it.
 DESCRIPTION = "description"
 
 
-@dataclass(frozen=True)
-class Value:
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_plain(entry)}" for name, entry in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def _svg(text: str) -> str:
+    """Return the markup of one svg element, with the namespace that it needs as a separate image."""
+    markup = re.sub(r"^\s*<svg(?![^>]*\sxmlns=)", '<svg xmlns="http://www.w3.org/2000/svg"', text)
+    try:
+        tag = ElementTree.fromstring(markup.strip()).tag
+    except ElementTree.ParseError as error:
+        raise ValueError(f"not well-formed SVG, but {error}") from error
+    if tag != "{http://www.w3.org/2000/svg}svg":
+        raise ValueError(f"not an <svg> element, but <{tag}>")
+    return markup
+
+
+Texts = Annotated[dict[str, Any], AfterValidator(_texts)]
+"""Texts by name; numbers and other plain data are formatted as text, null is omitted."""
+Numbers = tuple[float | None, ...]
+
+
+class Part(Model):
+    """A part of a document; what it has besides the fields is only in results.json."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Value(Part):
     """A result, aggregated over the seeds.
 
     Attributes
@@ -28,21 +62,19 @@ class Value:
     """
 
     mean: float
-    spread: float | None
-    count: int
+    spread: float | None = Field(None, ge=0)
+    count: int = Field(ge=1)
     interval: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(Part):
     """The threshold that a row should reach in comparison with all-reduce, and whether it did; None if not known."""
 
     bar: float
     met: bool | None
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(Part):
     """A tuning trial: the value, the final accuracy and loss of the averaged model, and the reason of a failure."""
 
     value: float
@@ -59,8 +91,7 @@ class Trial:
         return f"{self.value:g}: accuracy {accuracy}, loss {loss}"
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(Part):
     """The value of a parameter with which a row was run, chosen among trials with a separate seed."""
 
     parameter: str
@@ -77,8 +108,7 @@ class Tuning:
         return f"{self.value:g}, at the end of the grid" if self.is_at_end else f"{self.value:g}"
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(Part):
     """The measurements during training, as means over the seeds; all sequences have the same length.
 
     Attributes
@@ -93,16 +123,22 @@ class Curves:
         The consensus distance, relative to the mean and absolute; the latter is all None in older documents.
     """
 
-    step: tuple[float | None, ...]
-    bytes: tuple[float | None, ...]
-    time_s: tuple[float | None, ...]
-    metric: tuple[float | None, ...]
-    consensus: tuple[float | None, ...]
-    consensus_absolute: tuple[float | None, ...]
+    step: Numbers
+    bytes: Numbers
+    time_s: Numbers
+    metric: Numbers
+    consensus: Numbers
+    consensus_absolute: Numbers = Field(default_factory=lambda data: (None,) * len(data.get("step", ())))
+
+    @model_validator(mode="after")
+    def _are_of_one_length(self) -> Curves:
+        lengths = {name: len(numbers) for name, numbers in vars(self).items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"curves must hold lists of one length, got {lengths}; use null for what is missing")
+        return self
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Part):
     """One setting of the sweep, over its seeds. Fields that do not apply to the method are None.
 
     Rows are compared with others of the same number of ranks, partition and condition. The condition states the other
@@ -110,23 +146,23 @@ class Row:
     """
 
     label: str
-    method: str
-    topology: str | None
-    world_size: int
-    partition: str | None
-    condition: str | None
-    algorithm: str | None
-    compression: str | None
-    engine: str | None
+    method: Literal["gossip", "ddp", "local"]
+    topology: str | None = None
+    world_size: int = Field(ge=1)
+    partition: str | None = None
+    condition: str | None = None
+    algorithm: str | None = None
+    compression: str | None = None
+    engine: str | None = None
     seeds: tuple[int, ...]
-    num_failed: int
-    status: str
-    reasons: tuple[str, ...]
-    commands: tuple[str, ...]
-    values: Mapping[str, Value | None]
-    bars: Mapping[str, Bar]
-    tuning: Tuning | None
-    curves: Curves | None
+    num_failed: int = Field(ge=0)
+    status: Literal["completed", "partly failed", "failed"]
+    reasons: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    values: dict[str, Value | None]
+    bars: dict[str, Bar] = {}
+    tuning: Tuning | None = None
+    curves: Curves | None = None
 
     @property
     def verdict(self) -> str:
@@ -143,30 +179,25 @@ class Row:
         return None if value is None else value.mean
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(Part):
     """The metric of the comparison: ``accuracy`` or ``loss`` of the averaged model, and the target to reach."""
 
-    name: str
+    name: Literal["accuracy", "loss"]
     higher_is_better: bool
-    target: float | None
+    target: float | None = None
 
 
-@dataclass(frozen=True)
-class Document:
-    """The results of a sweep.
-
-    ``settings``, ``cluster`` and ``environment`` map names to text; ``drawings`` maps titles to SVG.
-    """
+class Document(Part):
+    """The results of a sweep: ``drawings`` maps titles to SVG."""
 
     title: str
-    description: str
-    settings: Mapping[str, str]
+    description: str | None = None
+    settings: Texts = {}
     metric: Metric
-    cluster: Mapping[str, str]
-    environment: Mapping[str, str]
+    cluster: Texts = {}
+    environment: Texts = {}
     rows: tuple[Row, ...]
-    drawings: Mapping[str, str]
+    drawings: dict[str, Annotated[str, AfterValidator(_svg)]] = {}
 
 
 def read_document(document: Mapping[str, Any]) -> Document:
@@ -177,90 +208,4 @@ def read_document(document: Mapping[str, Any]) -> Document:
     ValueError
         If a field is missing or invalid; the message names its place and its value.
     """
-    whole = Field(document, "document")
-    metric = whole["metric"]
-    return Document(
-        title=whole["title"].text(),
-        description=whole.get("description").optional_text() or "",
-        settings=whole.get("settings").texts(),
-        metric=Metric(
-            metric["name"].one_of(METRICS), metric["higher_is_better"].boolean(), metric.get("target").optional_number()
-        ),
-        cluster=whole.get("cluster").texts(),
-        environment=whole.get("environment").texts(),
-        rows=tuple(_row(row) for row in whole["rows"].items()),
-        drawings={title: drawing.svg() for title, drawing in whole.get("drawings").named()},
-    )
-
-
-def _row(row: Field) -> Row:
-    return Row(
-        label=row["label"].text(),
-        method=row["method"].one_of(METHODS),
-        topology=row.get("topology").optional_text(),
-        world_size=row["world_size"].integer(minimum=1),
-        partition=row.get("partition").optional_text(),
-        condition=row.get("condition").optional_text(),
-        algorithm=row.get("algorithm").optional_text(),
-        compression=row.get("compression").optional_text(),
-        engine=row.get("engine").optional_text(),
-        seeds=tuple(seed.integer() for seed in row["seeds"].items()),
-        num_failed=row["num_failed"].integer(minimum=0),
-        status=row["status"].one_of(STATUSES),
-        reasons=tuple(reason.text() for reason in row.get("reasons").items()),
-        commands=tuple(command.text() for command in row.get("commands").items()),
-        values={name: _value(value) for name, value in row["values"].named()},
-        bars={name: Bar(bar["bar"].number(), bar["met"].optional_boolean()) for name, bar in row.get("bars").named()},
-        tuning=_tuning(row.get("tuning")),
-        curves=_curves(row.get("curves")),
-    )
-
-
-def _value(value: Field) -> Value | None:
-    if value.is_null:
-        return None
-    ends = [end.number() for end in value.get("interval").items()]
-    if len(ends) not in (0, 2):
-        raise ValueError(f"{value.place}.interval must be a lower and an upper end or null, got {ends}")
-    return Value(
-        value["mean"].number(),
-        value.get("spread").optional_number(minimum=0.0),
-        value["count"].integer(minimum=1),
-        (ends[0], ends[1]) if ends else None,
-    )
-
-
-def _tuning(tuning: Field) -> Tuning | None:
-    if tuning.is_null:
-        return None
-    trials = [
-        Trial(
-            trial["value"].number(),
-            trial["accuracy"].optional_number(),
-            trial["loss"].optional_number(),
-            trial["reason"].text(),
-        )
-        for trial in tuning["trials"].items()
-    ]
-    return Tuning(
-        tuning["parameter"].text(),
-        tuning["seed"].integer(),
-        tuning["value"].optional_number(),
-        tuning["is_at_end"].boolean(),
-        tuple(trials),
-    )
-
-
-def _curves(curves: Field) -> Curves | None:
-    if curves.is_null:
-        return None
-    names = ("step", "bytes", "time_s", "metric", "consensus")
-    lists = {name: tuple(entry.optional_number() for entry in curves[name].items()) for name in names}
-    absolute = curves.get("consensus_absolute")
-    lists["consensus_absolute"] = tuple(
-        [None] * len(lists["step"]) if absolute.is_null else [entry.optional_number() for entry in absolute.items()]
-    )
-    lengths = {name: len(entries) for name, entries in lists.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"{curves.place} must hold lists of one length, got {lengths}; use null for what is missing")
-    return Curves(**lists)
+    return read(Document, document, whole="the document")

@@ -60,7 +60,7 @@ def test_text_of_a_value(quantity: Quantity, number: float, text: str) -> None:
     ],
 )
 def test_text_of_a_mean_with_its_spread(quantity: Quantity, mean: float, spread: float | None, text: str) -> None:
-    assert quantity.value_text(Value(mean, spread, 3)) == text
+    assert quantity.value_text(Value(mean=mean, spread=spread, count=3)) == text
 
 
 def test_scale_of_equal_values_has_room_on_both_sides() -> None:
