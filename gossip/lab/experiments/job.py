@@ -22,7 +22,7 @@ from gossip.lab.experiments.progress_bar import configure_logging, restore_curso
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
-from gossip.lab.loggers.following import Following
+from gossip.lab.loggers.log_forwarding import LogForwarding
 from gossip.lab.loggers.logger import Ending
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
 
@@ -120,7 +120,7 @@ def _run_in_folder(
 ) -> dict[str, Any]:
     """Run in a folder that is claimed and locked; with ``takes_back``, unclaim it if the run is refused."""
     has_begun = False
-    following: Following | None = None
+    forwarding: LogForwarding | None = None
     ending: Ending | None = None
     figures: tuple[Path, ...] = ()
 
@@ -131,7 +131,7 @@ def _run_in_folder(
     try:
         with _refused_by_all(world):
             experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
-            following = Following(config, folder) if world.rank == 0 else None
+            forwarding = LogForwarding(config, folder) if world.rank == 0 else None
         world.close()
         has_begun = True
         if world.rank == 0:
@@ -158,7 +158,7 @@ def _run_in_folder(
                 newest = max((max(change["members"]) for change in changes), default=0)
                 num_ranks = max(summary["world_size"], newest + 1)
                 run_folder.draw_figures(folder, num_ranks, experiment.topology, changes)
-                if following:
+                if forwarding:
                     figures = run_folder.draw_figures(folder, num_ranks, experiment.topology, changes, form="png")
             run_folder.write_summary(folder, summary)
         ending = Ending("completed", summary, figures, folder / MODEL_FILE)
@@ -177,8 +177,8 @@ def _run_in_folder(
             on_failure()
         raise
     finally:
-        if following is not None:
-            following.end(ending)
+        if forwarding is not None:
+            forwarding.end(ending)
         if world.rank == 0:
             restore_cursor()
     return summary

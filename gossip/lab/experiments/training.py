@@ -27,8 +27,8 @@ from gossip.lab.experiments.run_summary import summarise
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
-from gossip.lab.loggers.following import say_begun
 from gossip.lab.loggers.jsonl_logger import JsonlLogger
+from gossip.lab.loggers.log_forwarding import announce_begun
 from gossip.lab.loggers.logger import Beginning, Ending, Logger
 
 MODEL_FILE = "model.safetensors"
@@ -266,7 +266,7 @@ def _begun_records(experiment: Experiment, method: Method, state: RunState, fold
         if settings.resume is not None and experiment.is_followed:
             world.gather_bytes(b"", "waiting until all ranks have cut their records")
         if world.rank == 0 and experiment.is_followed:
-            say_begun(folder, state.step)
+            announce_begun(folder, state.step)
         yield records
     finally:
         records.end(Ending("completed", {}))

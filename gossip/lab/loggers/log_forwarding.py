@@ -28,8 +28,8 @@ _PAUSE_S = 0.5  # polling interval for new records
 _RETRY_S = 10.0  # delay between a failure and the next attempt
 
 
-def say_begun(folder: Path, step: int) -> None:
-    """Tell the followers that the files of all ranks hold the records before ``step``, and no later ones. Local."""
+def announce_begun(folder: Path, step: int) -> None:
+    """Tell the forwarders that the files of all ranks hold the records before ``step``, and no later ones. Local."""
     path = folder / STATE_FOLDER / _BEGUN
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -37,7 +37,7 @@ def say_begun(folder: Path, step: int) -> None:
     partial.replace(path)
 
 
-class Follower:
+class LogForwarder:
     """Passes the records of a run to one logger, as they are written.
 
     Parameters
@@ -159,8 +159,8 @@ class Follower:
         return len(found)
 
 
-class Following:
-    """The followers of a run, one for each selected logger.
+class LogForwarding:
+    """The forwarders of a run, one for each selected logger.
 
     Parameters
     ----------
@@ -190,12 +190,12 @@ class Following:
             wait_s=settings.wait_s,
         )
         each_rank = settings.ranks == "each"
-        self._followers = [
-            Follower(name, make, beginning, each_rank=each_rank) for name, make in make_loggers(config).items()
+        self._forwarders = [
+            LogForwarder(name, make, beginning, each_rank=each_rank) for name, make in make_loggers(config).items()
         ]
 
     def __bool__(self) -> bool:
-        return bool(self._followers)
+        return bool(self._forwarders)
 
     def end(self, ending: Ending | None) -> None:
         """Pass the remaining records to the loggers for a bounded time, and end them.
@@ -205,11 +205,11 @@ class Following:
         if ending is not None and not self._keeps_model:
             ending = replace(ending, model=None)
         deadline = time.monotonic() + self._wait_s
-        for follower in self._followers:
-            follower.finish(ending)
-        for follower in self._followers:
-            follower.wait(deadline)
-        if self._followers:
+        for forwarder in self._forwarders:
+            forwarder.finish(ending)
+        for forwarder in self._forwarders:
+            forwarder.wait(deadline)
+        if self._forwarders:
             self._begun.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._begun.parent.rmdir()  # succeeds only if no logger has left state in it

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from pydantic import PositiveFloat
+
 from gossip.lab.experiments.options import FAULTS, blaming, check_options
-from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
 from gossip.lab.loggers.jsonl_logger import JsonlLogger
 from gossip.lab.loggers.logger import Logger
 from gossip.lab.loggers.mlflow_logger import MlflowLogger
@@ -31,8 +32,7 @@ SECTIONS = ("logger", "logging")
 _KEEP_A_MODEL = ("wandb", "mlflow")
 
 
-@dataclass(frozen=True)
-class LoggingSettings:
+class LoggingSettings(Model):
     """The settings common to all loggers of a run.
 
     Attributes
@@ -56,7 +56,7 @@ class LoggingSettings:
     tags: tuple[str, ...] = ()
     ranks: Literal["mean", "each"] = "mean"
     model: bool = False
-    wait_s: float = 30.0
+    wait_s: PositiveFloat = 30.0
 
 
 def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
@@ -67,12 +67,8 @@ def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
     ConfigurationError
         A value is invalid, or incompatible with the rest of the configuration.
     """
-    section = config.get("logging") or {}
-    check_options("logging", LoggingSettings, section)
-    settings = LoggingSettings(**section)
+    settings = read(LoggingSettings, config.get("logging") or {}, "logging")
     chosen = make_loggers(config)
-    if not settings.wait_s > 0:
-        raise ConfigurationError(f"logging.wait_s must be a positive number of seconds, got {settings.wait_s}")
     if settings.ranks == "each" and config.get("engine") == "virtual" and chosen:
         raise ConfigurationError(
             "logging.ranks=each is for ranks that are processes, and engine=virtual has the means only; set "

@@ -92,7 +92,7 @@ class Chart:
     def height_text(self, row: Row) -> str:
         """Format the final y-value of a row, with its spread; a dash if there is none."""
         end = self.end(row)
-        return "-" if end is None else self.y.value_text(Value(mean=end[1], spread=end[2], count=max(len(row.seeds), 1)))
+        return "-" if end is None else self.y.value_text(Value(mean=end[1], spread=end[2], count=1))
 
     def width_text(self, row: Row) -> str:
         """Format the final x-value of a row; a dash if there is none."""

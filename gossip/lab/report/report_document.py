@@ -160,7 +160,7 @@ class Row(Part):
     reasons: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     values: dict[str, Value | None]
-    bars: dict[str, Bar] = {}
+    bars: dict[str, Bar] = Field(default_factory=dict)
     tuning: Tuning | None = None
     curves: Curves | None = None
 
@@ -192,12 +192,12 @@ class Document(Part):
 
     title: str
     description: str | None = None
-    settings: Texts = {}
+    settings: Texts = Field(default_factory=dict)
     metric: Metric
-    cluster: Texts = {}
-    environment: Texts = {}
+    cluster: Texts = Field(default_factory=dict)
+    environment: Texts = Field(default_factory=dict)
     rows: tuple[Row, ...]
-    drawings: dict[str, Annotated[str, AfterValidator(_svg)]] = {}
+    drawings: dict[str, Annotated[str, AfterValidator(_svg)]] = Field(default_factory=dict)
 
 
 def read_document(document: Mapping[str, Any]) -> Document:

@@ -26,7 +26,7 @@ from gossip.elastic.membership_consensus import Consensus
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.loggers.following import Follower
+from gossip.lab.loggers.log_forwarding import LogForwarder
 from gossip.lab.sweeps import sweep_progress
 
 STEP = 5
@@ -143,8 +143,8 @@ def test_a_signal_is_not_awaited_by_a_thread_that_has_failed() -> None:
 
 def test_a_logger_that_cannot_begin_is_named(tmp_path: Path, warnings_told: list[str]) -> None:
     beginning = mock.Mock(folder=tmp_path)
-    with mock.patch.object(Follower, "_await_beginning", fail):
-        follower = Follower("other", mock.Mock(), beginning, each_rank=False)
+    with mock.patch.object(LogForwarder, "_await_beginning", fail):
+        follower = LogForwarder("other", mock.Mock(), beginning, each_rank=False)
         follower._thread.join()
     assert warnings_told == [
         f"logger=other has failed (InjectedError: a bug); training is not affected, and its records are in {tmp_path}"

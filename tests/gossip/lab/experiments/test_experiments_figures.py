@@ -163,7 +163,7 @@ def test_experiment_modules_load_no_optional_package_and_figures_no_pyplot(tmp_p
     code = f"""
 import sys
 from gossip.lab.experiments import datasets, models, partition, records, run_figures
-from gossip.lab.loggers import following
+from gossip.lab.loggers import log_forwarding
 optional = {{"sklearn", "matplotlib", "tensorboard", "wandb", "mlflow", "rich", "hydra", "safetensors"}}
 if loaded := sorted(optional & set(sys.modules)):
     sys.exit(f"loaded {{loaded}}")

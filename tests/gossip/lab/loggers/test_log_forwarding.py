@@ -11,8 +11,8 @@ import pytest
 from loguru import logger as loguru_logger
 
 from gossip.lab.experiments.records import JsonlWriter
-from gossip.lab.loggers import following
-from gossip.lab.loggers.following import Following, say_begun
+from gossip.lab.loggers import log_forwarding
+from gossip.lab.loggers.log_forwarding import LogForwarding, announce_begun
 from gossip.lab.loggers.logger import Beginning, Ending
 from gossip.lab.loggers.logger_choice import LOGGERS
 
@@ -48,8 +48,8 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
     """The logger "kept", and no pauses."""
-    monkeypatch.setattr(following, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(following, "_RETRY_S", 0.001)
+    monkeypatch.setattr(log_forwarding, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(log_forwarding, "_RETRY_S", 0.001)
     monkeypatch.setitem(LOGGERS._entries, "kept", Kept)
     Kept.runs, Kept.endings, Kept.beginnings, Kept.fault = {}, {}, [], staticmethod(lambda *_: None)
     yield Kept
@@ -66,9 +66,9 @@ def told() -> Iterator[list[str]]:
     loguru_logger.remove(sink)
 
 
-def start(folder: Path, **logging: Any) -> Following:
+def start(folder: Path, **logging: Any) -> LogForwarding:
     config = {"logger": {"jsonl": {}, "kept": {}}, "logging": logging, "launch": {"world_size": 2}, "seed": 3}
-    return Following(config, folder)
+    return LogForwarding(config, folder)
 
 
 def train(folder: Path, steps: range) -> None:
@@ -78,10 +78,10 @@ def train(folder: Path, steps: range) -> None:
                 writer.log(step, {"loss": rank + step})
 
 
-def test_following_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
     follows = start(tmp_path, name="mine", group="g", tags=["a"])
     assert follows
-    say_begun(tmp_path, 0)
+    announce_begun(tmp_path, 0)
     train(tmp_path, range(700))
     follows.end(DONE)
     assert kept.runs == {"mean": list(range(700))}
@@ -95,21 +95,21 @@ def test_following_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
 
 
-def test_following_of_a_run_that_goes_on_waits_for_the_ranks(tmp_path: Path, kept: type[Kept]) -> None:
+def test_forwarding_of_a_run_that_goes_on_waits_for_the_ranks(tmp_path: Path, kept: type[Kept]) -> None:
     kept.runs["mean"] = list(range(5))
     train(tmp_path, range(3))
-    say_begun(tmp_path, 99)  # by an attempt that was killed
+    announce_begun(tmp_path, 99)  # by an attempt that was killed
     follows = start(tmp_path)
-    say_begun(tmp_path, 3)
+    announce_begun(tmp_path, 3)
     train(tmp_path, range(3, 9))
     follows.end(DONE)
     assert kept.runs == {"mean": list(range(9))}
     assert kept.beginnings[0].step == 3
 
 
-def test_following_each_rank(tmp_path: Path, kept: type[Kept]) -> None:
+def test_forwarding_each_rank(tmp_path: Path, kept: type[Kept]) -> None:
     follows = start(tmp_path, ranks="each", name="mine")
-    say_begun(tmp_path, 0)
+    announce_begun(tmp_path, 0)
     train(tmp_path, range(4))
     follows.end(DONE)
     assert kept.runs == {"rank0": [0, 1, 2, 3], "rank1": [0, 1, 2, 3]}
@@ -118,7 +118,7 @@ def test_following_each_rank(tmp_path: Path, kept: type[Kept]) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["mean", "each"])
-def test_following_goes_on_after_an_outage_with_one_warning(
+def test_forwarding_goes_on_after_an_outage_with_one_warning(
     tmp_path: Path, kept: type[Kept], told: list[str], ranks: str
 ) -> None:
     failures: list[int] = []
@@ -130,7 +130,7 @@ def test_following_goes_on_after_an_outage_with_one_warning(
 
     kept.fault = staticmethod(fault)
     follows = start(tmp_path, ranks=ranks)
-    say_begun(tmp_path, 0)
+    announce_begun(tmp_path, 0)
     train(tmp_path, range(9))
     follows.end(DONE)
     assert len(failures) == 4
@@ -140,7 +140,7 @@ def test_following_goes_on_after_an_outage_with_one_warning(
     assert "logger=kept has failed (ConnectionError: the server is away); training is not affected" in line
 
 
-def test_following_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+def test_forwarding_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def fault(_: str, step: int) -> None:
@@ -150,7 +150,7 @@ def test_following_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[K
 
     kept.fault = staticmethod(fault)
     follows = start(tmp_path, wait_s=0.01)
-    say_begun(tmp_path, 0)
+    announce_begun(tmp_path, 0)
     train(tmp_path, range(3))
     hangs.wait()
     train(tmp_path, range(3, 5))  # nobody waits
@@ -165,9 +165,9 @@ def test_following_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[K
     assert kept.endings == {}  # it is not begun on what nobody waits for
 
 
-def test_following_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
+def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
     follows = start(tmp_path)
-    say_begun(tmp_path, 0)
+    announce_begun(tmp_path, 0)
     train(tmp_path, range(3))
     with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
         writer.log(3, {"loss": 1.0})
@@ -176,7 +176,7 @@ def test_following_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path:
     assert kept.endings["mean"].status == "failed"
 
 
-def test_following_a_refused_run_begins_nothing(tmp_path: Path, kept: type[Kept]) -> None:
+def test_forwarding_a_refused_run_begins_nothing(tmp_path: Path, kept: type[Kept]) -> None:
     start(tmp_path).end(None)
     assert kept.runs == {}
     assert list(tmp_path.iterdir()) == []

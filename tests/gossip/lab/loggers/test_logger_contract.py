@@ -26,6 +26,9 @@ from gossip.lab.loggers.logger import Beginning, Ending
 from gossip.lab.loggers.logger_choice import LOGGERS
 from gossip.lab.loggers.wandb_files import next_step
 
+# All start in one process, which imports wandb and MLflow.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loggers")]
+
 NUM_STEPS, FLUSHED, RESUMED_AT = 12, 7, 5
 SUMMARY = {"status": "completed", "reason": "", "loss": 0.25, "diverged": None, "wait_by_peer_s": {"1": 0.5}}
 
@@ -58,44 +61,60 @@ def beginning(folder: Path, step: int, rank: int | None) -> Beginning:
     )
 
 
-def first_attempt(name: str, folder: Path, rank: int | None) -> None:
-    logger = LOGGERS.get(name)()
-    assert logger.begin(beginning(folder, 0, rank)) == 0
-    for step in range(FLUSHED + 2):
-        logger.log(step, values_of(step))
-        if step == FLUSHED - 1:
-            logger.flush()
-    deadline = time.monotonic() + 60  # what a process of the library writes is there when that has had its turn
-    while name == "wandb" and next_step(folder, wandb_id(folder, "mean")) == 0 and time.monotonic() < deadline:
-        time.sleep(0.02)
+def first_attempts(folders: list[tuple[str, int | None, Path]]) -> None:
+    for name, rank, folder in folders:
+        logger = LOGGERS.get(name)()
+        assert logger.begin(beginning(folder, 0, rank)) == 0
+        for step in range(FLUSHED + 2):
+            logger.log(step, values_of(step))
+            if step == FLUSHED - 1:
+                logger.flush()
+        # What a process of the library writes is there when that has had its turn.
+        while name == "wandb" and next_step(folder, wandb_id(folder, "mean")) == 0:
+            time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def second_attempt(name: str, folder: Path, rank: int | None, figure: str, model: str) -> int:
-    os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
-    logger = LOGGERS.get(name)()
-    first = logger.begin(beginning(folder, RESUMED_AT, rank))
-    for step in range(first, NUM_STEPS - 2):
-        logger.log(step, values_of(step))
-    logger.flush()
-    for step in range(logger.begin(beginning(folder, NUM_STEPS - 2, rank)), NUM_STEPS):  # as after a failure
-        logger.log(step, values_of(step))
-    logger.end(Ending("completed", SUMMARY, (Path(figure),), Path(model)))
-    return first
+def second_attempts(folders: list[tuple[str, int | None, Path]], figure: Path, model: Path) -> list[int]:
+    firsts = []
+    for name, rank, folder in folders:
+        os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
+        logger = LOGGERS.get(name)()
+        firsts.append(first := logger.begin(beginning(folder, RESUMED_AT, rank)))
+        for step in range(first, NUM_STEPS - 2):
+            logger.log(step, values_of(step))
+        logger.flush()
+        for step in range(logger.begin(beginning(folder, NUM_STEPS - 2, rank)), NUM_STEPS):  # as after a failure
+            logger.log(step, values_of(step))
+        logger.end(Ending("completed", SUMMARY, (figure,), model))
+    return firsts
 
 
-@pytest.fixture(scope="module", params=[*((name, None) for name in LOGGERS.available()), ("jsonl", 3)], ids=str)
-def twice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path, int]:
-    """The logger's name, whose records it got, the run's folder, and where the second attempt went on."""
-    name, rank = request.param
-    folder = tmp_path_factory.mktemp(name)
-    figure, model = folder / "training.png", folder / "model.safetensors"
+CASES = [*((name, None) for name in LOGGERS.available()), ("jsonl", 3)]
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Path, int]]:
+    """For every case the logger's name, whose records it got, the run's folder, and where the second attempt began."""
+    parent = tmp_path_factory.mktemp("runs")
+    figure, model = parent / "training.png", parent / "model.safetensors"
     Image.new("RGB", (3, 2), (255, 0, 0)).save(figure)
     model.write_bytes(b"weights")
+    folders = [(name, rank, parent / f"{name}_{rank}") for name, rank in CASES]
+    for _, _, folder in folders:
+        folder.mkdir()
     with pytest.raises(LaunchError, match="SIGKILL"):
-        launch(first_attempt, name, folder, rank, world_size=1)
-    (first,) = launch(second_attempt, name, folder, rank, str(figure), str(model), world_size=1)
-    return name, "mean" if rank is None else f"rank{rank}", folder, first
+        launch(first_attempts, folders, world_size=1)
+    (firsts,) = launch(second_attempts, folders, figure, model, world_size=1)
+    return [
+        (name, "mean" if rank is None else f"rank{rank}", folder, first)
+        for (name, rank, folder), first in zip(folders, firsts, strict=True)
+    ]
+
+
+@pytest.fixture(params=range(len(CASES)), ids=["_".join(map(str, case)) for case in CASES])
+def twice(request: pytest.FixtureRequest, attempts: list[tuple[str, str, Path, int]]) -> tuple[str, str, Path, int]:
+    return attempts[request.param]
 
 
 def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, str, Path, int]) -> None:
@@ -110,12 +129,7 @@ def test_logger_keeps_what_is_not_a_number_of_a_step(twice: tuple[str, str, Path
 
 
 def check_jsonl(folder: Path, _: str) -> None:
-    assert {path.name for path in folder.iterdir()} <= {
-        "rank3.jsonl",
-        "workers.jsonl",
-        "training.png",
-        "model.safetensors",
-    }
+    assert {path.name for path in folder.iterdir()} <= {"rank3.jsonl", "workers.jsonl"}
 
 
 def check_tensorboard(folder: Path, records: str) -> None:
