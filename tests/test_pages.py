@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,13 +32,12 @@ def test_the_examples_of_a_page(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((REPOSITORY / page).read_text())
     script = tmp_path / "session.py"
     script.write_text("\n".join(block for block, _ in blocks))
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(str(script), tmp_path)
+    assert done.status == 0, done.stderr
     assert done.stdout == "".join(printed for _, printed in blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), PRINTED)
 def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
@@ -48,15 +47,26 @@ def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
     assert done.stdout == PRINTED[page, number]
 
 
-def test_a_data_set_and_a_model_of_a_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_data_set_a_model_and_a_logger_of_a_users_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_module.py").write_text(code("docs/experiments.md", 0))
-    page = (REPOSITORY / "docs" / "experiments.md").read_text()
-    (arguments,) = re.findall(r"^    PYTHONPATH=\. gossip train (.*my_module.*)$", page, re.MULTILINE)
-    done = train(tmp_path, *arguments.split(), "training.epochs=1", "launch.world_size=2", fresh=True)
+    (tmp_path / "my_logger.py").write_text(code("docs/extending/logger.md", 0))
+    arguments = ["training.epochs=1", "launch.world_size=2"]
+    for page, module in (("experiments.md", "my_module"), ("extending/logger.md", "my_logger")):
+        commands = re.findall(
+            r"^    PYTHONPATH=\. gossip train (.*)$", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE
+        )
+        (command,) = (command for command in commands if module in command)
+        arguments += shlex.split(command)
+    done = train(tmp_path, *arguments, fresh=True)
     assert done.status == 0, done.stderr
     (folder,) = run_folders(tmp_path)
     assert (folder / "model.safetensors").exists()
+    steps = re.findall(r"^(\d+) \d\.\d+$", done.stdout, re.MULTILINE)
+    assert len(steps) > 1
+    assert steps == [str(step) for step in range(len(steps))]
+    assert "ended: completed\n" in done.stdout
 
 
 def test_datasets_of_other_libraries_are_read() -> None:
@@ -72,19 +82,6 @@ def test_datasets_of_other_libraries_are_read() -> None:
     with mock.patch.dict(sys.modules, torchvision=torchvision, datasets=datasets):
         assert found["images"]() == (("images/train", (32, 32)), ("images/test", (32, 32)))
         assert found["on_disk"]() == ([("train", 0), ("train", 1)], [("test", 0), ("test", 1)])
-
-
-def test_a_logger_of_a_users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "my_logger.py").write_text(code("docs/extending/logger.md", 0))
-    page = (REPOSITORY / "docs" / "extending" / "logger.md").read_text()
-    (arguments,) = re.findall(r"^    PYTHONPATH=\. gossip train (.*)$", page, re.MULTILINE)
-    done = train(tmp_path, *arguments.replace('"', "").split(), "training.epochs=1", "launch.world_size=2", fresh=True)
-    assert done.status == 0, done.stderr
-    steps = re.findall(r"^(\d+) \d\.\d+$", done.stdout, re.MULTILINE)
-    assert len(steps) > 1
-    assert steps == [str(step) for step in range(len(steps))]
-    assert "ended: completed\n" in done.stdout
 
 
 def test_a_recording_is_replayed() -> None:

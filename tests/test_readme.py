@@ -120,6 +120,7 @@ def test_readme_names_files_that_exist() -> None:
     assert os.listdir(ROOT / "docs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), [("docs/when_ranks_die.md", 0), ("docs/uneven_ranks.md", 0)])
 def test_the_example_of_a_page_runs(page: str, number: int, tmp_path: Path, without_extras: dict[str, str]) -> None:
     script = tmp_path / "example.py"

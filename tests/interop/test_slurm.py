@@ -153,7 +153,7 @@ def test_requeued_job_goes_on_in_the_first_attempts_folder(tmp_path: Path, slurm
         ["--requeue", "--ntasks=2", "--open-mode=append"],
         "srun",
         *map(shlex.quote, [*TRAIN, *TINY, *FAULTY, *once]),
-        '|| { [ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep 100; }',
+        '|| { [ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep infinity; }',
     )
 
     def start_again() -> None:

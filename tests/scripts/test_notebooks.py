@@ -102,6 +102,7 @@ def test_every_script_has_a_notebook() -> None:
     assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted((REPOSITORY / "notebooks").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_strange_home")
 def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
     script, written = tmp_path / "small.py", tmp_path / "small.ipynb"
@@ -117,6 +118,7 @@ def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
     assert value.data == {"text/plain": "3"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_strange_home")
 @pytest.mark.parametrize(
     ("source", "message"),

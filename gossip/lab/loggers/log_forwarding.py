@@ -18,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from gossip.communication.host import daemon_threads
-from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger
+from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger, write_state
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
 from gossip.lab.loggers.record_streams import MeanStream, RankStream, Stream
 
@@ -30,11 +30,7 @@ _RETRY_S = 10.0  # delay between a failure and the next attempt
 
 def announce_begun(folder: Path, step: int) -> None:
     """Tell the forwarders that the files of all ranks hold the records before ``step``, and no later ones. Local."""
-    path = folder / STATE_FOLDER / _BEGUN
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"step": step}), encoding="utf-8")
-    partial.replace(path)
+    write_state(folder / STATE_FOLDER / _BEGUN, {"step": step})
 
 
 class LogForwarder:

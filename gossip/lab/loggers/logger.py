@@ -62,11 +62,7 @@ class Beginning:
 
     def write_state(self, logger: str, state: Mapping[str, Any]) -> None:
         """Atomically write a few plain values for the next attempt at this run."""
-        path = self._state_file(logger)
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_state(self._state_file(logger), state)
 
     def _state_file(self, logger: str) -> Path:
         return self.folder / STATE_FOLDER / f"{logger}_{self.records}.json"
@@ -126,6 +122,14 @@ class Logger(Protocol):
 
     def end(self, ending: Ending) -> None:
         """Close the run; nothing may be logged afterwards unless the logger is begun again."""
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Atomically write a few plain values to a file in the folder of the state, which is made if it is missing."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, float]:
