@@ -41,7 +41,7 @@ from gossip.launching.joining import (
     join_training,
     joined_process_group,
 )
-from gossip.launching.worker_reports import Failure, collect, collect_of_those_left, pickled
+from gossip.launching.worker_reports import Failure, collect, pickled
 
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
@@ -195,7 +195,7 @@ def launch(
         for rank in range(world_size):
             start(rank)
         if on_peer_loss == "continue":
-            results = collect_of_those_left(workers, channels, restart, functools.partial(start, joins=True))
+            results = collect(workers, channels, restart=restart, start=functools.partial(start, joins=True))
         else:
             results = collect(workers, channels)
         for channel in channels:

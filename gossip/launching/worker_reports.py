@@ -42,45 +42,27 @@ def pickled(content: Any) -> bytes:
     return pickle.dumps(content)
 
 
-def collect(workers: Sequence[ForkServerProcess], channels: Sequence[Connection]) -> list[Any]:
-    """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it."""
-    waiting = dict(zip(channels, range(len(workers)), strict=True))
+def collect(
+    workers: Sequence[ForkServerProcess],
+    channels: Sequence[Connection],
+    *,
+    restart: int | None = None,
+    start: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it.
+
+    With ``restart`` the other ranks continue: failures are logged, and raised only if all ranks failed. ``start`` then
+    starts the worker of a rank again, so many times, and appends it and its channel.
+    """
+    waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
     results: list[Any] = [None] * len(workers)
     failures: dict[int, Failure] = {}
+    num_starts: Counter[int] = Counter()
     deadline: float | None = None
     while waiting:
-        ready = wait(list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for channel in ready:
-            assert isinstance(channel, Connection)
-            rank = waiting.pop(channel)
-            report = _receive(workers[rank], channel)
-            if isinstance(report, Failure):
-                failures[rank] = report
-                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
-            else:
-                results[rank] = report
-    if failures:
-        raise _first_cause(failures, {rank: workers[rank] for rank in waiting.values()})
-    return results
-
-
-def collect_of_those_left(
-    workers: Sequence[ForkServerProcess], channels: Sequence[Connection], restart: int, start: Callable[[int], None]
-) -> list[Any]:
-    """Wait for the reports of the ranks that continue; log failures, and raise only if all ranks failed.
-
-    ``start`` starts the worker of a rank again, and appends it and its channel.
-    """
-    world_size = len(workers)
-    waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
-    results: list[Any] = [None] * world_size
-    failures: dict[int, Failure] = {}
-    num_starts: Counter[int] = Counter()
-    while waiting:
-        ready = wait(list(waiting), timeout=_GLANCE_S)
-        if not ready and all(_is_frozen(worker) for _, worker in waiting.values()):
+        patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), timeout=patience_s if restart is None else _GLANCE_S)
+        if not ready and (restart is None or all(_is_frozen(worker) for _, worker in waiting.values())):
             break
         for channel in ready:
             assert isinstance(channel, Connection)
@@ -91,6 +73,9 @@ def collect_of_those_left(
                 failures.pop(rank, None)
                 continue
             failures[rank] = report
+            if restart is None or start is None:
+                deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
+                continue
             num_starts[rank] += 1
             if num_starts[rank] > restart or not waiting or report.is_final:
                 logger.warning("rank {} failed: {}; the others continue if they can", rank, report.summary)
@@ -104,7 +89,7 @@ def collect_of_those_left(
             )
             start(rank)
             waiting[channels[-1]] = rank, workers[-1]
-    if len(failures) == world_size:
+    if failures and (restart is None or len(failures) == len(results)):
         raise _first_cause(failures, dict(waiting.values()))
     return results
 
