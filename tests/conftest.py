@@ -52,8 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # xdist puts large groups before all
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what is there for good out of every later garbage collection: several tests ask for many."""
+    for item in session.items:
+        if hasattr(item, "_id") and hasattr(item, "_nodeid"):
+            item._id = type(item._id).parse(item._nodeid)  # where pytest 9.2 reads the group that pytest-xdist 3.8 adds
     gc.freeze()
 
 
