@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import pickle
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from gossip import AdaptThenCombine, GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError, launch
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -254,49 +255,44 @@ def test_state_dict_of_a_larger_module_and_of_ddp_load() -> None:
 
 # ------------------------------------------------------------------ compilation
 
-COMPILED = {
-    "the module": lambda module, **arguments: GossipDataParallel(
-        torch.compile(module, backend="aot_eager"), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments
-    ),
-    "the module in place": lambda module, **arguments: GossipDataParallel(
-        (module.compile(backend="aot_eager"), module)[1], SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments
-    ),
-    "the wrapper": lambda module, **arguments: torch.compile(
-        GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments), backend="aot_eager"
-    ),
-}
+
+def compiled_module(algorithm: str) -> GossipDataParallel:
+    module = torch.compile(make_module(), backend="aot_eager")
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
 
 
-def train_compiled(what: str) -> None:
-    for algorithm in ALGORITHMS:
-        eager, compiled = wrap(algorithm=algorithm), COMPILED[what](make_module(), algorithm=algorithm)
+def module_compiled_in_place(algorithm: str) -> GossipDataParallel:
+    module = make_module()
+    module.compile(backend="aot_eager")
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
+
+
+def module_with_a_compiled_part(algorithm: str) -> GossipDataParallel:
+    """It is awaited before the whole."""
+    module = make_module()
+    module[3].compile(backend="aot_eager")
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
+
+
+def compiled_wrapper(algorithm: str) -> nn.Module:
+    return torch.compile(wrap(algorithm=algorithm), backend="aot_eager")
+
+
+def train_compiled() -> None:
+    for make, algorithm in itertools.product(
+        (compiled_module, module_compiled_in_place, module_with_a_compiled_part, compiled_wrapper), ALGORITHMS
+    ):
+        eager, compiled = wrap(algorithm=algorithm), make(algorithm)
         for step in range(4):
             for each in (eager, compiled):
                 each(batch(step, eager.rank)).square().mean().backward()
         assert compiled.step == 4
         compiled.state_dict()  # torch's own wrapper does not ask ours for its parameters
         for actual, wanted in zip(compiled.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(actual, wanted)
+            torch.testing.assert_close(actual, wanted, msg=lambda text, make=make: f"{make.__name__}: {text}")
         eager.close()
         compiled.close()
 
 
-@pytest.mark.parametrize("what", COMPILED)
-def test_compiled_model_trains_as_the_eager_one(what: str) -> None:
-    launch(train_compiled, what, world_size=2)
-
-
-def test_compiled_part_of_a_model_is_awaited_before_the_whole() -> None:
-    launch(train_compiled_part, world_size=2)
-
-
-def train_compiled_part() -> None:
-    eager, module = wrap(algorithm=AdaptThenCombine()), make_module()
-    module[3].compile(backend="aot_eager")
-    model = GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=AdaptThenCombine())
-    train(eager, range(3), eager.rank)
-    train(model, range(3), eager.rank)
-    for actual, wanted in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted)
-    eager.close()
-    model.close()
+def test_compiled_model_trains_as_the_eager_one() -> None:
+    launch(train_compiled, world_size=2)

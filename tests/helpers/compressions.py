@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -88,3 +89,16 @@ COMPRESSIONS = {
         views=one_matrix,
     ),
 }
+PER_MECHANISM = ("bf16", "int8", "choco", "powergossip")
+"""One of each way in which messages are made: the others differ in constants, which their codecs' contract covers."""
+SERVED = [(name, topology) for name, row in COMPRESSIONS.items() for topology in row.topologies]
+
+
+def in_turn(num_topologies: int) -> list[tuple[str, str]]:
+    """Each compression with some of the topologies that it serves, one after the other, so that all of them occur."""
+    turns = {names: itertools.cycle(names) for names in (ALL, STATIC)}
+    return [
+        (name, next(turns[row.topologies]))
+        for name, row in COMPRESSIONS.items()
+        for _ in range(min(num_topologies, len(row.topologies)))
+    ]

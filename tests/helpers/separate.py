@@ -16,6 +16,7 @@ from gossip.checkpoints.trained_models import replicas_of
 from topologies import Topology
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 TINY_BUCKETS = 71 / 2**20
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """(model, its samples) -> the mean over them of what is minimised."""
@@ -104,6 +105,31 @@ def make_workers(
 
 def train(workers: VirtualWorkers, inputs: torch.Tensor, loss: Loss = mean_square) -> None:
     loss(workers, inputs).backward()
+
+
+def trained_alike(
+    module: nn.Module,
+    world_size: int = 3,
+    optimizer: Any = SGD,
+    topology: Any = "one_peer_exponential",
+    *,
+    inputs: Callable[[int], torch.Tensor] = lambda step: batch(7, seed=step),
+    loss: Loss = mean_square,
+    num_steps: int = 3,
+    atol: float = 1e-12,
+    combines_first: bool = False,
+    clip_separate: Callable[[nn.Module], object] = lambda _: None,
+    **arguments: Any,
+) -> VirtualWorkers:
+    """Virtual workers whose replicas have been trained as modules apart have, on what ``inputs`` gives for a step."""
+    workers = make_workers(module, world_size, optimizer, topology, **arguments)
+    separate = Separate(module, world_size, optimizer, topology, combines_first=combines_first, clip=clip_separate)
+    for step in range(num_steps):
+        train(workers, inputs(step), loss)
+        separate.train(inputs(step), loss)
+    assert workers.step == num_steps
+    assert_same(workers, separate, atol)
+    return workers
 
 
 def assert_same(workers: VirtualWorkers, separate: Separate, atol: float = 1e-12) -> None:

@@ -1,4 +1,4 @@
-"""Algorithms with outer steps and averages, at their limits; their parts, their delays, and what they refuse."""
+"""Algorithms with outer steps and averages: alone, by parts, with delays, and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from torch import nn
 import gossip
 from gossip import Algorithm, VirtualWorkers
 from gossip.algorithms import (
-    AdaptThenCombine,
     AdaptWhileCommunicating,
     DiLoCo,
     GossipPGA,
@@ -24,44 +22,6 @@ from gossip.algorithms import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-
-
-def train(algorithm: Algorithm, topology: str = "complete") -> np.ndarray:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    workers = VirtualWorkers(module, 4, sgd, topology, algorithm=algorithm, devices=["cpu"])
-    for step in range(8):
-        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        workers(inputs).square().mean().backward()
-    return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
-
-
-@pytest.mark.parametrize(("form", "gossip"), [("atc", AdaptThenCombine()), ("awc", AdaptWhileCommunicating())])
-def test_an_average_after_every_step_at_outer_rate_1_without_momentum_is_gossip(form: str, gossip: Algorithm) -> None:
-    found = train(DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0, form=form))  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, train(gossip), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("form", "gossip"), [("atc", AdaptThenCombine()), ("awc", AdaptWhileCommunicating())])
-def test_slow_momentum_after_every_step_at_rate_1_without_momentum_is_an_average(form: str, gossip: Algorithm) -> None:
-    slowmo = SlowMo(period=1, slow_lr=1.0, slow_momentum=0.0, form=form)  # type: ignore[arg-type]
-    np.testing.assert_allclose(train(slowmo, "ring"), train(gossip, "complete"), rtol=0, atol=1e-12)
-
-
-def test_slow_momentum_without_momentum_is_periodic_averaging() -> None:
-    slowmo = SlowMo(period=3, slow_lr=1.0, slow_momentum=0.0)
-    np.testing.assert_allclose(train(slowmo, "ring"), train(GossipPGA(period=3), "ring"), rtol=0, atol=1e-12)
-
-
-def test_noloco_with_everybody_at_rate_1_and_full_pull_is_an_average() -> None:
-    noloco = NoLoCo(period=1, outer_lr=1.0, outer_momentum=0.0, pull=1.0)
-    np.testing.assert_allclose(train(noloco), train(AdaptThenCombine()), rtol=0, atol=1e-12)
-
-
-def test_streaming_diloco_in_one_part_without_delay_is_diloco() -> None:
-    streaming = StreamingDiLoCo(period=3, parts=1, overlap=1, local_share=0.0)
-    np.testing.assert_allclose(train(streaming), train(DiLoCo(period=3, form="awc")), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +124,7 @@ def test_messages_that_would_be_overtaken_are_not_lost_in_silence() -> None:
 @pytest.mark.parametrize("name", ["ring", "complete", "one_peer_exponential"])
 def test_what_is_no_tree_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' (is not a tree|mixes by another matrix)"):
-        train(RelaySum(), name)
+        small(topology=name, algorithm=RelaySum())
 
 
 class Reader(torch.optim.SGD):
@@ -182,7 +142,7 @@ def test_topology_that_is_no_exact_average_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"topology 'ring' does not average over all ranks .* choose topology=\"complete\""
     ):
-        train(DiLoCo(), "ring")
+        small(topology="ring", algorithm=DiLoCo())
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 
 import topologies
-from gossip import GossipDataParallel, VirtualWorkers
+from gossip import VirtualWorkers
 from gossip.algorithms import IntegralCorrection
 from gossip.algorithms.forms import Form
 
@@ -83,22 +81,7 @@ def test_second_moments_are_mixed_like_values(form: Form) -> None:
     np.testing.assert_allclose(found, dense(form, 20), rtol=0, atol=1e-12)
 
 
-def train_process(form: Form) -> float:
-    adam = partial(torch.optim.Adam, lr=RATE, betas=BETAS, eps=EPSILON)
-    algorithm = IntegralCorrection(form, second_moment="exchange")
-    with GossipDataParallel(Scalar(), adam, "exponential", algorithm=algorithm) as model:
-        for step in range(20):
-            model(batch(step)[dist.get_rank() :][:1]).sum().backward()
-        return float(next(iter(model.state_dict().values())))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("form", ["awc", "atc"])
-def test_processes_mix_second_moments(form: Form) -> None:
-    found = run_ranks(train_process, form, world_size=NUM_RANKS)
-    np.testing.assert_allclose(found, dense(form, 20), rtol=0, atol=1e-11)
-
-
+@pytest.mark.slow
 def test_noise_that_differs_between_ranks_biases_local_second_moments_alone() -> None:
     """Adam divides by the noise: ranks with little of it pull harder, and no correction of updates sees that."""
     local, exchanged = (

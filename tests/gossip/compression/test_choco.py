@@ -1,4 +1,4 @@
-"""CHOCO: the recursion of the paper, its first exchange, its state, and training over processes."""
+"""CHOCO: the recursion of the paper, its first exchange and its state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from exchanging import Ranks
-from ranks import run_ranks
-from training import losses_with
 
 import topologies
 from gossip import BucketShape, Choco
@@ -88,18 +86,6 @@ def test_random_places_are_all_drawn_alike_and_none_twice(ratio: float) -> None:
     assert float(counts.max()) <= high + 6 * expected**0.5
 
 
-def test_ratio_and_gamma_of_one_are_plain_gossip() -> None:
-    topology = topologies.build("ring", 5)
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(500, generator=generator, dtype=torch.float64) for _ in range(5)]
-    ranks = Ranks(Choco(ratio=1.0, gamma=1.0), topology, values)
-    for step in range(5):
-        ranks.mix(step)
-    mixing = torch.from_numpy(topology.round(0).matrix())
-    expected = torch.linalg.matrix_power(mixing, 5) @ torch.stack(values)
-    torch.testing.assert_close(torch.stack(ranks.values), expected, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("sparsifier", SPARSIFIERS)
 def test_public_copies_stay_finite_and_go_on_where_a_value_was_not(sparsifier: str) -> None:
     topology = topologies.build("ring", 3)
@@ -142,11 +128,3 @@ def test_directed_and_changing_topologies_are_refused() -> None:
         Choco().check(ring.then(topologies.build("complete", 4), after=6))
     with pytest.raises(ValueError, match=r"never repeats.*choose int8"):
         Choco().check(topologies.build("random_matching", 4))
-
-
-def test_training_over_processes_ends_near_where_the_values_themselves_end() -> None:
-    compressions = [None, *(Choco(sparsifier=sparsifier) for sparsifier in SPARSIFIERS)]
-    for losses in run_ranks(losses_with, compressions, world_size=4):
-        plain, *compressed = losses
-        for sparsifier, loss in zip(SPARSIFIERS, compressed, strict=True):
-            assert loss <= 1.2 * plain, sparsifier  # without exchanges it is twice as much

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressions import COMPRESSIONS
-from loguru import logger
+from compressions import COMPRESSIONS, PER_MECHANISM
+from listening import logged
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 from torch import nn
@@ -57,7 +57,7 @@ def resume(name: str, folder: str) -> None:
         model.close()
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", PER_MECHANISM)
 def test_training_resumes_bit_for_bit_and_is_the_same_under_debug(name: str, tmp_path: Path) -> None:
     run_ranks(resume, name, str(tmp_path), world_size=WORLD_SIZE)
 
@@ -79,7 +79,7 @@ def spoil(model: GossipDataParallel) -> tuple[int, str]:
 
 
 def spoil_with_each() -> dict[str, tuple[int, str]]:
-    models = {name: make(name) for name in COMPRESSIONS}
+    models = {name: make(name) for name in PER_MECHANISM}
     found = {name: spoil(model) for name, model in models.items()}
     with ThreadPoolExecutor(len(models)) as pool:  # the end waits a second for what the rank that stopped does not send
         for model in models.values():
@@ -94,7 +94,7 @@ def spoilt() -> list[dict[str, tuple[int, str]]]:
 
 
 @pytest.mark.xdist_group("spoilt")
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", PER_MECHANISM)
 def test_a_rank_whose_values_are_spoilt_is_refused_by_its_peers_and_stops(
     spoilt: list[dict[str, tuple[int, str]]], name: str
 ) -> None:
@@ -103,27 +103,28 @@ def test_a_rank_whose_values_are_spoilt_is_refused_by_its_peers_and_stops(
     assert any(num_refused for num_refused, _ in others)
 
 
-def bytes_and_lines(compression: str | None) -> tuple[int, list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    module = nn.Linear(1000, 100)
-    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
-    with GossipDataParallel(module, sgd, "one_peer_hypercube", compression=compression) as model:
-        for _ in range(4):
-            model(torch.randn(8, 1000)).square().mean().backward()
-        stats = model.stats()
-    logger.remove(sink)
-    return stats.bytes_sent, lines
+SHARES = {None: 1, "bf16": 0.5, "int8": 0.27, "int4": 0.14}
 
 
-@pytest.mark.parametrize(
-    ("compression", "share"), [(None, 1), ("bf16", 0.5), ("fp16", 0.5), ("int8", 0.27), ("int4", 0.14)]
-)
-def test_bytes_are_counted_as_they_are_sent(compression: str | None, share: float) -> None:
-    for sent, lines in run_ranks(bytes_and_lines, compression, world_size=2):
-        assert 0.9 * share * 400_400 <= sent <= share * 400_400 * 1.01
-        if lines:
-            assert f"compression {compression or 'none'}" in lines[0]
+def bytes_and_lines() -> list[tuple[int, list[str]]]:
+    found = []
+    for compression in SHARES:
+        with logged("INFO") as lines:
+            sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+            model = GossipDataParallel(nn.Linear(1000, 100), sgd, "one_peer_hypercube", compression=compression)
+            for _ in range(4):
+                model(torch.randn(8, 1000)).square().mean().backward()
+            found.append((model.stats().bytes_sent, lines))
+            model.close()
+    return found
+
+
+def test_bytes_are_counted_as_they_are_sent() -> None:
+    for found in run_ranks(bytes_and_lines, world_size=2):
+        for (compression, share), (sent, lines) in zip(SHARES.items(), found, strict=True):
+            assert 0.9 * share * 400_400 <= sent <= share * 400_400 * 1.01
+            if lines:
+                assert f"compression {compression or 'none'}" in lines[0]
 
 
 @pytest.mark.parametrize(

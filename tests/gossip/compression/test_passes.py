@@ -13,7 +13,6 @@ import pytest
 import torch
 from covering import covering
 from exchanging import Ranks, StackedRanks
-from loguru import logger
 
 from gossip import ModuloQuantization
 from gossip.compression import compiled_passes
@@ -220,15 +219,14 @@ def test_it_is_compiled_where_a_compiler_is(tmp_path: Path) -> None:
     assert compiled_passes.quantized_by() == wanted, "bash scripts/environment.sh builds it"
 
 
-def test_where_it_was_not_built_torch_does_it_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_was_not_built_torch_does_it_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, warnings_told: list[str]
+) -> None:
     library = compiled_passes._library.__wrapped__
     monkeypatch.setattr(compiled_passes, "_library", functools.cache(library))
     monkeypatch.setattr(compiled_passes, "__file__", "/nowhere/compiled_passes.py")
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
     made = [passes(Layout.of(100, 8), CPU) for _ in range(3)]
-    logger.remove(sink)
     assert [type(each) for each in made] == [EagerPasses] * 3
-    (line,) = lines
+    (line,) = warnings_told
     assert "int8 and int4 run uncompiled" in line
     assert "/nowhere/lattice_passes" in line

@@ -17,6 +17,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "sgd foreach": functools.partial(torch.optim.SGD, lr=0.1, foreach=True),
     "adam amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "sgd fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adam fused": functools.partial(torch.optim.Adam, lr=0.1, fused=True),
+    "adagrad fused": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
     "adamw fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "nadam": functools.partial(torch.optim.NAdam, lr=0.01),
     "radam": functools.partial(torch.optim.RAdam, lr=0.01),
@@ -89,22 +92,6 @@ def test_optimizer_built_before_wrapping_is_the_one_that_is_used() -> None:
         assert torch.equal(model.state_dict()[key], wanted)
 
 
-def test_state_dict_loaded_in_mid_training_is_used() -> None:
-    model = GossipDataParallel(make_module(), OPTIMIZERS["adam amsgrad"], bucket_cap_mb=TINY_BUCKETS)
-    for step in range(2):
-        model(batch(step)).square().mean().backward()
-    saved, values = copy.deepcopy(model.optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    model(batch(2)).square().mean().backward()
-    wanted = copy.deepcopy(model.state_dict())
-    for step in range(3, 6):
-        model(batch(step)).square().mean().backward()
-    model.load_state_dict(values)
-    model.optimizer.load_state_dict(saved)
-    model(batch(2)).square().mean().backward()
-    for key, value in wanted.items():
-        assert torch.equal(model.state_dict()[key], value), key
-
-
 def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
     model = GossipDataParallel(make_module(), OPTIMIZERS["sgd"])
     model(batch(0)).square().mean().backward()
@@ -132,24 +119,3 @@ def test_group_added_after_wrapping_is_trained_from_then_on() -> None:
         assert all(parameter.grad is None for parameter in module.parameters())
     for key, wanted in plain.state_dict().items():
         assert torch.equal(module.state_dict()[key], wanted), key
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
-        functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10),
-        functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-        functools.partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
-    ],
-)
-def test_schedulers_work_without_a_warning(scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler]) -> None:
-    model = GossipDataParallel(make_module(), OPTIMIZERS["sgd"], bucket_cap_mb=TINY_BUCKETS)
-    plain = torch.optim.SGD(make_module().parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    ours, theirs = scheduler(model.optimizer), scheduler(plain)
-    for step in range(5):
-        model(batch(step)).square().mean().backward()
-        ours.step()
-        plain.step()
-        theirs.step()
-        assert ours.get_last_lr() == theirs.get_last_lr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -87,21 +88,20 @@ def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.
     return values, losses, events
 
 
-def train_with_and_without_closure(factory: str) -> None:
-    for algorithm in ("adapt_while_communicating", "adapt_then_combine"):
+def train_with_and_without_closure() -> None:
+    for factory, algorithm in itertools.product(FACTORIES, ("adapt_while_communicating", "adapt_then_combine")):
         with_closure = train(factory, algorithm, with_closure=True)
         without = train(factory, algorithm, with_closure=False)
-        assert all(map(torch.equal, with_closure[0], without[0])), algorithm
-        assert with_closure[1] == without[1], algorithm
-        assert with_closure[2] == without[2], algorithm
+        assert all(map(torch.equal, with_closure[0], without[0])), (factory, algorithm)
+        assert with_closure[1] == without[1], (factory, algorithm)
+        assert with_closure[2] == without[2], (factory, algorithm)
         if algorithm == "adapt_while_communicating":  # messages travel while gradients are taken
             second_step = with_closure[2][with_closure[2].index("stepped") + 1 :]
             assert second_step[:2] == ["gradients", "mixed"]
 
 
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_closure_makes_the_steps_of_the_loop_without_one(factory: str) -> None:
-    run_ranks(train_with_and_without_closure, factory, world_size=2)
+def test_closure_makes_the_steps_of_the_loop_without_one() -> None:
+    run_ranks(train_with_and_without_closure, world_size=2)
 
 
 def test_gradients_of_a_closure_that_are_not_finite_are_not_applied() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -30,18 +31,51 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
 
 
+def optimizers_of(model: GossipDataParallel) -> tuple[torch.optim.Optimizer, ...]:
+    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
+
+
 def step_all(model: GossipDataParallel) -> None:
     if not model._arguments.step_in_backward:
-        optimizers = model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
-        for optimizer in optimizers:
+        for optimizer in optimizers_of(model):
             optimizer.step()
-        for optimizer in optimizers:
+        for optimizer in optimizers_of(model):
             optimizer.zero_grad()
 
 
 def assert_equal(model: nn.Module, plain: nn.Module) -> None:
     for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(actual, wanted), name
+
+
+def trained_as_plain(
+    make: Callable[[nn.Module], tuple[torch.optim.Optimizer, ...]],
+    mode: str,
+    make_scheduler: Callable[[torch.optim.Optimizer], object] | None = None,
+    num_steps: int = 4,
+    *metrics: float,
+) -> GossipDataParallel:
+    """A model whose training, without a warning, was that of the bare module with these optimizers, bit for bit."""
+    plain, module = make_module(), make_module()
+    optimizers = make(plain)
+    model = GossipDataParallel(module, make(module), bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The epoch parameter in", UserWarning)  # SequentialLR calls it itself
+        all_optimizers = (*optimizers_of(model), *optimizers) if make_scheduler is not None else ()
+        schedulers = [make_scheduler(each) for each in all_optimizers]
+        for step in range(num_steps):
+            plain(batch(step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            step_all(model)
+            for scheduler in schedulers:
+                scheduler.step(*metrics)
+    assert model.step == num_steps
+    assert_equal(model, plain)
+    return model
 
 
 def no_decay_on_biases_and_norms(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
@@ -82,17 +116,7 @@ class Sharpened(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_third_party_optimizer(mode: str) -> None:
-    factory = functools.partial(Sharpened, lr=0.1)
-    plain = make_module()
-    optimizer = factory(plain.parameters())
-    model = GossipDataParallel(make_module(), factory, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-    for step in range(4):
-        plain(batch(step)).square().mean().backward()
-        optimizer.step()
-        plain.zero_grad()
-        model(batch(step)).square().mean().backward()
-        step_all(model)
-    assert_equal(model, plain)
+    trained_as_plain(lambda module: (Sharpened(module.parameters(), lr=0.1),), mode)
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -104,24 +128,7 @@ def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.opti
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("mode", MODES)
 def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
-    plain, module = make_module(), make_module()
-    optimizers = muon_and_adamw(plain)
-    model = GossipDataParallel(module, muon_and_adamw(module), bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-    ours = [lr_scheduler.ExponentialLR(each, 0.9) for each in model.optimizer]
-    theirs = [lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(4):
-            plain(batch(step)).square().mean().backward()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
-            model(batch(step)).square().mean().backward()
-            step_all(model)
-            for each in (*ours, *theirs):
-                each.step()
-    assert model.step == 4
-    assert_equal(model, plain)
+    trained_as_plain(muon_and_adamw, mode, lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9))
 
 
 def test_optimizers_that_share_a_parameter_are_refused_by_name() -> None:
@@ -142,34 +149,11 @@ def test_one_of_two_optimizers_stepped_twice_is_refused() -> None:
         model.optimizer[0].step()
 
 
-def test_closure_optimizer_works_outside_backward_and_is_refused_inside() -> None:
-    factory = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
-
-    def fit(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = module(batch(0)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-
-    plain = make_module()
-    fit(plain, factory(plain.parameters()))
-
-    def unnamed(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return factory([parameter for _, parameter in named])
-
-    model = GossipDataParallel(make_module(), unnamed, step_in_backward=False)
-    fit(model, model.optimizer)
-    assert model.step == 3
-    assert_equal(model, plain)
-    for options in ({}, {"clip_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(
-            ValueError, match=r"LBFGS evaluates a closure several times per step.*step_in_backward=False"
-        ):
-            GossipDataParallel(make_module(), unnamed, **options)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}])
+def test_closure_optimizer_is_refused_inside_backward(options: dict[str, object]) -> None:
+    module = make_module()
+    with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times per step.*step_in_backward=False"):
+        GossipDataParallel(module, torch.optim.LBFGS(module.parameters()), **options)
 
 
 class CountingInGroup(torch.optim.SGD):
@@ -182,18 +166,8 @@ class CountingInGroup(torch.optim.SGD):
 
 @pytest.mark.parametrize("mode", ["all at once", "outside"])
 def test_optimizer_that_counts_in_its_groups_works_where_it_is_stepped_at_once(mode: str) -> None:
-    factory = functools.partial(CountingInGroup, lr=0.1)
-    plain = make_module()
-    optimizer = factory(plain.parameters())
-    model = GossipDataParallel(make_module(), factory, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-    for step in range(4):
-        plain(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        step_all(model)
-    assert_equal(model, plain)
-    assert model.optimizer.param_groups[0]["count"] == 4
+    model = trained_as_plain(lambda module: (CountingInGroup(module.parameters(), lr=0.1),), mode)
+    assert optimizers_of(model)[0].param_groups[0]["count"] == 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -254,24 +228,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "mode"), zip(SCHEDULERS, itertools.cycle(MODES), strict=False))
 def test_every_scheduler_works_as_ever(name: str, mode: str) -> None:
-    plain, model = make_module(), GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-    optimizer = SGD(plain.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "The epoch parameter in", UserWarning)  # SequentialLR calls it itself
-        ours, theirs = SCHEDULERS[name](model.optimizer), SCHEDULERS[name](optimizer)
-        for step in range(5):
-            plain(batch(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model(batch(step)).square().mean().backward()
-            step_all(model)
-            for each in (ours, theirs):
-                each.step(1.0) if name == "ReduceLROnPlateau" else each.step()
-    assert_equal(model, plain)
+    metrics = (1.0,) if name == "ReduceLROnPlateau" else ()
+    trained_as_plain(lambda module: (SGD(module.parameters()),), mode, SCHEDULERS[name], 5, *metrics)
 
 
 def test_schedulers_of_torch_are_all_in_the_table() -> None:
@@ -355,16 +315,8 @@ def test_pre_average_hook_sees_every_exchange_with_its_own_round(algorithm: str)
             torch.testing.assert_close(mixed, torch.einsum("ij,j...->i...", matrix, sent))
 
 
-def watch_changes(compression: str) -> str:
-    module = make_module()
-    optimizer = Watching(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="pre_average_hook") as caught:
-        GossipDataParallel(module, optimizer, "ring", compression=compression)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("compression", ["choco", "powergossip"])
 def test_pre_average_hook_is_refused_where_messages_are_changes(compression: str) -> None:
-    for text in run_ranks(watch_changes, compression, world_size=2):
-        assert "cannot serve Watching" in text
-        assert "choose none, bf16, fp16, int8 or int4" in text
+    text = r"cannot serve Watching.*pre_average_hook.*choose none, bf16, fp16, int8 or int4"
+    with pytest.raises(ValueError, match=text):
+        GossipDataParallel(make_module(), functools.partial(Watching, lr=0.1), "ring", compression=compression)

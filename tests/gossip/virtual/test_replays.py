@@ -76,8 +76,7 @@ class Rows(Pair):
         return super().forward(target[0])[None]
 
 
-@pytest.mark.parametrize("rests", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "rests"), [("plain sgd", False), ("sgd", True), ("adamw", False)])
 def test_a_replay_is_the_run(optimizer: str, rests: bool) -> None:
     num_steps = [6, 25, 11, 40]
     with unsupervised.started(train, num_steps, optimizer, rests, world_size=4) as ranks:

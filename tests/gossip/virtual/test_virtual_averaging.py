@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 from separate import Separate, assert_same, batch, make_module, make_workers, train
 
 from gossip import GossipError
-
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-WORLD_SIZES = (1, 2, 3, 5, 8)
 
 
 def test_averaged_is_the_mean_and_changes_nothing() -> None:

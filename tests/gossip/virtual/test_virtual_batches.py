@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 from separate import batch, make_workers
 from torch import nn
-
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-WORLD_SIZES = (1, 2, 3, 5, 8)
 
 
 class Echo(nn.Module):
@@ -33,7 +29,7 @@ class Echo(nn.Module):
         return scaled((*args, kwargs))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8, 11])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_outputs_come_in_the_order_of_the_samples(dim: int, num_samples: int, world_size: int) -> None:

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from separate import Separate, assert_same, batch, make_module, make_workers, stacked, train
+from separate import ADAM, Separate, assert_same, batch, make_module, make_workers, stacked, train, trained_alike
 from torch import nn
 
 from gossip import GossipError
-
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-WORLD_SIZES = (1, 2, 3, 5, 8)
 
 
 def clip_all(module: nn.Module) -> None:
@@ -31,28 +28,24 @@ def clip_each(module: nn.Module) -> None:
 @pytest.mark.parametrize(("clip", "reference"), [("global", clip_all), ("bucket", clip_each)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_clipping_equals_torchs(dtype: torch.dtype, clip: str, reference: Callable[[nn.Module], object]) -> None:
-    module = make_module().to(dtype)
-    sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    bucket_cap_mb = 1e-6  # a bucket for every parameter
-    workers = make_workers(module, 3, sgd, clip_grad_norm=0.05, clip=clip, bucket_cap_mb=bucket_cap_mb)
-    separate = Separate(module, 3, sgd, clip=reference)
-    for step in range(3):
-        inputs = batch(6, seed=step).to(dtype) * torch.tensor([10.0, 1e-3, 1.0]).repeat_interleave(2)[:, None].to(dtype)
-        train(workers, inputs)
-        separate.train(inputs)
-    assert_same(workers, separate, atol={torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
+    sizes = torch.tensor([10.0, 1e-3, 1.0]).repeat_interleave(2)[:, None].to(dtype)
+    trained_alike(
+        make_module().to(dtype),
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        inputs=lambda step: batch(6, seed=step).to(dtype) * sizes,
+        atol={torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype],
+        clip_separate=reference,
+        clip_grad_norm=0.05,
+        clip=clip,
+        bucket_cap_mb=1e-6,  # a bucket for every parameter
+    )
 
 
 def test_parameters_of_several_dtypes_are_clipped_together() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4).double(), nn.Linear(4, 2))
     module[1].register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-    workers = make_workers(module, 3, clip_grad_norm=0.05)
-    separate = Separate(module, 3, clip=lambda each: clip_all(each))
-    for step in range(3):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
-    assert_same(workers, separate, atol=1e-6)
+    trained_alike(module, atol=1e-6, clip_separate=clip_all, clip_grad_norm=0.05)
 
 
 @pytest.mark.parametrize("clipping", [{}, {"clip_grad_norm": 1e9}, {"clip_grad_norm": 1e9, "clip": "bucket"}])

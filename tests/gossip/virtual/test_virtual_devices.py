@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import (
-    SGD,
-    TINY_BUCKETS,
-    Separate,
-    assert_equal_states,
-    assert_same,
-    batch,
-    make_module,
-    make_workers,
-    stacked,
-    train,
-)
+from separate import TINY_BUCKETS, assert_equal_states, batch, make_module, make_workers, stacked, train, trained_alike
 from torch import nn
 
 import topologies
@@ -42,24 +31,22 @@ def run(workers: VirtualWorkers) -> VirtualWorkers:
     return workers
 
 
-@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_kinds_of_rounds(rounds: str, devices: int) -> None:
+def test_kinds_of_rounds(rounds: str) -> None:
     optimizer = functools.partial(torch.optim.Adam, lr=0.01)
     one = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds]))
-    several = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds], devices=["cpu"] * devices))
+    several = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds], devices=["cpu"] * 3))
     for name, values in stacked(one).items():
         torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-12)
     assert several.consensus_distance() == pytest.approx(one.consensus_distance(), rel=1e-9)
     assert several.stats() == one.stats()
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("compression", ["bf16", "fp16", "int8", "int4", "choco", "powergossip"])
-def test_compressions(compression: str, devices: int) -> None:
+@pytest.mark.parametrize("compression", ["bf16", "int8", "choco", "powergossip"])
+def test_compressions(compression: str) -> None:
     one, several = (
         run(make_workers(make_module(), 5, topology="ring", compression=compression, devices=["cpu"] * each))
-        for each in (1, devices)
+        for each in (1, 3)
     )
     for name, values in stacked(one).items():
         torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-9)
@@ -116,18 +103,6 @@ def test_names_come_once_for_each_device() -> None:
     assert workers.every(batch(4)).shape == (5, 4, 2)
 
 
-def test_outputs_come_in_the_order_of_the_samples() -> None:
-    module = make_module()
-    separate = Separate(module, 5)
-    workers = make_workers(module, 5, devices=["cpu", "cpu", "cpu"])
-    train(workers, batch(13))
-    separate.train(batch(13))
-    assert_same(workers, separate)
-    parts = batch(13, seed=1).tensor_split(5)
-    wanted = torch.cat([each(own) for each, own in zip(separate.modules, parts, strict=True)])
-    torch.testing.assert_close(workers(batch(13, seed=1)), wanted)
-
-
 def test_one_after_the_other_on_several_devices() -> None:
     class Branching(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -135,10 +110,4 @@ def test_one_after_the_other_on_several_devices() -> None:
             return output if float(output.detach().sum()) > 0 else 2 * output
 
     torch.manual_seed(0)
-    module = Branching(3, 2).double()
-    workers, separate = make_workers(module, 5, SGD, devices=["cpu"] * 2), Separate(module, 5, SGD)
-    for step in range(3):
-        train(workers, batch(7, seed=step))
-        separate.train(batch(7, seed=step))
-    assert not workers.is_vectorised
-    assert_same(workers, separate)
+    assert not trained_alike(Branching(3, 2).double(), 5, devices=["cpu"] * 2).is_vectorised

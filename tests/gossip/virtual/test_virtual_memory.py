@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,9 +60,14 @@ def many_parameters() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(31, 31), nn.Tanh())])
 
 
-@pytest.mark.parametrize("make", [one_large_parameter, many_parameters])
-@pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", "complete"])
-@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("make", "topology", "clip_grad_norm"),
+    covering(
+        itertools.product(
+            (one_large_parameter, many_parameters), ("one_peer_exponential", "ring", "complete"), (None, 1.0)
+        )
+    ),
+)
 def test_four_copies(make: Any, topology: str, clip_grad_norm: float | None) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     gc.collect()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from loguru import logger
-from separate import Separate, assert_same, batch, make_workers, train
+from separate import Separate, assert_same, batch, make_workers, train, trained_alike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip import VirtualWorkers
 from gossip.lab.experiments.models import CharTransformer, SmallCNN
-
-
-@pytest.fixture
-def notices() -> Iterator[list[str]]:
-    """What is logged meanwhile."""
-    found: list[str] = []
-    handle = logger.add(lambda message: found.append(message.record["message"]), level="WARNING")
-    yield found
-    logger.remove(handle)
 
 
 class Last(nn.Module):
@@ -153,23 +143,18 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", [*VECTORISED, *ONE_BY_ONE])
-def test_training_equals_separate_modules(case: str, world_size: int, notices: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("case", "world_size"), [*((case, 3) for case in (*VECTORISED, *ONE_BY_ONE)), ("batch norm", 1), ("GRU", 1)]
+)
+def test_training_equals_separate_modules(case: str, world_size: int, warnings_told: list[str]) -> None:
     make, inputs = (VECTORISED | ONE_BY_ONE)[case]
     torch.manual_seed(0)
-    module = make().double()
-    workers, separate = make_workers(module, world_size), Separate(module, world_size)
-    for step in range(3):
-        own = inputs(3 * world_size - 1 if world_size > 1 else 3, step)
-        train(workers, own)
-        separate.train(own)
-    assert_same(workers, separate, atol=1e-10)
-    assert workers.step == 3
+    num_samples = 3 * world_size - (world_size > 1)
+    workers = trained_alike(make().double(), world_size, inputs=lambda step: inputs(num_samples, step), atol=1e-10)
     assert workers.is_vectorised == (case in VECTORISED)
-    assert len(notices) == (case not in VECTORISED)
-    if notices:
-        assert "cannot be vectorised over the replicas, which run one after the other" in notices[0]
+    assert len(warnings_told) == (case not in VECTORISED)
+    if warnings_told:
+        assert "cannot be vectorised over the replicas, which run one after the other" in warnings_told[0]
 
 
 @pytest.mark.parametrize("case", ["batch norm", "SmallCNN", "batch norm with plain means"])
@@ -285,16 +270,16 @@ def test_a_failed_attempt_leaves_no_trace_in_the_modules_attributes() -> None:
 
 
 @pytest.mark.parametrize("case", ["vectorised", "one by one"])
-def test_a_users_mistake_is_his_own_error_and_changes_nothing(case: str, notices: list[str]) -> None:
+def test_a_users_mistake_is_his_own_error_and_changes_nothing(case: str, warnings_told: list[str]) -> None:
     module = (nn.Linear(3, 2) if case == "vectorised" else Branching()).double()
     workers = make_workers(module, 3)
     if case == "one by one":
         train(workers, batch(6))
-    is_vectorised, num_notices = workers.is_vectorised, len(notices)
+    is_vectorised, num_notices = workers.is_vectorised, len(warnings_told)
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(2x5 and 3x2\)"):
         workers(batch(6, 5))
     assert workers.is_vectorised == is_vectorised == (case == "vectorised")
-    assert len(notices) == num_notices
+    assert len(warnings_told) == num_notices
     train(workers, batch(6))
     assert workers.is_vectorised == is_vectorised
 
@@ -328,7 +313,7 @@ def test_autocast() -> None:
     assert_same(workers, separate, atol=1e-2)
 
 
-def test_modules_part_by_part_in_evaluation_mode(notices: list[str]) -> None:
+def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> None:
     """A frozen batch norm inside of a model that trains, also where copies run."""
     torch.manual_seed(0)
     for make in (
@@ -344,17 +329,13 @@ def test_modules_part_by_part_in_evaluation_mode(notices: list[str]) -> None:
             train(workers, batch(6, seed=step))
             separate.train(batch(6, seed=step))
         assert_same(workers, separate)
-    assert len(notices) == 1
+    assert len(warnings_told) == 1
 
 
 def test_what_vmap_does_slowly_is_still_right() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 2)).double()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(2):
-        train(workers, indices(6, step))
-        separate.train(indices(6, step))
-    assert_same(workers, separate)
+    trained_alike(module, inputs=lambda step: indices(6, step))
 
 
 class KeepsHidden(nn.Module):

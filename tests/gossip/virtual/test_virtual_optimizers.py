@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train
+from separate import SGD, Separate, assert_same, batch, make_module, make_workers, train, trained_alike
 from torch import nn
 
 from gossip import AccumAdam, AccumAdamW, VirtualWorkers
@@ -54,13 +54,7 @@ class WithScalar(nn.Module):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_update_each_replica_as_its_own(name: str) -> None:
-    optimizer = OPTIMIZERS[name]
-    module = WithScalar().double()
-    workers, separate = make_workers(module, 3, optimizer), Separate(module, 3, optimizer)
-    for step in range(4):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
-    assert_same(workers, separate, atol=1e-9)
+    trained_alike(WithScalar().double(), 3, OPTIMIZERS[name], num_steps=4, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -91,23 +85,15 @@ def test_groups_by_dimensions_see_the_bare_shapes() -> None:
         assert [len(matrices), len(vectors)] == [2, 2]
         return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}])
 
-    workers, separate = make_workers(make_module(), 3, by_dimensions), Separate(make_module(), 3, by_dimensions)
-    for step in range(3):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
-    assert_same(workers, separate)
+    trained_alike(make_module(), 3, by_dimensions)
 
 
 def test_several_optimizers() -> None:
     def halves(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
         return torch.optim.SGD(named[:2], lr=0.1, momentum=0.9), torch.optim.Adam(named[2:], lr=0.01)
 
-    workers, separate = make_workers(make_module(), 3, halves), Separate(make_module(), 3, halves)
+    workers = trained_alike(make_module(), 3, halves)
     assert [type(each).__name__ for each in workers.optimizer] == ["SGD", "Adam"]
-    for step in range(3):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
-    assert_same(workers, separate)
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "Adam", "Adagrad", "RMSprop", "NAdam", "Rprop"])

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loguru import logger
-from separate import SGD, Separate, assert_same, batch, make_module, make_workers, stacked, train
+from covering import covering
+from separate import ADAM, SGD, Separate, assert_same, batch, make_module, make_workers, stacked, train, trained_alike
 from torch import nn
 from torch.nn import functional
 
 import topologies
 from gossip import AdaptWhileCommunicating, VirtualWorkers
 
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-WORLD_SIZES = (1, 2, 3, 5, 8)
-
-
 # ---------------------------------------------------------------- steps
 
 
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
-@pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", "complete", "random_matching"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("world_size", "topology", "algorithm"),
+    covering(
+        itertools.product(
+            (1, 2, 3, 5, 8),
+            ("one_peer_exponential", "ring", "complete", "random_matching"),
+            ("adapt_while_communicating", "adapt_then_combine"),
+        )
+    ),
+)
 def test_training_equals_separate_modules(world_size: int, topology: str, algorithm: str) -> None:
-    module = make_module()
-    workers = make_workers(module, world_size, topology=topology, algorithm=algorithm)
-    separate = Separate(module, world_size, topology=topology, combines_first=algorithm == "adapt_then_combine")
-    for step in range(4):
-        inputs = batch(3 * world_size + step, seed=step)
-        train(workers, inputs)
-        separate.train(inputs)
-        assert_same(workers, separate)
-    assert workers.step == 4
+    workers = trained_alike(
+        make_module(),
+        world_size,
+        topology=topology,
+        inputs=lambda step: batch(3 * world_size + step, seed=step),
+        num_steps=4,
+        combines_first=algorithm == "adapt_then_combine",
+        algorithm=algorithm,
+    )
     assert workers.is_vectorised
     if world_size > 1 and algorithm == "adapt_while_communicating":
         assert workers.consensus_distance()[0] > 1e-4, "the replicas should differ: else nothing is shown"
@@ -46,13 +50,8 @@ def test_training_equals_separate_modules(world_size: int, topology: str, algori
 @pytest.mark.parametrize("world_size", [12, 17])
 def test_large_groups_equal_separate_modules(world_size: int) -> None:
     """They are mixed by their means, rather than by sums of rows."""
-    module = make_module()
     topology = topologies.build("complete", world_size).every(2)
-    workers, separate = make_workers(module, world_size, topology=topology), Separate(module, world_size, SGD, topology)
-    for step in range(4):
-        train(workers, batch(world_size, seed=step))
-        separate.train(batch(world_size, seed=step))
-    assert_same(workers, separate)
+    trained_alike(make_module(), world_size, topology=topology, inputs=lambda step: batch(world_size, seed=step))
 
 
 def test_buckets_change_nothing() -> None:
@@ -80,13 +79,7 @@ def test_gamma_scales_what_is_mixed() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 7])
 def test_replicas_without_samples_are_mixed_only(num_samples: int) -> None:
-    module = make_module()
-    workers, separate = make_workers(module, 4, topology="ring"), Separate(module, 4, topology="ring")
-    for step in range(3):
-        inputs = batch(num_samples, seed=step)
-        train(workers, inputs)
-        separate.train(inputs)
-    assert_same(workers, separate)
+    trained_alike(make_module(), 4, topology="ring", inputs=lambda step: batch(num_samples, seed=step))
 
 
 def test_sum_takes_gradients_as_they_are() -> None:
@@ -115,12 +108,7 @@ def test_a_loss_of_several_outputs_that_depend_on_each_other() -> None:
         return logits.square().mean() + hidden.abs().mean()
 
     torch.manual_seed(0)
-    module = TwoOutputs().double()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(3):
-        train(workers, batch(7, seed=step), loss)
-        separate.train(batch(7, seed=step), loss)
-    assert_same(workers, separate)
+    trained_alike(TwoOutputs().double(), loss=loss)
 
 
 def test_the_inputs_gradient_is_that_of_the_loss() -> None:
@@ -137,13 +125,7 @@ def test_a_gradient_penalty_makes_a_step() -> None:
         (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         return gradient.square().sum(1).mean()
 
-    module = make_module()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(3):
-        train(workers, batch(7, seed=step), penalty)
-        separate.train(batch(7, seed=step), penalty)
-    assert workers.step == 3
-    assert_same(workers, separate)
+    trained_alike(make_module(), loss=penalty)
 
 
 def test_gradients_of_inputs_alone_make_no_step() -> None:
@@ -159,13 +141,7 @@ def test_two_calls_in_one_backward_make_one_step() -> None:
     def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
         return (model(inputs) * model(inputs + 1)).mean()
 
-    module = make_module()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(2):
-        train(workers, batch(7, seed=step), loss)
-        separate.train(batch(7, seed=step), loss)
-    assert workers.step == 2
-    assert_same(workers, separate)
+    trained_alike(make_module(), loss=loss)
 
 
 def test_no_sync_accumulates() -> None:
@@ -183,10 +159,10 @@ def test_no_sync_accumulates() -> None:
     assert_same(workers, separate)
 
 
-def test_calls_of_the_optimizer_that_no_backward_pass_precedes_do_nothing_and_are_told_once() -> None:
+def test_calls_of_the_optimizer_that_no_backward_pass_precedes_do_nothing_and_are_told_once(
+    warnings_told: list[str],
+) -> None:
     workers = make_workers(make_module(), 3)
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
     train(workers, batch(6))
     workers.optimizer.step()
     before = [parameter.detach().clone() for parameter in workers.parameters()]
@@ -194,9 +170,8 @@ def test_calls_of_the_optimizer_that_no_backward_pass_precedes_do_nothing_and_ar
         with workers.no_sync():
             train(workers, batch(6))
         workers.optimizer.step()
-    logger.remove(sink)
     assert all(map(torch.equal, workers.parameters(), before))
-    (line,) = lines
+    (line,) = warnings_told
     assert "step 1: optimizer.step() did nothing: there are gradients" in line
     assert "train in processes, by GossipDataParallel(step_in_backward=False)" in line
 
@@ -259,9 +234,10 @@ class Awkward(nn.Module):
         return functional.conv2d(image, self.filters) + self.empty.sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bucket_cap_mb", [71 / 2**20, 1.0])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+@pytest.mark.parametrize(
+    ("optimizer", "bucket_cap_mb", "dtype"),
+    covering(itertools.product((SGD, ADAM), (71 / 2**20, 1.0), (torch.float64, torch.float32, torch.bfloat16))),
+)
 def test_awkward_parameters(optimizer: Any, bucket_cap_mb: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = Awkward().to(dtype)
