@@ -106,6 +106,7 @@ class Asynchronous(Algorithm):
 
     unclipped_because = "has no rounds whose two ends could clip alike"
     is_asynchronous = True
+    _constants = ("max_staleness",)
 
     def __init__(
         self, max_staleness: int = 2, history: list[Average] | None = None, replay: Recording | None = None
@@ -120,9 +121,6 @@ class Asynchronous(Algorithm):
     def steps_alone(self, step: int, round_: Round) -> bool:
         del step
         return not round_.is_identity
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}(max_staleness={self.max_staleness})"
 
 
 def in_pairs(topology: Topology) -> Topology:

@@ -164,6 +164,7 @@ class Algorithm:
     follows_learning_rate: ClassVar[bool] = False
     weighs_by: ClassVar[str | None] = None
     unclipped_because: ClassVar[str] = ""
+    _constants: ClassVar[tuple[str, ...]] = ()
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
         """Return the algorithm bound to a topology that meets ``requires``; by default the algorithm itself.
@@ -234,7 +235,7 @@ class Algorithm:
         bucket.numbers.update({name: ones.clone() for name in self.numbers})
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        """Combine what has arrived, in place.
+        """Combine what has arrived, in place; by default with the values and what is kept under a channel's name.
 
         With one channel it is called piecewise, each time with a view of a part of the bucket; with several channels
         once.
@@ -246,6 +247,9 @@ class Algorithm:
         got : mapping of str to Arrived
             What arrived, by channel and number.
         """
+        for channel in self.sends[1:]:
+            if channel in bucket.kept:
+                bucket.kept[channel].add_(got[channel].difference)
         self.combine_(bucket.values, got[VALUES].difference, bucket.round_index)
 
     def combine_(self, values: torch.Tensor, difference: torch.Tensor, round_index: int) -> None:
@@ -285,8 +289,11 @@ class Algorithm:
         """React to ``global_avg()``, which has made the values the mean over ranks; nothing is in flight."""
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        """Return what is sent, by channel: tensors like the values, which are encoded before anything else happens."""
-        return {VALUES: bucket.values}
+        """Return what is sent, by channel: tensors like the values, which are encoded before anything else happens.
+
+        By default the values and what is kept under a channel's name.
+        """
+        return {VALUES: bucket.values, **{name: bucket.kept[name] for name in self.sends if name in bucket.kept}}
 
     def follow(self, before: Algorithm) -> None:
         """Take over the settings of the algorithm of the same class that this one replaces; by default none.
@@ -297,7 +304,12 @@ class Algorithm:
 
     def describe(self) -> str:
         """Return name and constants as text, which is compared between ranks."""
-        return type(self).__name__
+        constants = self._described_constants()
+        return f"{type(self).__name__}({constants})" if constants else type(self).__name__
+
+    def _described_constants(self) -> str:
+        values = {name: getattr(self, name) for name in self._constants}
+        return " ".join(f"{name}={value:{'g' * isinstance(value, float)}}" for name, value in values.items())
 
 
 def add_(values: torch.Tensor, difference: torch.Tensor, factor: float = 1.0) -> None:

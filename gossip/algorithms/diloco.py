@@ -11,9 +11,7 @@ from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
-from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
-
-VELOCITY = "velocity"
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 
 
 class DiLoCo(OuterSteps):
@@ -57,6 +55,7 @@ class DiLoCo(OuterSteps):
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
     keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
+    _constants: ClassVar[tuple[str, ...]] = ("period", "outer_lr", "outer_momentum")
 
     def __init__(
         self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
@@ -75,9 +74,3 @@ class DiLoCo(OuterSteps):
         delta = anchor - mean
         velocity.mul_(self.outer_momentum).add_(delta)
         anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
-
-    def describe(self) -> str:
-        return (
-            f"{type(self).__name__}({self.form}: period={self.period} outer_lr={self.outer_lr:g} "
-            f"outer_momentum={self.outer_momentum:g})"
-        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from gossip.algorithms.base import Algorithm
-from gossip.algorithms.forms import Form, check_form
-from gossip.algorithms.outer_arguments import check_period
+from gossip.algorithms.forms import Form
+from gossip.algorithms.outer_steps import Periodic
 from topologies import Topology
 
 
-class GossipPGA(Algorithm):
+class GossipPGA(Periodic):
     r"""Gossip with periodic global averaging: every H-th exchange is the exact average over all ranks.
 
     .. math::
@@ -37,12 +36,7 @@ class GossipPGA(Algorithm):
     unclipped_because = "needs averages that are exact"
 
     def __init__(self, period: int = 16, form: Form = "awc") -> None:
-        self.period = check_period("period", period)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
+        super().__init__(period, form)
 
     def schedule(self, topology: Topology) -> Topology:
         return topology.averaged_every(self.period)
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}({self.form}: period={self.period})"

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
-from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.base import VALUES, Kept
+from gossip.algorithms.bucket_view import BucketView
+from gossip.algorithms.forms import WithForm
 
 TRACKER, LAST_GRADIENT = "tracker", "last_gradient"
 
 
-class GradientTracking(Algorithm):
+class GradientTracking(WithForm):
     r"""Replace the gradient by a tracker of the average gradient before it reaches the optimizer (DIGing).
 
     With :math:`g_i(t)` rank i's clipped gradient and :math:`u_i(y)` the optimizer's update from y:
@@ -48,21 +48,7 @@ class GradientTracking(Algorithm):
     keeps: ClassVar[Mapping[str, Kept]] = {TRACKER: Kept("zero"), LAST_GRADIENT: Kept("zero")}
     directs = True
 
-    def __init__(self, form: Form = "awc") -> None:
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
-
-    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        bucket.kept[TRACKER].add_(got[TRACKER].difference)
-        add_(bucket.values, got[VALUES].difference)
-
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
         bucket.kept[TRACKER].add_(gradient).sub_(bucket.kept[LAST_GRADIENT])
         bucket.kept[LAST_GRADIENT].copy_(gradient)
         return bucket.kept[TRACKER].clone()
-
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: bucket.values, TRACKER: bucket.kept[TRACKER]}
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}({self.form})"

@@ -10,16 +10,16 @@ from typing import ClassVar, Literal
 import torch
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
+from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.forms import Form, WithForm
 from gossip.algorithms.integral_gains import Gains, gains_on
 from topologies import Topology
 
 CORRECTION, SECOND_MOMENT = "correction", "exp_avg_sq"
 
 
-class IntegralCorrection(Algorithm):
+class IntegralCorrection(WithForm):
     r"""Gossip in which the accumulated pull of a rank's peers becomes a part of its every step.
 
     Where ranks hold different data, gossip stalls where each rank's pull towards its own optimum balances the pull of
@@ -90,8 +90,7 @@ class IntegralCorrection(Algorithm):
     ) -> None:
         _check_gain("gamma", gamma, is_positive=True)
         _check_gain("kappa", kappa, is_positive=False)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
+        WithForm.__init__(self, form)
         if second_moment not in ("local", "exchange"):
             raise ValueError(f'second_moment must be "local" or "exchange", got {second_moment!r}')
         self.second_moment = second_moment

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-
-from gossip.algorithms.base import VALUES, Algorithm, Kept, add_
+from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.forms import WithForm
 
 TRACKER, LAST_UPDATE = "tracker", "last_update"
 
 
-class MomentumTracking(Algorithm):
+class MomentumTracking(WithForm):
     r"""Gradient tracking applied to the optimizer's updates, momentum included, instead of the gradients.
 
     With :math:`u_i(t)` the optimizer's update from rank i's own gradient:
@@ -47,10 +45,6 @@ class MomentumTracking(Algorithm):
     remembers_before = True
     follows_learning_rate = True
 
-    def __init__(self, form: Form = "awc") -> None:
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
-
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         bucket.kept[TRACKER].add_(scaled(got[TRACKER].difference, bucket.is_moving))
         add_(bucket.values, scaled(got[VALUES].difference, bucket.is_moving))
@@ -61,9 +55,3 @@ class MomentumTracking(Algorithm):
         tracker.add_(news)
         last.add_(news)
         bucket.values.copy_(bucket.before + scaled(tracker, bucket.is_moving))
-
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: bucket.values, TRACKER: bucket.kept[TRACKER]}
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}({self.form})"

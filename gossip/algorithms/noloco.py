@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-
 from gossip.algorithms.base import VALUES, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
-from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
-
-VELOCITY = "velocity"
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 
 
 class NoLoCo(OuterSteps):
@@ -52,6 +48,7 @@ class NoLoCo(OuterSteps):
 
     sends = (VALUES, ANCHOR)
     keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
+    _constants = ("period", "outer_lr", "outer_momentum", "pull")
 
     def __init__(
         self,
@@ -72,12 +69,3 @@ class NoLoCo(OuterSteps):
         velocity.mul_(self.outer_momentum).add_(moved, alpha=self.outer_lr).add_(pull, alpha=self.pull)
         anchor.add_(velocity)
         bucket.values.copy_(anchor)
-
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: bucket.values, ANCHOR: bucket.kept[ANCHOR]}
-
-    def describe(self) -> str:
-        return (
-            f"{type(self).__name__}({self.form}: period={self.period} outer_lr={self.outer_lr:g} "
-            f"outer_momentum={self.outer_momentum:g} pull={self.pull:g})"
-        )

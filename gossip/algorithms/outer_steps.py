@@ -1,34 +1,39 @@
-"""The base of algorithms with local steps between exchanges: an anchor from which the steps start."""
+"""The bases of algorithms with a period, and of those with an anchor from which local steps start."""
 
 from __future__ import annotations
 
-from gossip.algorithms.base import Algorithm
+from typing import ClassVar
+
 from gossip.algorithms.bucket_view import BucketView
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.forms import Form, WithForm
 from gossip.algorithms.outer_arguments import check_period
 from topologies import Round, Topology
 
-ANCHOR = "anchor"
+ANCHOR, VELOCITY = "anchor", "velocity"
 
 
-class OuterSteps(Algorithm):
-    """Ranks make ``period`` local steps from an anchor, which is kept, and then a joint outer step.
+class Periodic(WithForm):
+    """Algorithms in which every ``period``-th step is another one."""
 
-    Outer step s uses round s of the topology; a rank without a peer makes it alone. A global average sets the anchor to
-    the mean.
-    """
+    _constants: ClassVar[tuple[str, ...]] = ("period",)
 
     def __init__(self, period: int, form: Form) -> None:
         self.period = check_period("period", period)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
+        super().__init__(form)
 
-    def schedule(self, topology: Topology) -> Topology:
-        return topology.every(self.period)
+    def _ends_period(self, step: int) -> bool:
+        return (step + 1) % self.period == 0
+
+
+class Anchored(Periodic):
+    """Algorithms that keep an anchor, which moves in every ``period``-th step, also on a rank without a peer.
+
+    A global average sets the anchor to the mean.
+    """
 
     def steps_alone(self, step: int, round_: Round) -> bool:
         del round_
-        return (step + 1) % self.period == 0
+        return self._ends_period(step)
 
     def begin(self, bucket: BucketView) -> None:
         super().begin(bucket)
@@ -36,3 +41,13 @@ class OuterSteps(Algorithm):
 
     def averaged(self, bucket: BucketView) -> None:
         bucket.kept[ANCHOR].copy_(bucket.values)
+
+
+class OuterSteps(Anchored):
+    """Ranks make ``period`` local steps from an anchor and then a joint outer step.
+
+    Outer step s uses round s of the topology; a rank without a peer makes it alone.
+    """
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period)

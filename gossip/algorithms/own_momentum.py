@@ -7,6 +7,7 @@ from torch.optim import SGD, Optimizer
 
 from gossip.algorithms.base import Algorithm
 from gossip.algorithms.bucket_view import BucketView
+from gossip.algorithms.outer_arguments import check_fraction
 
 
 class OwnMomentum(Algorithm):
@@ -25,11 +26,10 @@ class OwnMomentum(Algorithm):
 
     remembers_before = True
     follows_learning_rate = True
+    _constants = ("beta",)
 
     def __init__(self, beta: float = 0.9) -> None:
-        if not isinstance(beta, int | float) or isinstance(beta, bool) or not 0 <= beta < 1:
-            raise ValueError(f"beta must be a number of at least 0 and below 1, got {beta!r}")
-        self.beta = beta
+        self.beta = check_fraction("beta", beta)
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:
@@ -44,6 +44,3 @@ class OwnMomentum(Algorithm):
         """Multiply by ``beta``, except where the learning rate is 0."""
         is_moving = bucket.is_moving
         momentum.mul_(1 - (1 - self.beta) * is_moving if isinstance(is_moving, torch.Tensor) else self.beta**is_moving)
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}(beta={self.beta:g})"

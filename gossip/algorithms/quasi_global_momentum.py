@@ -9,13 +9,13 @@ import torch
 
 from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.forms import Form, WithForm
 from gossip.algorithms.own_momentum import OwnMomentum
 
 MOMENTUM, PULL = "momentum", "pull"
 
 
-class WithQuasiGlobalMomentum(OwnMomentum):
+class WithQuasiGlobalMomentum(WithForm, OwnMomentum):
     r"""The momentum :math:`m_i \leftarrow \beta\, m_i + (1 - \beta) \bigl(x_i(t) - x_i(t+1)\bigr) / \eta(t)`.
 
     :math:`x_i(t)` is what the forward pass of step t reads. The movement consists of what updates and exchanges add to
@@ -39,9 +39,8 @@ class WithQuasiGlobalMomentum(OwnMomentum):
     directs = True
 
     def __init__(self, beta: float = 0.9, form: Form = "awc") -> None:
-        super().__init__(beta)
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
+        OwnMomentum.__init__(self, beta)
+        WithForm.__init__(self, form)
 
     def remember_pull(self, bucket: BucketView, difference: torch.Tensor, factor: float = 1.0) -> None:
         """Record what an exchange adds to the values: for "awc" in the current step, for "atc" in the last one."""
@@ -96,9 +95,6 @@ class QuasiGlobalMomentum(WithQuasiGlobalMomentum):
 
     def updated(self, bucket: BucketView) -> None:
         self.remember_update(bucket)
-
-    def describe(self) -> str:
-        return f"{type(self).__name__}({self.form}: beta={self.beta:g})"
 
 
 def _move(bucket: BucketView, movement: torch.Tensor, factor: float) -> None:

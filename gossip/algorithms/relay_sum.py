@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from gossip.algorithms.base import VALUES, Algorithm, Kept, Requires
+from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, check_form
+from gossip.algorithms.forms import Form, WithForm
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import only_graph
 
 
-class RelaySum(Algorithm):
+class RelaySum(WithForm):
     r"""A uniform average with delays: what arrives from one neighbour in a tree is relayed to the others.
 
     With :math:`n_{j \to i}` the number of ranks on j's side of the edge between i and j, and :math:`m_{j \to i}` their
@@ -53,8 +53,7 @@ class RelaySum(Algorithm):
     requires = Requires(static=True, symmetric=True, tree=True, prompt=True)
 
     def __init__(self, form: Form = "atc") -> None:
-        self.form = check_form(form)
-        self.before_forward = form == "atc"
+        super().__init__(form)
 
     def on(self, topology: Topology, delivers: float = 1.0) -> RelaySum:
         del delivers

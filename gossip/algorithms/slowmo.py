@@ -12,12 +12,10 @@ from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.gossip_pga import GossipPGA
 from gossip.algorithms.outer_arguments import check_fraction, check_rate
-from topologies import Round
-
-ANCHOR, VELOCITY = "anchor", "velocity"
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, Anchored
 
 
-class SlowMo(GossipPGA):
+class SlowMo(GossipPGA, Anchored):
     r"""Gossip for H steps, then an exact average and a heavy-ball momentum step along the movement since the last one.
 
     With :math:`a` the values after the last average, :math:`\bar x` the new average, :math:`\eta` the learning rate,
@@ -52,26 +50,16 @@ class SlowMo(GossipPGA):
 
     keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
     follows_learning_rate = True
+    _constants = ("period", "slow_lr", "slow_momentum")
 
     def __init__(self, period: int = 16, slow_lr: float = 1.0, slow_momentum: float = 0.5, form: Form = "awc") -> None:
         super().__init__(period, form)
         self.slow_lr = check_rate("slow_lr", slow_lr)
         self.slow_momentum = check_fraction("slow_momentum", slow_momentum)
 
-    def steps_alone(self, step: int, round_: Round) -> bool:
-        del round_
-        return self._is_slow(step)
-
-    def _is_slow(self, step: int) -> bool:
-        return (step + 1) % self.period == 0
-
-    def begin(self, bucket: BucketView) -> None:
-        super().begin(bucket)
-        self.averaged(bucket)
-
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         add_(bucket.values, got[VALUES].difference)
-        if self._is_slow(bucket.round_index):
+        if self._ends_period(bucket.round_index):
             anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
             velocity.mul_(self.slow_momentum).add_(anchor - bucket.values)
             anchor.sub_(velocity, alpha=self.slow_lr)
@@ -81,12 +69,3 @@ class SlowMo(GossipPGA):
         ratio = bucket.learning_rate_ratio
         if isinstance(ratio, torch.Tensor) or ratio != 1:
             bucket.kept[VELOCITY].mul_(ratio)
-
-    def averaged(self, bucket: BucketView) -> None:
-        bucket.kept[ANCHOR].copy_(bucket.values)
-
-    def describe(self) -> str:
-        return (
-            f"{type(self).__name__}({self.form}: period={self.period} slow_lr={self.slow_lr:g} "
-            f"slow_momentum={self.slow_momentum:g})"
-        )

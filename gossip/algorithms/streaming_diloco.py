@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from gossip.algorithms.base import VALUES, Kept
+from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.outer_arguments import check_fraction, check_period
@@ -59,6 +59,7 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     keeps: ClassVar[Mapping[str, Kept]] = {**DiLoCo.keeps, SENT: Kept("mean", "own")}
+    _constants = ("period", "parts", "overlap", "local_share", "outer_lr", "outer_momentum")
 
     def __init__(
         self,
@@ -100,8 +101,4 @@ class StreamingDiLoCo(DiLoCo):
         anchor = bucket.kept[ANCHOR]
         bucket.values.copy_(anchor + self.local_share * (bucket.values - anchor))
 
-    def describe(self) -> str:
-        return (
-            f"{type(self).__name__}(period={self.period} parts={self.parts} overlap={self.overlap} "
-            f"local_share={self.local_share:g} outer_lr={self.outer_lr:g} outer_momentum={self.outer_momentum:g})"
-        )
+    describe = Algorithm.describe  # it has one form

@@ -247,8 +247,7 @@ class StackedChocoCodec(StackedCodec):
             before, new = (edges.active[begun == has][0] for has in (True, False))
             raise GossipError(
                 f"rank {before} has exchanged with its peers before, but rank {new} has not, so they expect messages "
-                "of "
-                "different kinds; continue with the topology of the checkpoint"
+                "of different kinds; continue with the topology of the checkpoint"
             )
         return bool(begun.all())
 

@@ -1,4 +1,4 @@
-"""StagedCollectives memory, and passes over memory."""
+"""Scratch memory of a thread, and passes over memory."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def build_optimizers(
         if in_backward and requires_closure(single):
             raise ValueError(
                 f"{type(single).__name__} evaluates a closure several times per step, which cannot run inside "
-                "backward; "
-                "wrap the module with step_in_backward=False, or choose an optimizer that only needs gradients"
+                "backward; wrap the module with step_in_backward=False, or choose an optimizer that only needs "
+                "gradients"
             )
         if by_bucket:
             _check_steps_by_bucket(single)

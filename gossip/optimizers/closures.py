@@ -81,8 +81,7 @@ class EvaluatedClosure:
             raise GossipError(
                 f"{self._where}: {type(self._optimizer).__name__}.step(closure) evaluates the closure {when}, but a "
                 "closure that step() does not require is evaluated once, before the exchange is mixed in; make it "
-                "required "
-                "in a subclass: def step(self, closure): return super().step(closure)"
+                "required in a subclass: def step(self, closure): return super().step(closure)"
             )
         self._was_called = True
         return self.loss
