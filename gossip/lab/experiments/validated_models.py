@@ -52,12 +52,15 @@ def read(model: type[M], content: Mapping[str, Any], path: str = "", whole: str 
     Raises
     ------
     ConfigurationError
-        A value is missing, unknown, of the wrong type or out of range; the message is about the first such value.
+        A value is missing, unknown, of the wrong type or out of range; the message is about the
+        first unknown key, or else the first such value.
     """
     try:
         return model.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise ConfigurationError(_line(model, error.errors()[0], path, whole)) from error
+        found = error.errors()
+        unknown = [each for each in found if each["type"] == "extra_forbidden"]  # what is missing may be misspelt there
+        raise ConfigurationError(_line(model, [*unknown, *found][0], path, whole)) from error
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gossip.lab.experiments.validated_models import Model, read, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 
 Summary = Mapping[str, Any]
 
@@ -90,6 +90,11 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
     bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
     if bars is None:
         return {}
+    if metric != "accuracy" and isinstance(bars, Mapping) and (of_accuracy := AT_LEAST.keys() & bars):
+        raise ConfigurationError(
+            f"sweep.bars.{min(of_accuracy)} is a bar of sweep.metric=accuracy, not of sweep.metric={metric}; there are "
+            f"{' and '.join(AT_MOST)}"
+        )
     return read(_Bars if metric == "accuracy" else _LossBars, bars, "sweep.bars").model_dump(exclude_none=True)
 
 

@@ -132,7 +132,11 @@ def test_bars_are_read() -> None:
     [
         (-0.2, "accuracy", r"sweep\.bars must be a mapping, got -0\.2"),
         ({"averege": -0.2}, "accuracy", r"has no key sweep\.bars\.averege; did you mean sweep\.bars\.average\?"),
-        ({"average": -0.2}, "loss", r"has no key sweep\.bars\.average"),
+        (
+            {"average": -0.2},
+            "loss",
+            r"sweep\.bars\.average is a bar of sweep\.metric=accuracy, not of sweep\.metric=loss",
+        ),
         ({"average": "low"}, "accuracy", r"sweep\.bars\.average must be a finite number or null, got 'low'"),
         ({"worst": True}, "accuracy", r"sweep\.bars\.worst must be a finite number or null, got True"),
         ({"worst": float("nan")}, "accuracy", r"sweep\.bars\.worst must be a finite number or null, got nan"),

@@ -126,7 +126,7 @@ def test_tuning_is_read() -> None:
         ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values .* have a number twice"),
         ({"seed": -1}, {}, r"sweep\.tune\.seed must be an integer of at least 0, got -1"),
         ({"seed": 0.5}, {}, r"sweep\.tune\.seed must be an integer"),
-        ({"sead": 1}, {}, r"has no key sweep\.tune\.sead; did you mean sweep\.tune\.seed\?"),
+        ({"sead": 1, "seed": ...}, {}, r"has no key sweep\.tune\.sead; did you mean sweep\.tune\.seed\?"),
         ({}, {"seed": ["seed=0"]}, r"sweep\.tune\.seed=0: no other seed is left to compare with"),
         ({}, {"seed": []}, r"sweep\.tune\.seed=0: no other seed is left"),
     ],
