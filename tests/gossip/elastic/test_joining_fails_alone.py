@@ -82,7 +82,7 @@ def send_only_the_first(
 def broken(where: str) -> Any:
     """Within this block a source lacks memory, or a joining rank does."""
     if where == "copying":
-        return mock.patch.object(generation_change, "flatten", lack_memory)
+        return mock.patch.object(generation_change, "serialize", lack_memory)
     if where == "sending":
         failing = functools.partialmethod(send_only_the_first, send=StateSource._send)
         return mock.patch.object(StateSource, "_send", failing)
@@ -91,7 +91,7 @@ def broken(where: str) -> Any:
     if where == "entering":
         return mock.patch.object(generation_change, "make_generation_transport", lack_memory)
     assert where == "too large"
-    return mock.patch.object(generation_change, "flatten", flatten_to_too_much)
+    return mock.patch.object(generation_change, "serialize", flatten_to_too_much)
 
 
 class Told(NamedTuple):
