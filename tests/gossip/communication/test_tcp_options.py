@@ -88,11 +88,11 @@ def test_no_connection_is_given_up_before_the_timeout(seconds: float, num_attemp
 
 def bounds_of_connections(seconds: float) -> list[int]:
     """Of the TCP connections that a model's construction adds to this rank's."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = tcp_options.open_sockets()
     with GossipDataParallel(NormalisedNet(), SGD, "complete", timeout=timedelta(seconds=seconds)):
         found = []
-        for name in set(os.listdir("/proc/self/fd")) - before:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as shared:
+        for number, _ in tcp_options.open_sockets() - before:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:
                 if shared.type == socket.SOCK_STREAM and shared.family in (socket.AF_INET, socket.AF_INET6):
                     shared.getpeername()
                     found.append(bound_of(shared))
