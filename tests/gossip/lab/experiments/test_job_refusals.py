@@ -44,7 +44,7 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             "error: launch.world_size=3: topology 'hypercube' needs a world_size that is a power",
         ),
         (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere is not a folder."),
-        (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535, got 99999"),
+        (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535 or null, got 99999"),
         (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
         (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
         (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
