@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -162,6 +163,12 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     membership._num_worlds.clear()  # the next group has keys of its own
+    if "torch.distributed.tensor" in sys.modules:  # DTensor remembers meshes, whose groups are gone
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def _report(call: _Call) -> bytes:
