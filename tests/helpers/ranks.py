@@ -7,6 +7,7 @@ or the state of a process is what is tested, :func:`gossip.launch` starts them a
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import itertools
 import multiprocessing
@@ -143,6 +144,7 @@ def _end_all() -> None:
 
 def _stand(channel: Connection) -> None:
     """A rank's whole life."""
+    faulthandler.enable()  # a rank that ends by a signal says where
     gc.freeze()
     torch.set_num_threads(1)
     if os.path.exists("/sys/class/net/lo"):
