@@ -176,9 +176,24 @@ def _leave() -> None:
 def _report(call: _Call) -> bytes:
     try:
         function, args = pickle.loads(call.work)  # imports its module, before the ranks have met
+        before = _functions_and_constants()
         store = dist.PrefixStore(f"call{call.number}", dist.TCPStore("127.0.0.1", call.port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=TIMEOUT)
-        return pickle.dumps(function(*args))
+        result = pickle.dumps(function(*args))
+        changed = [name for name, value in _functions_and_constants().items() if before.get(name, value) is not value]
+        assert not changed, f"a later call would find changed what this one has patched: {changed}"
+        return result
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         return pickle.dumps(_Failure(summary, traceback.format_exc()))
+
+
+def _functions_and_constants() -> dict[str, Any]:
+    """Those of all modules of the package that are imported."""
+    return {
+        f"{module.__name__}.{name}": value
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith("gossip.")
+        for name, value in vars(module).items()
+        if callable(value) or name.isupper()
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors
@@ -32,8 +33,8 @@ class Everything(DroppingNet):
         self.register_buffer("column", torch.arange(12.0).view(4, 3)[:, 1])
 
 
+@mock.patch.object(digests, "CHUNK_BYTES", 40)  # several chunks, which do not end where rows do
 def export_while_training(folder: str) -> None:
-    digests.CHUNK_BYTES = 40  # several chunks, which do not end where rows do
     undisturbed = make_model(module=Everything, topology="exponential")
     for _ in range(5):
         one_step(undisturbed)
