@@ -85,7 +85,9 @@ def fail_to_save(folder: str, case: str, options: dict[str, Any]) -> None:
     model.close()
 
 
-@pytest.mark.parametrize(("case", "on_peer_loss"), zip(CASES, itertools.cycle(["raise", "continue"]), strict=False))
+@pytest.mark.parametrize(
+    ("case", "on_peer_loss"), list(zip(CASES, itertools.cycle(["raise", "continue"]), strict=False))
+)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
     case: str, on_peer_loss: Any, tmp_path: Path
 ) -> None:

@@ -228,7 +228,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode"), zip(SCHEDULERS, itertools.cycle(MODES), strict=False))
+@pytest.mark.parametrize(("name", "mode"), list(zip(SCHEDULERS, itertools.cycle(MODES), strict=False)))
 def test_every_scheduler_works_as_ever(name: str, mode: str) -> None:
     metrics = (1.0,) if name == "ReduceLROnPlateau" else ()
     trained_as_plain(lambda module: (SGD(module.parameters()),), mode, SCHEDULERS[name], 5, *metrics)

@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "options"), zip(WAYS, itertools.cycle(OPTIONS), strict=False))
+@pytest.mark.parametrize(("way", "options"), list(zip(WAYS, itertools.cycle(OPTIONS), strict=False)))
 def test_accumulated_gradients_make_one_step_as_by_hand_bit_for_bit(way: str, options: str) -> None:
     assert_trains_as_by_hand(accumulate, way, OPTIONS[options], world_size=2)
 

@@ -143,7 +143,7 @@ def train(by_hand: bool, name: str, options: dict[str, Any]) -> torch.Tensor:
 MODES: dict[str, dict[str, Any]] = {"bucketwise": {"bucket_cap_mb": 1e-4}, "gathered": {"clip_grad_norm": 1e9}}
 
 
-@pytest.mark.parametrize(("name", "mode"), zip(POLICIES, itertools.cycle(MODES), strict=False))
+@pytest.mark.parametrize(("name", "mode"), list(zip(POLICIES, itertools.cycle(MODES), strict=False)))
 def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
     assert_trains_as_by_hand(train, name, MODES[mode], world_size=POLICIES[name].world_size)
 

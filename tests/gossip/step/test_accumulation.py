@@ -55,7 +55,7 @@ def test_accumulation_equals_one_large_batch(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_pipeline_schedule_runs_backwards_in_any_order(mode: str, order: tuple[int, ...]) -> None:
     module = make_module()
     plain, model = copy.deepcopy(module), wrap(module, mode)
