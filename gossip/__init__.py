@@ -11,35 +11,8 @@ import gossip_training
 
 gossip_training.check_files("gossip")  # before any file of a package of the same name is imported
 
-from gossip.algorithms import ALGORITHMS as ALGORITHMS
-from gossip.algorithms import AdamTracking as AdamTracking
-from gossip.algorithms import AdaptThenCombine as AdaptThenCombine
-from gossip.algorithms import AdaptWhileCommunicating as AdaptWhileCommunicating
-from gossip.algorithms import Algorithm as Algorithm
-from gossip.algorithms import Arrived as Arrived
-from gossip.algorithms import Asynchronous as Asynchronous
-from gossip.algorithms import Average as Average
-from gossip.algorithms import BucketView as BucketView
-from gossip.algorithms import DecentLaM as DecentLaM
-from gossip.algorithms import DiLoCo as DiLoCo
-from gossip.algorithms import ExactDiffusion as ExactDiffusion
-from gossip.algorithms import Extra as Extra
-from gossip.algorithms import GossipPGA as GossipPGA
-from gossip.algorithms import GradientTracking as GradientTracking
-from gossip.algorithms import IntegralCorrection as IntegralCorrection
-from gossip.algorithms import Kept as Kept
-from gossip.algorithms import MomentumExchange as MomentumExchange
-from gossip.algorithms import MomentumTracking as MomentumTracking
-from gossip.algorithms import NoLoCo as NoLoCo
-from gossip.algorithms import PushSum as PushSum
-from gossip.algorithms import QuasiGlobalIntegral as QuasiGlobalIntegral
-from gossip.algorithms import QuasiGlobalMomentum as QuasiGlobalMomentum
-from gossip.algorithms import Recording as Recording
-from gossip.algorithms import RelaySum as RelaySum
-from gossip.algorithms import Requires as Requires
-from gossip.algorithms import SlowMo as SlowMo
-from gossip.algorithms import SparseLoCo as SparseLoCo
-from gossip.algorithms import StreamingDiLoCo as StreamingDiLoCo
+from gossip import algorithms as algorithms
+from gossip.algorithms import *  # noqa: F403
 from gossip.checkpoints import Checkpoint as Checkpoint
 from gossip.checkpoints import export as export
 from gossip.checkpoints import load as load
@@ -89,21 +62,12 @@ from gossip.virtual import VirtualWorkers as VirtualWorkers
 from gossip.wrapper import GossipDataParallel as GossipDataParallel
 
 __all__ = [
-    "ALGORITHMS",
     "COMPRESSIONS",
     "TRANSPORTS",
     "AccumAdam",
     "AccumAdamW",
-    "AdamTracking",
-    "AdaptThenCombine",
-    "AdaptWhileCommunicating",
-    "Algorithm",
     "Arrival",
-    "Arrived",
-    "Asynchronous",
-    "Average",
     "BucketShape",
-    "BucketView",
     "Cast",
     "Checkpoint",
     "CheckpointError",
@@ -113,41 +77,21 @@ __all__ = [
     "Compression",
     "Conversation",
     "DebugTransport",
-    "DecentLaM",
     "Delivery",
-    "DiLoCo",
     "DistributedTransport",
     "DropOut",
-    "ExactDiffusion",
     "Exchange",
     "ExchangeError",
-    "Extra",
     "GossipDataParallel",
     "GossipError",
-    "GossipPGA",
-    "GradientTracking",
-    "IntegralCorrection",
-    "Kept",
     "LaunchError",
     "ManifestError",
     "ModuloQuantization",
-    "MomentumExchange",
-    "MomentumTracking",
-    "NoLoCo",
     "PowerGossip",
-    "PushSum",
-    "QuasiGlobalIntegral",
-    "QuasiGlobalMomentum",
     "RandomDelays",
-    "Recording",
-    "RelaySum",
-    "Requires",
     "SimulatedRun",
-    "SlowMo",
     "SlowRank",
-    "SparseLoCo",
     "StepStats",
-    "StreamingDiLoCo",
     "Transport",
     "Turn",
     "Turns",
@@ -166,3 +110,4 @@ __all__ = [
     "simulate_averages",
     "simulate_time",
 ]
+__all__ += algorithms.__all__

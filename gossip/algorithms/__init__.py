@@ -1,10 +1,12 @@
 """Update rules: when and how a rank combines its values with what it received, and what state it keeps."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 from gossip.algorithms.adam_tracking import AdamTracking as AdamTracking
-from gossip.algorithms.adapt_then_combine import AdaptThenCombine as AdaptThenCombine
-from gossip.algorithms.adapt_while_communicating import AdaptWhileCommunicating as AdaptWhileCommunicating
-from gossip.algorithms.algorithm_names import ALGORITHMS as ALGORITHMS
-from gossip.algorithms.algorithm_names import resolve_algorithm as resolve_algorithm
+from gossip.algorithms.adapt_and_combine import AdaptThenCombine as AdaptThenCombine
+from gossip.algorithms.adapt_and_combine import AdaptWhileCommunicating as AdaptWhileCommunicating
 from gossip.algorithms.asynchronous import Asynchronous as Asynchronous
 from gossip.algorithms.asynchronous import Average as Average
 from gossip.algorithms.asynchronous import Recording as Recording
@@ -16,10 +18,10 @@ from gossip.algorithms.bucket_view import Arrived as Arrived
 from gossip.algorithms.bucket_view import BucketView as BucketView
 from gossip.algorithms.decentlam import DecentLaM as DecentLaM
 from gossip.algorithms.diloco import DiLoCo as DiLoCo
-from gossip.algorithms.exact_diffusion import ExactDiffusion as ExactDiffusion
-from gossip.algorithms.extra import Extra as Extra
 from gossip.algorithms.gossip_pga import GossipPGA as GossipPGA
 from gossip.algorithms.gradient_tracking import GradientTracking as GradientTracking
+from gossip.algorithms.integral_correction import ExactDiffusion as ExactDiffusion
+from gossip.algorithms.integral_correction import Extra as Extra
 from gossip.algorithms.integral_correction import IntegralCorrection as IntegralCorrection
 from gossip.algorithms.momentum_exchange import MomentumExchange as MomentumExchange
 from gossip.algorithms.momentum_tracking import MomentumTracking as MomentumTracking
@@ -31,10 +33,10 @@ from gossip.algorithms.relay_sum import RelaySum as RelaySum
 from gossip.algorithms.slowmo import SlowMo as SlowMo
 from gossip.algorithms.sparse_loco import SparseLoCo as SparseLoCo
 from gossip.algorithms.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
+from topologies.registry import Registry
 
 __all__ = [
     "ALGORITHMS",
-    "VALUES",
     "AdamTracking",
     "AdaptThenCombine",
     "AdaptWhileCommunicating",
@@ -63,5 +65,45 @@ __all__ = [
     "SlowMo",
     "SparseLoCo",
     "StreamingDiLoCo",
-    "resolve_algorithm",
 ]
+
+ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
+    "algorithm",
+    {
+        "adam_tracking": AdamTracking,
+        "adapt_while_communicating": AdaptWhileCommunicating,
+        "awc": AdaptWhileCommunicating,
+        "adapt_then_combine": AdaptThenCombine,
+        "atc": AdaptThenCombine,
+        "asynchronous": Asynchronous,
+        "decentlam": DecentLaM,
+        "diloco": DiLoCo,
+        "exact_diffusion": ExactDiffusion,
+        "extra": Extra,
+        "gossip_pga": GossipPGA,
+        "gradient_tracking": GradientTracking,
+        "integral_correction": IntegralCorrection,
+        "momentum_exchange": MomentumExchange,
+        "momentum_tracking": MomentumTracking,
+        "noloco": NoLoCo,
+        "push_sum": PushSum,
+        "quasi_global_integral": QuasiGlobalIntegral,
+        "quasi_global_momentum": QuasiGlobalMomentum,
+        "relay_sum": RelaySum,
+        "slowmo": SlowMo,
+        "sparse_loco": SparseLoCo,
+        "streaming_diloco": StreamingDiLoCo,
+    },
+)
+"""With their default constants; ``@gossip.ALGORITHMS.register(name)`` adds a class of your own."""
+
+
+def resolve_algorithm(algorithm: str | Algorithm) -> Algorithm:
+    """Return ``algorithm`` itself, or the algorithm of that name with its default constants."""
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise TypeError(
+            f"algorithm must be a name or a gossip.Algorithm, got {algorithm!r}; pass e.g. AdaptThenCombine()"
+        )
+    return ALGORITHMS.get(algorithm)()

@@ -124,13 +124,7 @@ class Asynchronous(Algorithm):
 
 
 def in_pairs(topology: Topology) -> Topology:
-    """Return the topology with each round split into rounds of pairs that average with weights of 1/2.
-
-    Raises
-    ------
-    ValueError
-        The rounds never repeat, and are not pairs.
-    """
+    """Return the topology with each round split into rounds of pairs that average with weights of 1/2."""
     name = f"{topology.name} in pairs"
     if topology.period is None:
         return Topology.from_function(partial(_pairs_of, topology), name=name)

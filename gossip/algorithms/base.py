@@ -113,6 +113,8 @@ class Algorithm:
     this form the mean over ranks is kept whatever compression took from the messages, and an edit of the values in
     between (``load_state_dict``, a clamp) survives.
 
+    A constructor refuses arguments outside of the ranges that its class states (ValueError, TypeError).
+
     All tensors may have leading dimensions, one entry per worker, see :class:`BucketView`. Hooks change them in place.
 
     Attributes

@@ -132,31 +132,29 @@ class BucketView:
     @property
     def learning_rate(self) -> PerParameter:
         """The learning rate of the newest step; 1 for parameters that no optimizer holds."""
-        if self._part_of is not None:
-            return _of_part(self._part_of[0].learning_rate, self._part_of[1])
-        return self._spread(self.rates)
+        return self._of_rates(lambda now, _: now)
 
     @property
     def learning_rate_ratio(self) -> PerParameter:
         """The learning rate divided by the last one before it that was not 0; 1 while it is 0."""
-        if self._part_of is not None:
-            return _of_part(self._part_of[0].learning_rate_ratio, self._part_of[1])
-        pairs = zip(self.rates, self.earlier_rates, strict=True)
-        return self._spread([now / before if now and before else 1.0 for now, before in pairs])
+        return self._of_rates(lambda now, before: now / before if now and before else 1.0)
 
     @property
     def inverse_learning_rate(self) -> PerParameter:
         """The reciprocal of the learning rate of the newest step; 0 where that was 0."""
-        if self._part_of is not None:
-            return _of_part(self._part_of[0].inverse_learning_rate, self._part_of[1])
-        return self._spread([1 / rate if rate else 0.0 for rate in self.rates])
+        return self._of_rates(lambda now, _: 1 / now if now else 0.0)
 
     @property
     def is_moving(self) -> PerParameter:
         """1 where the newest step's learning rate was not 0; 0 elsewhere, where nothing is mixed or applied."""
+        return self._of_rates(lambda now, _: float(now != 0))
+
+    def _of_rates(self, number: Callable[[float, float], float]) -> PerParameter:
         if self._part_of is not None:
-            return _of_part(self._part_of[0].is_moving, self._part_of[1])
-        return self._spread([float(rate != 0) for rate in self.rates])
+            whole, part = self._part_of
+            numbers = whole._of_rates(number)
+            return numbers[..., part] if isinstance(numbers, torch.Tensor) else numbers
+        return self._spread([number(*rates) for rates in zip(self.rates, self.earlier_rates, strict=True)])
 
     def group_number(self, pick: Callable[[Mapping[str, Any]], float]) -> PerParameter:
         """Return the number that ``pick`` reads from each parameter's group; 1 for one that no optimizer holds."""
@@ -213,7 +211,3 @@ class BucketView:
 def scaled(tensor: torch.Tensor, factor: PerParameter) -> torch.Tensor:
     """Return ``tensor`` times ``factor``, or the tensor itself if the factor is 1."""
     return tensor if isinstance(factor, float) and factor == 1 else tensor * factor
-
-
-def _of_part(numbers: PerParameter, part: slice) -> PerParameter:
-    return numbers[..., part] if isinstance(numbers, torch.Tensor) else numbers

@@ -10,8 +10,8 @@ import torch
 from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
-from gossip.algorithms.outer_arguments import check_fraction, check_rate
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from topologies.validation import check_real
 
 
 class DiLoCo(OuterSteps):
@@ -42,11 +42,6 @@ class DiLoCo(OuterSteps):
     form : str
         When the average is awaited, "atc" or "awc".
 
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
-
     References
     ----------
     Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023, algorithm 1.
@@ -61,8 +56,8 @@ class DiLoCo(OuterSteps):
         self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
     ) -> None:
         super().__init__(period, form)
-        self.outer_lr = check_rate("outer_lr", outer_lr)
-        self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
+        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
+        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         self.step_anchor_(bucket, bucket.values + got[VALUES].difference)

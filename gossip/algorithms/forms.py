@@ -11,18 +11,7 @@ Form = Literal["awc", "atc"]
 
 
 class WithForm(Algorithm):
-    """Algorithms that await an exchange at the next update or, if the user chooses, before the next forward pass.
-
-    Parameters
-    ----------
-    form : str
-        "awc" or "atc".
-
-    Raises
-    ------
-    ValueError
-        ``form`` is neither.
-    """
+    """Algorithms that await an exchange at the next update or, if the user chooses, before the next forward pass."""
 
     def __init__(self, form: Form = "awc") -> None:
         if form not in ("awc", "atc"):

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from gossip.algorithms.base import VALUES, Kept, add_
+from gossip.algorithms.base import VALUES, Kept, Requires, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
 from gossip.algorithms.forms import Form, WithForm
 from gossip.algorithms.integral_gains import Gains, gains_on
 from topologies import Topology
+from topologies.validation import check_real
 
 CORRECTION, SECOND_MOMENT = "correction", "exp_avg_sq"
 
@@ -64,11 +65,6 @@ class IntegralCorrection(WithForm):
         "local": each rank keeps its own; "exchange": they are mixed, for ``torch.optim.Adam``, ``AdamW``, ``NAdam`` or
         ``RAdam``.
 
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
-
     References
     ----------
     Shi, Ling, Wu and Yin, "EXTRA: An exact first-order algorithm for decentralized consensus optimization", SIAM
@@ -88,8 +84,10 @@ class IntegralCorrection(WithForm):
         kappa: float | None = None,
         second_moment: Literal["local", "exchange"] = "local",
     ) -> None:
-        _check_gain("gamma", gamma, is_positive=True)
-        _check_gain("kappa", kappa, is_positive=False)
+        if gamma is not None:
+            check_real("gamma", gamma, "above 0 and at most 1", example=0.5)
+        if kappa is not None:
+            check_real("kappa", kappa, "between 0 and 1", example=0.5)
         WithForm.__init__(self, form)
         if second_moment not in ("local", "exchange"):
             raise ValueError(f'second_moment must be "local" or "exchange", got {second_moment!r}')
@@ -147,8 +145,56 @@ class IntegralCorrection(WithForm):
         return f"{type(self).__name__}({self.form}{': ' * bool(gains)}{gains}{exchanged})"
 
 
-def _check_gain(name: str, gain: float | None, *, is_positive: bool) -> None:
-    if gain is None:
-        return
-    if not isinstance(gain, int | float) or isinstance(gain, bool) or not 0 <= gain <= 1 or (is_positive and not gain):
-        raise ValueError(f"{name} must be {'above 0 and at most' if is_positive else 'from 0 to'} 1, got {gain!r}")
+class ExactDiffusion(IntegralCorrection):
+    r"""Diffusion with an integral correction, whose fixed point is the optimum itself.
+
+    :class:`IntegralCorrection` in the form "atc" with both gains 1/2 (with an exchange every k steps, :math:`\kappa` is
+    divided by k). With :math:`u_i(t)` the optimizer's update, :math:`d_i = \sum_j W_{ij} m_j - m_i` what an exchange
+    adds, and :math:`\eta(t)` the learning rate, a step is
+
+    .. math::
+        c_i &\leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \qquad x_i \leftarrow x_i + u_i(t) + c_i
+            \qquad \text{then } x_i \text{ is sent} \\
+        c_i &\leftarrow c_i + \tfrac{1}{2} d_i, \qquad x_i \leftarrow x_i + \tfrac{1}{2} d_i
+            \qquad \text{before the next forward pass}
+
+    With plain SGD this is :math:`\psi_i = x_i - \eta g_i`, :math:`\phi_i = \psi_i + x_i - \psi_i(t-1)`,
+    :math:`x_i = \sum_j \bar W_{ij} \phi_j` with :math:`\bar W = (I + W) / 2`. :math:`\sum_i c_i = 0`: the average
+    follows the average of the updates.
+
+    Sends one message per step and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
+    changes from round to round it diverges. Use it where ranks hold different data on a static undirected topology.
+
+    References
+    ----------
+    Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and learning, part I", IEEE Transactions
+    on Signal Processing 67 (3), 2019, algorithm 1. Tang et al., "D2: Decentralized training over decentralized data",
+    ICML 2018.
+    """
+
+    requires = Requires(static=True, symmetric=True, prompt=True)
+
+    def __init__(self) -> None:
+        super().__init__("atc")
+
+
+class Extra(IntegralCorrection):
+    r"""EXTRA: gossip with an integral correction, for static undirected topologies.
+
+    :class:`IntegralCorrection` in the form "awc" with both gains 1/2. With plain SGD and :math:`\bar W = (I + W) / 2`
+
+    .. math:: x(t+2) = x(t+1) + W x(t+1) - \bar W x(t) - \eta\, \bigl(g(t+1) - g(t)\bigr)
+
+    Sends one message per step and keeps one tensor per bucket. W must be static and symmetric: on a schedule that
+    changes from round to round it diverges.
+
+    References
+    ----------
+    Shi, Ling, Wu and Yin, "EXTRA: An exact first-order algorithm for decentralized consensus optimization", SIAM
+    Journal on Optimization 25 (2), 2015, recursion (2.13).
+    """
+
+    requires = Requires(static=True, symmetric=True, prompt=True)
+
+    def __init__(self) -> None:
+        super().__init__("awc")

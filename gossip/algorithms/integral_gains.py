@@ -48,11 +48,6 @@ def gains_on(
     :math:`\tau` is the number of steps in which the schedule mixes, at least 1, and :math:`\gamma = 1 - \kappa / 2`.
     With an exchange every k steps the correction is applied k times as often as it grows, so :math:`\kappa` is divided
     by k. If an exchange delivers only a share of a difference, :math:`\kappa` is multiplied by that share.
-
-    Raises
-    ------
-    ValueError
-        A phase never connects all ranks.
     """
     if topology.world_size == 1:
         return (Gains(0, 1.0, 0.0),)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from gossip.algorithms.base import VALUES, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
-from gossip.algorithms.outer_arguments import check_fraction, check_rate
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from topologies.validation import check_real
 
 
 class NoLoCo(OuterSteps):
@@ -59,8 +59,9 @@ class NoLoCo(OuterSteps):
         form: Form = "atc",
     ) -> None:
         super().__init__(period, form)
-        self.outer_lr, self.pull = check_rate("outer_lr", outer_lr), check_rate("pull", pull)
-        self.outer_momentum = check_fraction("outer_momentum", outer_momentum)
+        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
+        self.pull = check_real("pull", pull, "above 0 and finite", example=1.0)
+        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from gossip.algorithms.bucket_view import BucketView
 from gossip.algorithms.forms import Form, WithForm
-from gossip.algorithms.outer_arguments import check_period
 from topologies import Round, Topology
+from topologies.validation import check_integer
 
 ANCHOR, VELOCITY = "anchor", "velocity"
 
@@ -18,7 +18,7 @@ class Periodic(WithForm):
     _constants: ClassVar[tuple[str, ...]] = ("period",)
 
     def __init__(self, period: int, form: Form) -> None:
-        self.period = check_period("period", period)
+        self.period = check_integer("period", period, minimum=1)
         super().__init__(form)
 
     def _ends_period(self, step: int) -> bool:

@@ -7,29 +7,18 @@ from torch.optim import SGD, Optimizer
 
 from gossip.algorithms.base import Algorithm
 from gossip.algorithms.bucket_view import BucketView
-from gossip.algorithms.outer_arguments import check_fraction
+from topologies.validation import check_real
 
 
 class OwnMomentum(Algorithm):
-    """Algorithms for ``torch.optim.SGD`` without momentum.
-
-    Parameters
-    ----------
-    beta : float
-        The momentum, at least 0 and below 1.
-
-    Raises
-    ------
-    ValueError
-        ``beta`` is outside its range.
-    """
+    """Algorithms for ``torch.optim.SGD`` without momentum."""
 
     remembers_before = True
     follows_learning_rate = True
     _constants = ("beta",)
 
     def __init__(self, beta: float = 0.9) -> None:
-        self.beta = check_fraction("beta", beta)
+        self.beta = check_real("beta", beta, "at least 0 and below 1", example=0.9)
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:

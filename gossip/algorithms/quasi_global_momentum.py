@@ -21,18 +21,6 @@ class WithQuasiGlobalMomentum(WithForm, OwnMomentum):
     :math:`x_i(t)` is what the forward pass of step t reads. The movement consists of what updates and exchanges add to
     the values; edits of the values between steps do not count. A step whose learning rate is 0 leaves the momentum as
     it is.
-
-    Parameters
-    ----------
-    beta : float
-        The momentum, at least 0 and below 1.
-    form : str
-        When an exchange is awaited, "awc" or "atc".
-
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
     """
 
     keeps: ClassVar[Mapping[str, Kept]] = {MOMENTUM: Kept("mean", "own"), PULL: Kept("zero", "own")}

@@ -11,8 +11,8 @@ from gossip.algorithms.base import VALUES, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
 from gossip.algorithms.gossip_pga import GossipPGA
-from gossip.algorithms.outer_arguments import check_fraction, check_rate
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, Anchored
+from topologies.validation import check_real
 
 
 class SlowMo(GossipPGA, Anchored):
@@ -54,8 +54,8 @@ class SlowMo(GossipPGA, Anchored):
 
     def __init__(self, period: int = 16, slow_lr: float = 1.0, slow_momentum: float = 0.5, form: Form = "awc") -> None:
         super().__init__(period, form)
-        self.slow_lr = check_rate("slow_lr", slow_lr)
-        self.slow_momentum = check_fraction("slow_momentum", slow_momentum)
+        self.slow_lr = check_real("slow_lr", slow_lr, "above 0 and finite", example=0.7)
+        self.slow_momentum = check_real("slow_momentum", slow_momentum, "at least 0 and below 1", example=0.9)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         add_(bucket.values, got[VALUES].difference)

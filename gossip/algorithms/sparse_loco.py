@@ -10,9 +10,9 @@ import torch
 from gossip.algorithms.base import VALUES, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.forms import Form
-from gossip.algorithms.outer_arguments import check_fraction, check_rate
 from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
 from gossip.compression.sparse_quantization import SparseQuantization
+from topologies.validation import check_real
 
 ERROR = "error"
 
@@ -48,11 +48,6 @@ class SparseLoCo(OuterSteps):
     form : str
         "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
 
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
-
     References
     ----------
     Sarfi, Thérien, Lidin and Belilovsky, "Communication efficient LLM pre-training with SparseLoCo", 2025, algorithm 1.
@@ -73,8 +68,8 @@ class SparseLoCo(OuterSteps):
         form: Form = "atc",
     ) -> None:
         super().__init__(period, form)
-        self.decay = check_fraction("decay", decay)
-        self.outer_lr = check_rate("outer_lr", outer_lr)
+        self.decay = check_real("decay", decay, "at least 0 and below 1", example=0.9)
+        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self._compression = SparseQuantization(ratio, bits)
 
     @property

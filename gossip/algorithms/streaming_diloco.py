@@ -8,9 +8,9 @@ from typing import ClassVar
 from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
-from gossip.algorithms.outer_arguments import check_fraction, check_period
 from gossip.algorithms.outer_steps import ANCHOR
 from topologies import Round, Topology
+from topologies.validation import check_integer, check_real
 
 SENT = "sent"
 
@@ -47,11 +47,6 @@ class StreamingDiLoCo(DiLoCo):
     outer_momentum : float
         The outer momentum, at least 0 and below 1.
 
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
-
     References
     ----------
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a distributed free lunch", 2025,
@@ -71,11 +66,9 @@ class StreamingDiLoCo(DiLoCo):
         outer_momentum: float = 0.9,
     ) -> None:
         super().__init__(period, outer_lr, outer_momentum, form="awc")
-        self.parts, self.overlap = check_period("parts", parts), check_period("overlap", overlap)
-        self.local_share = check_fraction("local_share", local_share)
-        for name, value in (("parts", parts), ("overlap", overlap)):
-            if value > period:
-                raise ValueError(f"{name} must be at most period={period}, got {value}; choose a longer period")
+        self.parts = check_integer("parts", parts, minimum=1, maximum=period)
+        self.overlap = check_integer("overlap", overlap, minimum=1, maximum=period)
+        self.local_share = check_real("local_share", local_share, "at least 0 and below 1", example=0.9)
 
     def schedule(self, topology: Topology) -> Topology:
         return topology

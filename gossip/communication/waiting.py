@@ -68,7 +68,6 @@ def wait_for(
     where: str,
     ranks: Callable[[], Sequence[int]],
     sequence: int | None = None,
-    look: Callable[[], None] | None = None,
 ) -> Failure | None:
     """Wait until ``awaited`` has ended, or it is known which rank prevents this. Can be interrupted by Ctrl-C.
 
@@ -92,8 +91,6 @@ def wait_for(
         Returns the ranks that it currently waits for.
     sequence : int, optional
         The number of the collective in which it waits; None outside a collective.
-    look : callable, optional
-        Called from time to time in a long wait; an exception that it raises ends the wait.
 
     Returns
     -------
@@ -115,8 +112,6 @@ def wait_for(
                 break
             if error is not None:
                 time.sleep(_GLANCE.total_seconds())
-            elif look is not None:
-                look()
             if end is None and error is not None:
                 end = now + grace_s
             elif end is None and now - began >= timeout_s:

@@ -240,12 +240,9 @@ class World:
         ranks: Callable[[], Sequence[int]],
         *,
         sequence: int | None = None,
-        look: Callable[[], None] | None = None,
     ) -> Failure | None:
         """Wait for other ranks, within the time-out: see ``gossip.communication.waiting.wait_for``."""
-        return wait_for(
-            awaited, self.progress_markers, self.timeout, where=where, ranks=ranks, sequence=sequence, look=look
-        )
+        return wait_for(awaited, self.progress_markers, self.timeout, where=where, ranks=ranks, sequence=sequence)
 
     def lost(self, failure: Failure, text: str, cause: Exception | None = None, advice: str = "") -> ExchangeError:
         """Return the error for a failed wait, with ``text`` and the failed ranks; or ``cause`` if it is one."""

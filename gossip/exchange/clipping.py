@@ -41,13 +41,6 @@ class Clipping:
     which too little is known, the smaller norm of the two messages stands for :math:`\tau_{ij}`, except in the first
     steps, when values may be close to zero.
 
-    Parameters
-    ----------
-    rank : int
-        This rank in the topology.
-    multiple : float
-        The multiple of what is usual.
-
     References
     ----------
     He, Karimireddy and Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip", 2022, with a threshold that
@@ -77,14 +70,8 @@ class Clipping:
     ) -> dict[int, float]:
         """Return by which factor each difference is to be scaled, by source, and learn from the distances.
 
-        Parameters
-        ----------
-        place : (int, str)
-            The bucket and the channel.
-        distances : mapping of int to float
-            The distance to each source's message; equal at both ends of an edge, to the bit.
-        smaller_norm : callable, optional
-            Returns the smaller norm of a source's message and this rank's own, equal in the same way.
+        ``distances`` to the sources' messages are equal at both ends of an edge, to the bit; so is the smaller norm of
+        a source's message and this rank's own, which ``smaller_norm`` returns.
         """
         edges = self._usual.setdefault(place, {})
         newest = self._newest[place] = {}
@@ -108,20 +95,8 @@ class Clipping:
         """Count what was clipped in the newest exchange, and return whether this rank has gone astray.
 
         That is so if all edges that it had in :const:`NUM_ASTRAY` exchanges were clipped, and either several other
-        ranks were at their ends, or it was this rank that moved when that began.
-
-        Parameters
-        ----------
-        place : (int, str)
-            The bucket and the channel.
-        world_size : int
-            The number of ranks.
-        moved : float
-            How far this rank's own message is from the one before.
-        norm : callable
-            Returns the norm of this rank's values.
-        meter : Meter
-            Counts what was clipped.
+        ranks were at their ends, or it was this rank that moved when that began. ``moved`` is how far this rank's own
+        message is from the one before, and ``norm`` returns that of its values.
         """
         newest = self._newest.pop(place, {})
         clipped = {source: distance for source, (distance, factor) in newest.items() if factor < 1}
@@ -183,13 +158,7 @@ def check_max_difference(value: object) -> None:
 def check_clipping(
     max_difference: str | float, algorithm: Algorithm, compression: Compression, *, has_soft_deadline: bool = False
 ) -> None:
-    """Refuse what does not work if differences are clipped.
-
-    Raises
-    ------
-    ValueError
-        The algorithm, the compression or a setting is refused; the text says why.
-    """
+    """Refuse what does not work if differences are clipped."""
     what = f"max_difference={max_difference!r}"
     if algorithm.unclipped_because:
         raise ValueError(

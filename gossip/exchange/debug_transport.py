@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -26,12 +26,9 @@ _MAGIC = 0x676F73736970  # "gossip"
 _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
 _HEADERS, _MESSAGES = "debug headers", "debug messages"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-_GLANCE_S = 0.1
-_LATENESS_S = 1.0  # how late a header may be whose sender has moved on
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The description of a message: seven integers on the wire."""
 
     step: int
@@ -40,19 +37,12 @@ class Header:
     numel: int
     dtype: int
     digest: int
+    magic: int = _MAGIC
 
-    LENGTH = 7
-
-    def to_tensor(self, device: torch.device) -> torch.Tensor:
-        """Return the header as a tensor, [LENGTH], int64."""
-        values = [_MAGIC, self.step, self.bucket, self.round_digest, self.numel, self.dtype, self.digest]
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    def difference(self, source: int, values: Sequence[int]) -> str | None:
+    def difference(self, source: int, found: Header) -> str | None:
         """Return in words how what rank ``source`` sent differs from what is expected; None if it does not."""
-        if values[0] != _MAGIC:
+        if found.magic != _MAGIC:
             return f'rank {source} sent something other than a header; it does not use transport="debug"'
-        found = Header(*values[1:])
         if (found.step, found.bucket) != (self.step, self.bucket):
             return f"rank {source} sent bucket {found.bucket} of step {found.step}; one of the two ranks is out of step"
         if found.round_digest != self.round_digest:
@@ -72,9 +62,9 @@ class DebugTransport(Transport):
 
     Each message is preceded by a header with step, bucket, digest of the round, number and type of the values and
     digest of the bytes. The header's tag only counts the exchanges between two ranks, so it matches the peer's header
-    even if the peer is at another step or bucket. Each rank also notes in the key-value store how far it has come, so
-    that a rank that has moved on without its peer is found. The message itself is sent once the headers agree: nothing
-    overlaps the next iteration, and the digests cost a pass over the memory.
+    even if the peer is at another step or bucket. Each rank also notes in the key-value store how far it has come, and
+    the error of a time-out says so. The message itself is sent once the headers agree: nothing overlaps the next
+    iteration, and the digests cost a pass over the memory.
 
     Parameters
     ----------
@@ -113,11 +103,11 @@ class DebugTransport(Transport):
         receive_tags = {source: self._next_tag(self._num_received, source) for source in opening.receive_buffers}
         send_tags = {target: self._next_tag(self._num_sent, target) for target in opening.sent}
         headers = {
-            target: header(message, _digest(message)).to_tensor(world.control_device)
+            target: torch.tensor(header(message, _digest(message)), device=world.control_device)
             for target, message in opening.sent.items()
         }
         headers_received = {
-            source: torch.zeros(Header.LENGTH, dtype=torch.int64, device=world.control_device)
+            source: torch.zeros(len(Header._fields), dtype=torch.int64, device=world.control_device)
             for source in opening.receive_buffers
         }
         exchange = DebugExchange(
@@ -191,10 +181,10 @@ class DebugExchange:
         self._await(self.pending, self.world.control_device)
         announced = {}
         for source, values in self.headers_received.items():
-            difference = self.expected[source].difference(source, values.tolist())
-            if difference is not None:
+            found = Header(*values.tolist())
+            if (difference := self.expected[source].difference(source, found)) is not None:
                 raise ExchangeError(f"{self._where}: {difference}")
-            announced[source] = Header(*values.tolist()[1:]).digest
+            announced[source] = found.digest
 
         assert self.world.device_paths is not None
         opening = self.conversation.opening
@@ -218,8 +208,7 @@ class DebugExchange:
                 raise ExchangeError(
                     f"{self._where}: the message from rank {source} was corrupted in transit: its digest is "
                     f"{digest:08x}, but was {announced[source]:08x} when it was sent; check the network and both "
-                    "hosts' "
-                    "memory"
+                    "hosts' memory"
                 )
         delivery = Delivery(opening.sent, opening.receive_buffers, on_host=(wire_sent, wire_received))
         for turn in self.conversation.proceed(delivery):
@@ -233,25 +222,16 @@ class DebugExchange:
 
     def _await(self, pending: Pending, device: torch.device) -> None:
         where = f"step {self.step}, bucket {self.bucket}"
-        lateness = _Lateness(self._who_is_ahead if pending is self.pending else lambda: "", f"{self._where}: ")
         failure = self.world.wait_for(
             OnDevice(pending, device),
             where,
             lambda: peers_in(pending.awaited, self.expected, self.conversation.opening.sent) or tuple(self.expected),
-            look=lateness.look,
         )
         if failure is not None:
             error = lost_exchange(self.world, failure, where, pending)
             if error is pending.error:
                 raise error
             raise ExchangeError(f"{error}; {self._progress()}", failed_ranks=error.failed_ranks) from pending.error
-
-    def _who_is_ahead(self) -> str:
-        for source in self.expected:
-            progress = self.world.progress_markers.progress(source)
-            if progress is not None and progress > (self.step, self.bucket):
-                return f"rank {source} has moved on to bucket {progress[1]} of step {progress[0]}"
-        return ""
 
     def _progress(self) -> str:
         seen = {source: self.world.progress_markers.progress(source) for source in self.expected}
@@ -261,29 +241,6 @@ class DebugExchange:
             else f"rank {source} was last seen at bucket {progress[1]} of step {progress[0]}"
             for source, progress in seen.items()
         )
-
-
-class _Lateness:
-    """Raises once a rank has been ahead for so long that its message would have arrived before."""
-
-    def __init__(self, who_is_ahead: Callable[[], str], where: str) -> None:
-        self._who_is_ahead = who_is_ahead
-        self._where = where
-        self._next_look = 0.0
-        self._since: float | None = None
-
-    def look(self) -> None:
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _GLANCE_S
-        ahead = self._who_is_ahead()
-        if not ahead:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        elif now - self._since > _LATENESS_S:
-            raise ExchangeError(f"{self._where}{ahead} without sending a message; one of the two ranks is out of step")
 
 
 def _digest(tensor: torch.Tensor) -> int:

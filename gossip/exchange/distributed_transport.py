@@ -342,13 +342,7 @@ class Progress:
                 self._changed.notify()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when this number of bytes is complete, or the whole message.
-
-        Raises
-        ------
-        GossipError
-            The message could not be made.
-        """
+        """Return when this number of bytes is complete, or the whole message."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or self._num_bytes >= num_bytes)
         if self._error is not None:
@@ -413,13 +407,7 @@ def _groups_of(
 
 
 def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
-    """Refuse a message that the backend cannot carry.
-
-    Raises
-    ------
-    ExchangeError
-        No backend serves the device; the text names the devices that are served.
-    """
+    """Refuse a message that the backend cannot carry."""
     assert world.device_paths is not None
     assert world.membership is not None
     device = device_of(turn)

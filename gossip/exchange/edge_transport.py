@@ -28,20 +28,6 @@ class EdgeTransport(Transport):
 
     A message of a lost member is left out of the exchange, as if that rank had not been in the round. What the others
     send each other is mixed as usual, so if a round is undirected their mean is kept exactly.
-
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
-    topology : Topology
-        The topology; its ranks are positions among the members.
-    members : sequence of int, optional
-        The members of the generation; by default of the first one.
-    follows_up : bool
-        Whether exchanges have turns after their opening, which run concurrently with training.
-    soft_deadline_s : float, optional
-        How long a step waits at most for a message that it mixes; a later message is mixed in when it arrives. Only for
-        messages that are plain values.
     """
 
     def __init__(
@@ -146,13 +132,7 @@ class EdgeExchange:
         self._finished = queue.SimpleQueue()
 
     def finish(self) -> None:
-        """Wait for the messages, and carry the exchange to its end.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """Wait for the messages, and carry the exchange to its end."""
         ends_at = None if self._patience is None else time.monotonic() + self._patience.seconds
         received = self._receive(self._opening, tuple(self._sources), ends_at)
         for turn in self._conversation.proceed(Delivery(self._opening.sent, received)):

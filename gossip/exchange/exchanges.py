@@ -83,18 +83,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, and how it is
     combined. Subclasses determine how messages travel and how they are summed.
 
-    Parameters
-    ----------
-    optimizers : sequence of Optimizer
-        The optimizers; those with a ``pre_average_hook`` are shown every exchange, see :class:`UsesExchange`.
-    topology : Topology
-        The rounds that end the steps.
-    algorithm : Algorithm
-        The algorithm.
-    compression : Compression
-        The compression of parameters, and of what the algorithm sends with them. Buffers and numbers are not
-        compressed.
-
     Attributes
     ----------
     in_flight : list of InFlight or None
@@ -138,13 +126,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Wait, then yield what has arrived, view by view or part by part.
 
         Nothing if all messages were lost, or one is not finite: then nothing is mixed, as if the peers had been absent.
-
-        Raises
-        ------
-        ExchangeError
-            The messages did not arrive.
-        GossipError
-            What this rank itself sent was not finite.
         """
 
     @abstractmethod
@@ -183,13 +164,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return bool(round_.peers(rank)) or self.algorithm.steps_alone(step, round_)
 
     def _begin(self, view: BucketView) -> None:
-        """Let the algorithm initialise a bucket's state.
-
-        Raises
-        ------
-        ValueError
-            What the algorithm sends differs from what it declares.
-        """
+        """Let the algorithm initialise a bucket's state."""
         self.algorithm.begin(view)
         name, sends, made = self.algorithm.describe(), set(self.algorithm.sends), set(self.algorithm.message(view))
         if VALUES not in sends or sends != made:
@@ -209,13 +184,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return self.algorithm.is_exchanged(index, step) and self._takes_part(step, self._topology.round(step))
 
     def send(self, index: int, step: int, meter: AnyMeter) -> None:
-        """Start round ``step`` of a bucket; does nothing in a round that changes nothing here.
-
-        Raises
-        ------
-        GossipError
-            The bucket's messages of an earlier round have not been combined yet, and would be lost.
-        """
+        """Start round ``step`` of a bucket; does nothing in a round that changes nothing here."""
         if not self.is_due(index, step):
             return
         if (earlier := self.in_flight[index]) is not None:
@@ -239,15 +208,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             self.combine_(index, meter)
 
     def combine_(self, index: int, meter: AnyMeter) -> None:
-        """Await what is in flight for a bucket, if anything is, and combine it.
-
-        Raises
-        ------
-        ExchangeError
-            The messages did not arrive.
-        GossipError
-            What this rank itself sent was not finite.
-        """
+        """Await what is in flight for a bucket, if anything is, and combine it."""
         in_flight, self.in_flight[index] = self.in_flight[index], None
         if in_flight is None:
             return

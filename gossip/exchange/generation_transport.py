@@ -25,25 +25,7 @@ def make_generation_transport(
     members: Sequence[int] | None = None,
     before: Transport | None = None,
 ) -> Transport:
-    """Return the transport of a generation.
-
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
-    schedule : Topology
-        The rounds that end the steps, for as many ranks as the generation has members.
-    algorithm : Algorithm
-        The algorithm.
-    compression : Compression
-        The compression.
-    soft_deadline_s : float or None
-        How long a step waits for a message.
-    members : sequence of int, optional
-        The members of the generation; by default of the first one.
-    before : Transport, optional
-        The transport of the previous generation.
-    """
+    """Return the transport of a generation."""
     assert isinstance(world, ElasticWorld)
     if isinstance(algorithm, Asynchronous):
         averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)

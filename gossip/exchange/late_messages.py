@@ -31,11 +31,6 @@ class LateMessages:
 
     The peer has mixed this rank's message of the same round in time, or will do so as late as this rank: what one adds
     the other subtracts, at whatever step.
-
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
     """
 
     def __init__(self, world: ElasticWorld) -> None:
@@ -51,13 +46,7 @@ class LateMessages:
         self._awaited[bucket].append(_Awaited(member, key, weight, own))
 
     def arrived(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        """Yield the late messages of a bucket that have arrived, each once; with ``waits``, all that will arrive.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """Yield the late messages of a bucket that have arrived, each once; with ``waits``, all that will arrive."""
         awaited = self._awaited[bucket]
         if not awaited:
             return

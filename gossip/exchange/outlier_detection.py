@@ -63,19 +63,9 @@ class Usual:
             self.num_known += 1
 
 
-class _Seen(NamedTuple):
-    """The distances in one bucket and channel of one exchange, squared, and how far this rank's own message moved."""
-
-    place: Place
-    round_index: int
-    squares: Mapping[Edge, float]
-    moved: float
-
-
 class _Later(NamedTuple):
-    """The same on a device: a copy that is under way to the host."""
+    """The squared distances of one exchange on a device: a copy that is under way to the host, after what moved."""
 
-    place: Place
     round_index: int
     edges: tuple[Edge, ...]
     values: torch.Tensor
@@ -97,11 +87,6 @@ class OutlierDetector:
 
     Everything is local. On a GPU distances are read one exchange later, when they have long been computed, so that the
     host need not wait for the device.
-
-    Parameters
-    ----------
-    rank : int
-        This rank in the topology.
     """
 
     def __init__(self, rank: int) -> None:
@@ -120,19 +105,10 @@ class OutlierDetector:
     def send(
         self, bucket: int, message: torch.Tensor, step: int, meter: Meter, was_updated: Callable[[], bool]
     ) -> None:
-        """Note the message that this rank sends for a bucket of parameters.
+        """Note the message, [numel], that this rank sends for a bucket of parameters.
 
-        Parameters
-        ----------
-        bucket, step : int
-            The bucket and the step.
-        message : Tensor, [numel]
-            The message.
-        meter : Meter
-            Counts what is unusual.
-        was_updated : callable
-            Returns whether this step was to change the values; one with a learning rate of 0 or without gradients was
-            not. Called if they are the same.
+        ``was_updated``, called if the message is the same as before, returns whether this step was to change the
+        values; one with a learning rate of 0 or without gradients was not.
         """
         own = self._messages.setdefault(bucket, OwnMessages())
         own.note(message, was_updated)
@@ -160,30 +136,16 @@ class OutlierDetector:
         norm: Callable[[], float],
         meter: Meter,
     ) -> None:
-        """Compare what has arrived with what is usual, and warn.
-
-        Parameters
-        ----------
-        place : (int, str)
-            The bucket and the channel.
-        round_index : int
-            The index of the round.
-        squares : mapping of Edge to float or Tensor
-            The squared distances.
-        norm : callable
-            Returns the norm of this rank's own values; called if a distance is unusual.
-        meter : Meter
-            Counts what is unusual.
-        """
+        """Compare what has arrived with what is usual, and warn; ``norm`` returns that of this rank's own values."""
         own = self._messages.setdefault(place[0], OwnMessages())
         if (later := self._later.pop(place, None)) is not None:
             later.is_complete.synchronize()
             moved, *known = later.values.tolist()
-            seen = _Seen(place, later.round_index, dict(zip(later.edges, known, strict=True)), moved)
-            self._judge(seen, norm, meter)
+            self._judge(place, later.round_index, dict(zip(later.edges, known, strict=True)), moved, norm, meter)
         device = next((square.device for square in squares.values() if isinstance(square, torch.Tensor)), None)
         if device is None:
-            self._judge(_Seen(place, round_index, dict(squares), float(own.moved)), norm, meter)  # type: ignore[arg-type]
+            on_host = {edge: float(square) for edge, square in squares.items()}
+            self._judge(place, round_index, on_host, float(own.moved), norm, meter)
             return
         numbers = [
             torch.as_tensor(value, device=device, dtype=torch.float64) for value in (own.moved, *squares.values())
@@ -191,36 +153,41 @@ class OutlierDetector:
         values = torch.stack(numbers).to("cpu", non_blocking=True)
         is_complete = torch.Event(device)
         is_complete.record()
-        self._later[place] = _Later(place, round_index, tuple(squares), values, is_complete)
+        self._later[place] = _Later(round_index, tuple(squares), values, is_complete)
 
-    def _judge(self, seen: _Seen, norm: Callable[[], float], meter: Meter) -> None:
-        edges = self._usual.setdefault(seen.place, {})
+    def _judge(
+        self,
+        place: Place,
+        round_index: int,
+        squares: Mapping[Edge, float],
+        moved: float,
+        norm: Callable[[], float],
+        meter: Meter,
+    ) -> None:
+        edges = self._usual.setdefault(place, {})
+        distances = {edge: math.sqrt(square) for edge, square in squares.items()}
         unusual: dict[Edge, float] = {}
-        for edge, square in seen.squares.items():
-            distance = math.sqrt(square)
+        for edge, distance in distances.items():
             usual, anywhere = edges.setdefault(edge, Usual()), edges.setdefault((), Usual())
             measure = usual if usual.is_known else anywhere
             is_far = measure.is_known and not distance <= WARNS_ABOVE * measure.distance
-            if is_far and distance > SHARE_OF_NORM * (norm() - seen.moved):
+            if is_far and distance > SHARE_OF_NORM * (norm() - moved):
                 unusual[edge] = distance / measure.distance
             for known in (usual, anywhere):
                 known.learn(distance, is_unusual=edge in unusual)
-        self._messages[seen.place[0]].differs_by = max(map(math.sqrt, seen.squares.values()), default=0.0)
+        self._messages[place[0]].differs_by = max(distances.values(), default=0.0)
         if unusual:
-            largest = math.sqrt(max(seen.squares[edge] for edge in unusual))
-            is_own = seen.moved > OWN_SHARE * largest
-            self._warn(seen, unusual, meter, is_own=is_own)
+            is_own = moved > OWN_SHARE * max(distances[edge] for edge in unusual)
+            for rank in (self._rank,) if is_own else [rank for edge in unusual for rank in edge]:
+                meter.unusual_by_peer[rank] += 1
+            self._warn(round_index + 1, place[0], unusual, is_own=is_own)
 
-    def _warn(self, seen: _Seen, unusual: Mapping[Edge, float], meter: Meter, *, is_own: bool) -> None:
-        step, (bucket, _) = seen.round_index + 1, seen.place
-        for rank in (self._rank,) if is_own else [rank for edge in unusual for rank in edge]:
-            meter.unusual_by_peer[rank] += 1
+    def _warn(self, step: int, bucket: int, unusual: Mapping[Edge, float], *, is_own: bool) -> None:
         if 0 < step - self._warned_at < _NUM_STUCK:
             return  # what has been mixed in is passed on
         self._warned_at = step
         for edge, multiple in unusual.items():
-            other = f"that of rank {edge[0]}" if len(edge) == 1 else "the mean of their messages"
-            others = f"rank {edge[0]}" if len(edge) == 1 else f"one of the ranks {', '.join(map(str, edge))}"
+            one = f"rank {edge[0]}" if len(edge) == 1 else f"one of the ranks {', '.join(map(str, edge))}"
             logger.warning(
                 "rank {}: step {}, bucket {}: the values of {} have jumped: rank {}'s message and {} are {:.3g} times "
                 "as far apart as is usual along this edge; check {}, its learning rate and whatever else writes "
@@ -228,9 +195,9 @@ class OutlierDetector:
                 self._rank,
                 step,
                 bucket,
-                f"rank {self._rank}" if is_own else others,
+                f"rank {self._rank}" if is_own else one,
                 self._rank,
-                other,
+                f"that of {one}" if len(edge) == 1 else "the mean of their messages",
                 multiple,
                 "the device of that rank, which says so itself" if len(edge) > 1 and not is_own else "its device",
             )

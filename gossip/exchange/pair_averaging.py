@@ -100,14 +100,6 @@ class Shown:
 class PairAverager:
     """The averages of one rank; it lives as long as its model, across generations.
 
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
-    history : list of Average, optional
-        A list to which every average is added when it enters the parameters; those of a bucket in the order in which
-        they were made.
-
     Attributes
     ----------
     num_steps : int
@@ -164,13 +156,7 @@ class PairAverager:
             return shown.values.nbytes
 
     def wait(self, bucket: int, latest_step: int) -> None:
-        """Wait for the reply to a question that was asked after step ``latest_step``, or before.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """Wait for the reply to a question that was asked after step ``latest_step``, or before."""
         shown = self._shown.get(bucket)
         asked = None if shown is None else shown.asked
         if shown is None or asked is None or asked.step > latest_step:

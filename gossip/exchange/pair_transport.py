@@ -19,19 +19,6 @@ class PairTransport(Transport):
 
     An exchange asks for an average with the peer of a round; its result is what all averages have added to the bucket
     since the previous exchange, whoever asked for them.
-
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
-    topology : Topology
-        A topology with rounds in which every rank has at most one peer; its ranks are positions among the members.
-    members : sequence of int, optional
-        The members of the generation; by default of the first one.
-    averager : PairAverager
-        The averager, the same in all generations.
-    max_staleness : int
-        The number of steps after which an average that was asked for is awaited.
     """
 
     publishes: ClassVar[bool] = True

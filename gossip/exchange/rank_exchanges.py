@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
-from gossip.compression.codec import BucketShape, Clip, Codec, Compression
+from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, finite_on_host, squared_norm
 from gossip.errors import GossipError
 from gossip.exchange.clipping import Clipping
@@ -34,27 +34,6 @@ AnyBucket = Bucket | BufferBucket
 
 class RankExchanges(Exchanges[MessagesInFlight, Meter]):
     """The exchanges of one rank.
-
-    Parameters
-    ----------
-    buckets : sequence of Bucket or BufferBucket
-        The buckets, by index.
-    optimizers : sequence of Optimizer
-        The optimizers.
-    topology : Topology
-        The rounds that end the steps.
-    transport : Transport or None
-        The transport; None in a world of one.
-    algorithm : Algorithm
-        The algorithm.
-    compression : Compression
-        The compression.
-    rank : int
-        This rank in the topology.
-    watches : bool
-        Whether a message far beyond what is usual is named, see :class:`OutlierDetector`.
-    clips_above : float, optional
-        The multiple of what is usual along an edge to which differences are clipped, see :class:`Clipping`.
 
     Attributes
     ----------
@@ -125,7 +104,9 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 memory=memory,
                 start=example,
                 measures=self._watch is not None and self._clipping is None,
-                clip=None if views is None or self._clipping is None else self._clip(index, channel),
+                clip=None
+                if views is None or self._clipping is None
+                else functools.partial(self._clipping.factors, (index, channel)),
             )
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
         return codecs
@@ -157,13 +138,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 self.transport.drop(index)
 
     def combine_late(self, meter: Meter) -> None:
-        """Await all messages that steps did not wait for, and combine them.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """Await all messages that steps did not wait for, and combine them."""
         for index in range(len(self._buckets)):
             self._combine_late(index, meter, waits=True)
 
@@ -291,17 +266,6 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             return {(source,): each for source, each in squares.items()} or {tuple(weights): square}
         ((source, weight),) = weights.items()
         return {(source,): square / weight**2}
-
-    def _clip(self, index: int, channel: str) -> Clip:
-        """Return what clips a channel of a bucket; the rank's position may change."""
-
-        def clip(
-            distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
-        ) -> Mapping[int, float]:
-            assert self._clipping is not None
-            return self._clipping.factors((index, channel), distances, smaller_norm)
-
-        return clip
 
     def _settle_clipping(self, index: int, in_flight: MessagesInFlight, meter: Meter) -> None:
         assert self._clipping is not None

@@ -116,13 +116,7 @@ TransportFactory = Callable[[World, Topology], Transport]
 
 
 def make_transport(factory: TransportFactory, world: World, topology: Topology) -> Transport:
-    """Return the transport that the factory makes. Collective.
-
-    Raises
-    ------
-    TypeError
-        The factory returned something else.
-    """
+    """Return the transport that the factory makes. Collective."""
     transport: object = factory(world, topology)
     if not isinstance(transport, Transport):
         raise TypeError(

@@ -16,27 +16,14 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
 
 
 def resolve_transport(transport: object) -> TransportFactory:
-    """Return the factory itself, or the one of that name.
-
-    Raises
-    ------
-    ValueError
-        There is no transport of that name.
-    TypeError
-        The argument is already a transport, or cannot be called.
-    """
+    """Return the factory itself, or the one of that name."""
     if isinstance(transport, str):
         return TRANSPORTS.get(transport)
-    if isinstance(transport, Transport):
-        name = type(transport).__name__
-        raise TypeError(
-            f"transport must be a name or a function (world, topology) -> gossip.Transport, got an instance of {name}; "
-            f"pass its class, transport={name}, or functools.partial({name}, ...)"
-        )
-    if not callable(transport):
+    if isinstance(transport, Transport) or not callable(transport):
         raise TypeError(
             f"transport must be a name or a function (world, topology) -> gossip.Transport, got {transport!r}; pass a "
-            f"class such as gossip.DistributedTransport, or one of {', '.join(map(repr, TRANSPORTS.available()))}"
+            "class such as gossip.DistributedTransport, a functools.partial of one, or one of "
+            f"{', '.join(map(repr, TRANSPORTS.available()))}"
         )
     return cast(TransportFactory, transport)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -83,12 +82,6 @@ class StepStats:
     generation: int = 0
     is_store_lost: bool = False
 
-    @property
-    def epoch(self) -> int:
-        """Deprecated, use ``generation``."""
-        warnings.warn("StepStats.epoch is deprecated; use generation", DeprecationWarning, stacklevel=2)
-        return self.generation
-
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for a record."""
         return asdict(self)
@@ -120,14 +113,12 @@ class Meter:
     """Accumulates the costs of one step while it is made."""
 
     def __init__(self) -> None:
-        self.forward_s = self.backward_s = self.update_s = 0.0
-        self.exposed_wait_s = self.overlapped_s = 0.0
-        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.generation = 0
-        self.is_store_lost = False
+        self.forward_s = self.backward_s = self.update_s = self.exposed_wait_s = self.overlapped_s = 0.0
+        self.bytes_sent = self.num_refused = self.num_skipped = self.num_late = self.generation = self.num_clipped = 0
+        self.mean_moved, self.is_store_lost = 0.0, False
         self.bytes_by_peer: defaultdict[int, int] = defaultdict(int)
         self.wait_by_peer_s: defaultdict[int, float] = defaultdict(float)
         self.unusual_by_peer: defaultdict[int, int] = defaultdict(int)
-        self.num_clipped, self.mean_moved = 0, 0.0
         self.gradient_norms: list[torch.Tensor | float] = []
         self.squared_distances: list[torch.Tensor | float] = []
 
@@ -137,44 +128,24 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured between two steps and counts for the next one; without times."""
+        kept = {name: getattr(self, name) for name in ("num_refused", "num_clipped", "mean_moved")}
         squares = [float(square) for square in self.squared_distances]
-        return {
-            "squared_distances": squares,
-            "num_refused": self.num_refused,
-            "unusual_by_peer": dict(self.unusual_by_peer),
-            "num_clipped": self.num_clipped,
-            "mean_moved": self.mean_moved,
-        }
+        return {**kept, "squared_distances": squares, "unusual_by_peer": dict(self.unusual_by_peer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.squared_distances = list(state.get("squared_distances", ()))
-        self.num_refused = state.get("num_refused", 0)
-        self.unusual_by_peer = defaultdict(int, state.get("unusual_by_peer", {}))
-        self.num_clipped = state.get("num_clipped", 0)
-        self.mean_moved = state.get("mean_moved", 0.0)
+        vars(self).update(state)
+        self.squared_distances = list(self.squared_distances)
+        self.unusual_by_peer = defaultdict(int, self.unusual_by_peer)
 
     def stats(self, step: int) -> StepStats:
         """Return all statistics; waits for the device."""
         squares = [float(square) for square in self.squared_distances]
-        return StepStats(
-            step=step,
-            exposed_wait_s=self.exposed_wait_s,
-            bytes_sent=self.bytes_sent,
-            forward_s=self.forward_s,
-            backward_s=self.backward_s,
-            update_s=self.update_s,
-            overlapped_s=self.overlapped_s,
-            bytes_by_peer=dict(self.bytes_by_peer),
-            wait_by_peer_s=dict(self.wait_by_peer_s),
-            consensus_distance_estimate=math.sqrt(sum(squares)) if squares else None,
-            gradient_norm=self.gradient_norm(),
-            num_refused=self.num_refused,
-            num_skipped=self.num_skipped,
-            num_late=self.num_late,
-            unusual_by_peer=dict(self.unusual_by_peer),
-            num_clipped=self.num_clipped,
-            mean_moved=self.mean_moved,
-            generation=self.generation,
-            is_store_lost=self.is_store_lost,
-        )
+        found = {entry.name: getattr(self, entry.name) for entry in fields(StepStats) if hasattr(self, entry.name)}
+        computed: dict[str, Any] = {
+            "step": step,
+            "gradient_norm": self.gradient_norm(),
+            "consensus_distance_estimate": math.sqrt(sum(squares)) if squares else None,
+        }
+        by_peer = {name: dict(each) for name, each in found.items() if isinstance(each, dict)}
+        return StepStats(**{**found, **by_peer, **computed})

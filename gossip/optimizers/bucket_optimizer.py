@@ -30,16 +30,7 @@ OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
 def build_optimizers(
     optimizer: OptimizerArgument, module: nn.Module, *, in_backward: bool, by_bucket: bool
 ) -> tuple[Optimizer, ...]:
-    """Return the given optimizers, or those that the factory makes over all named parameters.
-
-    Raises
-    ------
-    TypeError
-        The argument consists neither of Optimizers nor of a factory of them.
-    ValueError
-        An optimizer holds a parameter that the module does not have, or that another one holds too. Or it needs a
-        closure and is to be stepped ``in_backward``, or has step pre-hooks and is to be stepped ``by_bucket``.
-    """
+    """Return the given optimizers, or those that the factory makes over all named parameters."""
     if optimizer is None:
         return ()
     if not isinstance(optimizer, Optimizer | list | tuple):
@@ -90,13 +81,7 @@ _NO_PRE_HOOKS = (
 
 
 def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse an optimizer with a parameter that is not one of ``parameters``, or that another optimizer holds too.
-
-    Raises
-    ------
-    ValueError
-        An optimizer is refused; the text says which.
-    """
+    """Refuse an optimizer with a parameter that is not one of ``parameters``, or that another optimizer holds too."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     holder: dict[int, Optimizer] = {}
     for optimizer in optimizers:
@@ -118,13 +103,6 @@ class BucketOptimizer:
 
     It shares the optimizer's state and reads its ``param_groups`` at every step, so that a scheduler, a logger or a
     state_dict sees a single optimizer. Groups may be added at any time.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The optimizer.
-    parameters : sequence of Parameter
-        The parameters to update; those without a gradient are skipped, as usual.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

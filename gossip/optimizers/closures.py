@@ -26,23 +26,6 @@ class EvaluatedClosure:
     Nearly all optimizers evaluate their closure once, before anything else. When it is evaluated before the exchange is
     combined, its gradients are computed at x(t), and the messages have this time to arrive, as in a loop without a
     closure.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        An optimizer whose ``step()`` does not require a closure.
-    closure : callable
-        The closure; it is called here.
-
-    Raises
-    ------
-    ValueError
-        A GradScaler steps the optimizer: it has inspected gradients that the closure replaces.
-
-    Attributes
-    ----------
-    loss : object
-        The return value of the closure.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Closure) -> None:
@@ -65,13 +48,7 @@ class EvaluatedClosure:
         self._seen = [(parameter, parameter._version, parameter.grad) for parameter in parameters]
 
     def __call__(self) -> Any:
-        """Return the loss.
-
-        Raises
-        ------
-        GossipError
-            The optimizer evaluates the closure at another point.
-        """
+        """Return the loss."""
         is_elsewhere = any(
             parameter._version != version or parameter.grad is not gradient
             for parameter, version, gradient in self._seen

@@ -20,13 +20,6 @@ class OptimizerWatch:
 
     Either its gradients have been used up inside backward, or its step would not be exchanged: in both cases the loop
     would silently train something other than it says.
-
-    Parameters
-    ----------
-    parameters : iterable of (str, Parameter)
-        The parameters of the model.
-    optimizers : iterable of Optimizer
-        The model's own optimizers.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizers: Iterable[Optimizer]) -> None:

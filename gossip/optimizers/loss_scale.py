@@ -18,16 +18,6 @@ class SharedScaler:
 
     A rank whose gradients overflow skips its own update but exchanges as usual. The overflow is reported to all others
     in the background; the scale changes one step later, by the same factor everywhere.
-
-    Parameters
-    ----------
-    scaler : GradScaler
-        The scaler that scales the loss.
-    flag : Flag
-        Reports overflows to all ranks.
-    steps_in_backward : bool
-        Whether backward passes unscale and update; the user's own calls of ``scaler.unscale_`` and ``scaler.update``
-        are then refused.
     """
 
     def __init__(self, scaler: GradScaler, flag: Flag, *, steps_in_backward: bool) -> None:
@@ -62,13 +52,7 @@ class SharedScaler:
             self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler, and what the ranks know of overflows. Waits for their latest words.
-
-        Raises
-        ------
-        ExchangeError
-            Not all ranks took part in time.
-        """
+        """Return the state of the scaler, and what the ranks know of overflows. Waits for their latest words."""
         return {"scaler": self.scaler.state_dict(), "overflow": self.flag.wait(), "verdict": self._verdict}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:

@@ -43,13 +43,7 @@ def evaluate(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
 
 
 def check_evaluated(optimizers: Iterable[Optimizer], what: str) -> None:
-    """Refuse a permanent average at the training point, as the optimizers' states would belong to other parameters.
-
-    Raises
-    ------
-    GossipError
-        An optimizer is in train mode.
-    """
+    """Refuse a permanent average at the training point, as the optimizers' states would belong to other parameters."""
     for optimizer in in_train_mode(optimizers):
         raise GossipError(
             f"{what} would average the parameters at which {type(optimizer).__name__} trains, not those to be "

@@ -44,11 +44,6 @@ class BackwardPass:
 
     A pass that an exception ends does not call ``on_end``, but releases the reference to it. Thread identity is no
     indication: passes on a device run in autograd's own threads, and passes of a checkpoint run inside another pass.
-
-    Parameters
-    ----------
-    on_end : callable
-        Called when all gradients of the pass have been computed.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:

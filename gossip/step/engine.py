@@ -51,27 +51,6 @@ class StepEngine(HealthChecks, ABC):
 
     A subclass determines when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.
 
-    Parameters
-    ----------
-    module : Module
-        The module that is trained.
-    buckets : sequence of Bucket or BufferBucket
-        The buckets that are exchanged.
-    frozen : FrozenParameters
-        All parameters that are in no bucket.
-    exchanges : RankExchanges
-        The exchanges of the buckets.
-    updater : Updater
-        Applies the optimizers.
-    rank : int
-        This rank, for error texts.
-    watch : OptimizerWatch
-        Notices optimizers that update the parameters outside the steps.
-    bucket_cap_bytes : int
-        The size of a bucket for parameters that are unfrozen later.
-    shards : LocalGroup, optional
-        The ranks with which this one holds a replica.
-
     Attributes
     ----------
     shards : LocalGroup or None

@@ -92,15 +92,6 @@ class ForwardWaits:
     inside that subtree that contain some of them, in case one is called directly. Until a forward pass has shown the
     users, and for a parameter that it did not use, this is the whole module. It remains the whole module if parts are
     compiled, because these cannot be watched. The module's ``state_dict()`` combines all buckets.
-
-    Parameters
-    ----------
-    module : Module
-        The module that is trained.
-    buckets : sequence of Bucket or BufferBucket
-        The buckets that are awaited; if empty, nothing is ever done.
-    combine : callable
-        Receives the indices of the buckets that are about to be read.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Any], combine: Callable[[Sequence[int]], None]) -> None:
@@ -156,13 +147,7 @@ class ForwardWaits:
 
 
 def refuse_if_read(bucket: Any, where: str) -> None:
-    """Refuse a bucket that has gradients although its exchange was not combined before the forward pass.
-
-    Raises
-    ------
-    GossipError
-        A parameter of the bucket has a gradient; the text names it.
-    """
+    """Refuse a bucket that has gradients although its exchange was not combined before the forward pass."""
     for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
         if parameter.grad is not None:
             raise GossipError(

@@ -39,17 +39,6 @@ _PATIENCE_TIMEOUTS = 5
 class GenerationChange:
     """Takes a model from generation to generation.
 
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks that train.
-    parts : Parts
-        The parts of the model in its first generation.
-    arguments : Arguments
-        The wrapper's arguments.
-    kept : KeptObjects
-        What the model keeps; not owned, because it may refer to the model.
-
     Attributes
     ----------
     generation : Generation
@@ -97,13 +86,7 @@ class GenerationChange:
         self._kept.end_joining()
 
     def begin_step(self) -> None:
-        """Enter the generation of the next step; waits while the ranks agree on one.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """Enter the generation of the next step; waits while the ranks agree on one."""
         step, end_joining = self._step, None
         if self._parts.engine.last_meter is not None:
             self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
@@ -183,15 +166,7 @@ class GenerationChange:
             self._follow(generation)
 
     def leave(self) -> None:
-        """Tell the others, and make the steps that they still make with this rank, without updates. Local.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue, or no other rank agrees.
-        GossipError
-            Too few ranks would remain.
-        """
+        """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
         engine = self._parts.engine
         last = self._world.consensus.leave()
         while engine.step < last:
@@ -202,13 +177,6 @@ class GenerationChange:
 
         A rank that ``returns`` is at the end of a step of its loop, and any other before its loop. Once it has entered
         its first step, it must call the function that this method returns, which takes the rest of the state.
-
-        Raises
-        ------
-        ExchangeError
-            There is no rank to join, or this rank is not admitted.
-        ManifestError
-            This rank has built something different from the others.
         """
         world, engine = self._world, self._parts.engine
         check_manifest(world.published(), self._parts.manifest, world.member)
@@ -251,13 +219,6 @@ class GenerationChange:
 
         Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
         when their loss of it is known; and an average over time is that of the source's own parameters.
-
-        Raises
-        ------
-        ExchangeError
-            It cannot be had, and this rank cannot train without it.
-        GossipError
-            This rank and the source do not keep the same objects.
         """
         world, engine = self._world, self._parts.engine
         who = f"rank {world.member}: rank {source}, whose state it takes,"
@@ -293,11 +254,6 @@ class GenerationChange:
         """Join the ranks that continued without this one, as soon as they can be reached.
 
         Returns what :meth:`_join` does.
-
-        Raises
-        ------
-        ExchangeError
-            ``lost``, if this rank is not to rejoin; or it could not in time.
         """
         limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
         astray, self._astray = self._astray, None
@@ -389,13 +345,7 @@ class GenerationChange:
             self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
-        """Return the topology and the algorithm bound to it by which so many ranks exchange.
-
-        Raises
-        ------
-        ValueError, TypeError
-            The fallback topology, too, cannot serve this number of ranks, or not with these.
-        """
+        """Return the topology and the algorithm bound to it by which so many ranks exchange."""
         try:
             return self._resized(self._parts.topology, world_size)
         except (ValueError, TypeError) as error:

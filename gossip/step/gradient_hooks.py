@@ -13,13 +13,7 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 class GradientHooks:
-    """One hook for every parameter that is in a bucket.
-
-    Parameters
-    ----------
-    make_hook : callable
-        Makes the hook of a parameter from the index of its bucket and its place in the bucket.
-    """
+    """One hook for every parameter that is in a bucket."""
 
     def __init__(self, make_hook: Callable[[int, int], GradientHook]) -> None:
         self._make_hook = make_hook

@@ -37,25 +37,6 @@ class Updater:
 
     Gradients that are not finite are not applied: the bucket, or with all gradients at hand the whole step, is skipped
     and counted, so that one bad batch does not corrupt the replica and, through it, its peers.
-
-    Parameters
-    ----------
-    optimizers : sequence of Optimizer
-        The optimizers.
-    buckets : sequence of Bucket or BufferBucket
-        The buckets.
-    parameters : sequence of Parameter
-        All parameters, in the module's order.
-    clip_grad_norm : float or None
-        The norm to which gradients are clipped.
-    clip : str
-        Which norm is clipped, "global" or "bucket".
-    scaler : SharedScaler or None
-        The loss scale.
-    rank : int
-        This rank, for the texts.
-    shards : LocalGroup, optional
-        The ranks with which this one holds a replica: norms are those of the whole replica's gradients.
     """
 
     def __init__(

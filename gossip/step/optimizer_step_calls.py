@@ -14,13 +14,6 @@ class OptimizerStepCalls:
     A loop written for DistributedDataParallel may accumulate gradients over several backward passes without
     ``no_sync()`` and call ``optimizer.step()`` after the last one. Or its gradients do not come from a backward pass at
     all, or only from passes under ``no_sync()``: then no step is made. Users who never call it get no warning.
-
-    Parameters
-    ----------
-    where : str
-        Which rank this is, for the texts; empty where there is only one.
-    usual_loop : str
-        How to keep a loop that does more in ``optimizer.step()``, for the texts.
     """
 
     def __init__(self, where: str, usual_loop: str) -> None:
@@ -40,24 +33,7 @@ class OptimizerStepCalls:
         step: int,
         has_gradients: Callable[[], bool],
     ) -> None:
-        """Note that the user has called ``optimizer.step(closure)``, which is about to do nothing.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            The optimizer.
-        closure : callable or None
-            What the user passed.
-        step : int
-            The number of steps made.
-        has_gradients : callable
-            Returns whether there are gradients that no step has applied.
-
-        Raises
-        ------
-        ValueError
-            The call was meant to do something.
-        """
+        """Note that the user has called ``optimizer.step(closure)``, which is about to do nothing."""
         if closure is not None:
             raise ValueError(
                 "optimizer.step(closure) cannot work here, because the update was made inside backward; call it "

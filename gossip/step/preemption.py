@@ -25,13 +25,6 @@ class Preemption:
     """Leaves before the next forward pass after a SIGTERM, and exits with status 143.
 
     It is installed in the main thread only, and only if SIGTERM has no other handler.
-
-    Parameters
-    ----------
-    engine : StepEngine
-        Makes the steps.
-    leave : callable
-        Leaves and closes the model.
     """
 
     def __init__(self, engine: StepEngine, leave: Callable[[], None]) -> None:

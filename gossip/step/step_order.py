@@ -18,11 +18,6 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
 
     A step calls :meth:`begin`, then the optimizers, right before them :meth:`direct` if there are gradients that are
     complete, clipped and finite, and then :meth:`end`; for one bucket or for several together.
-
-    Parameters
-    ----------
-    exchanges : Exchanges
-        The exchanges of the buckets.
     """
 
     def __init__(self, exchanges: Exchanges[AnyInFlight, AnyMeter]) -> None:

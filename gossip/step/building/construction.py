@@ -64,23 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a wrapped model.
-
-    Attributes
-    ----------
-    topology : Topology
-        The topology that was passed or built.
-    algorithm : Algorithm
-        The algorithm, bound to the topology.
-    compression : Compression
-        The compression of the messages.
-    optimizers : tuple of Optimizer
-        The optimizers that were passed or made.
-    engine : StepEngine
-        Makes the steps, including those of buckets of buffers.
-    manifest : dict of str to str
-        The description that all ranks have in common.
-    """
+    """The parts of a wrapped model."""
 
     topology: Topology
     algorithm: Algorithm
@@ -92,15 +76,7 @@ class Parts:
 
 @limit_named()
 def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
-    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An argument, or a parameter of the module, cannot be used on this rank.
-    ManifestError
-        The ranks differ, or another rank has refused; raised on every rank.
-    """
+    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective."""
     shards: LocalGroup | None = None
     local = World(world.timeout, arguments.mesh.get_group("shard")) if arguments.mesh is not None else None
     has_compared = False
@@ -253,15 +229,7 @@ def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> 
 
 
 def make_flag(world: World, what: str) -> Flag:
-    """Return a flag on which the ranks of a world agree while they train, even if some are lost. Collective.
-
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    what : str
-        What is agreed on, for error texts; the same on all ranks.
-    """
+    """Return a flag on which the ranks of a world agree while they train, even if some are lost. Collective."""
     if not world.changes:
         return AgreedFlag(world, what)
     from gossip.elastic.elastic_flag import ElasticFlag

@@ -125,13 +125,7 @@ def _in_seconds(given: timedelta | float | None) -> float | None:
 
 
 def check_arguments(arguments: Arguments, module: nn.Module) -> None:
-    """Refuse values that are out of range, and combinations that cannot work.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An argument is refused; the text names it, its value and what is allowed.
-    """
+    """Refuse values that are out of range, and combinations that cannot work."""
     check_update(arguments.clip, arguments.clip_grad_norm, arguments.buffers, arguments.bucket_cap_mb)
     check_max_difference(arguments.max_difference)
     resolve_transport(arguments.transport)
@@ -155,13 +149,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
 
 
 def check_mesh_arguments(arguments: Arguments) -> None:
-    """Refuse what does not go with groups of ranks that train a replica together.
-
-    Raises
-    ------
-    ValueError
-        An argument is refused; the text names it, its value and what is allowed.
-    """
+    """Refuse what does not go with groups of ranks that train a replica together."""
     if arguments.shard is not None:
         check_choice("shard", arguments.shard, ("optimizer", "none"))
         if arguments.mesh is None:
@@ -221,13 +209,7 @@ def _check_peer_loss(arguments: Arguments) -> None:
 
 
 def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
-    """Refuse values of those arguments that virtual workers have as well.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An argument is refused; the text names it, its value and what is allowed.
-    """
+    """Refuse values of those arguments that virtual workers have as well."""
     check_choice("clip", clip, ("global", "bucket"))
     check_choice("buffers", buffers, ("local", "average"))
     check_positive("bucket_cap_mb", bucket_cap_mb, "number of MiB")
@@ -245,13 +227,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
-    """Return ``topology`` itself, or the one of that name for ``world_size`` ranks.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is neither a name nor a topology, or it is for another number of ranks.
-    """
+    """Return ``topology`` itself, or the one of that name for ``world_size`` ranks."""
     if isinstance(topology, str):
         topology = topologies.build(topology, world_size)
     if not isinstance(topology, Topology):
@@ -275,13 +251,6 @@ def prepare_algorithm(
     """Return the algorithm bound to the topology.
 
     Algorithms, topologies, compressions and optimizers that cannot work together are refused.
-
-    Raises
-    ------
-    ValueError
-        One of them is refused; the text says what it needs, and what to choose.
-    TypeError
-        The algorithm does not say what becomes of its state when the ranks change.
     """
     for name, how in algorithm.keeps.items():
         if not isinstance(how, Kept):
@@ -323,13 +292,7 @@ def prepare_algorithm(
 def check_asynchronous(
     arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
 ) -> None:
-    """Refuse settings that do not work if ranks do not make their steps together.
-
-    Raises
-    ------
-    ValueError
-        A setting is refused; the text says what to choose.
-    """
+    """Refuse settings that do not work if ranks do not make their steps together."""
     what = f"algorithm {algorithm.describe()}"
     if not arguments.continues:
         raise ValueError(
@@ -361,13 +324,7 @@ _NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse optimizers that need more than the elements that they update, where each rank has a part of a parameter.
-
-    Raises
-    ------
-    ValueError
-        An optimizer is refused; the text says what to choose.
-    """
+    """Refuse optimizers that need whole parameters, where each rank has a part of every parameter."""
     for optimizer in optimizers:
         if isinstance(optimizer, _NEEDS_MATRICES) or requires_closure(optimizer):
             needed = "whole matrices" if isinstance(optimizer, _NEEDS_MATRICES) else "all parameters of a replica"
@@ -379,13 +336,7 @@ def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
 
 
 def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse what needs a rank's whole message, where each rank of a group sends a part of it.
-
-    Raises
-    ------
-    ValueError
-        A setting is refused; the text says what to choose.
-    """
+    """Refuse what needs a rank's whole message, where each rank of a group sends a part of it."""
     needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
     if needs_message or algorithm.requires.stochastic != "doubly":
         raise ValueError(
@@ -401,13 +352,7 @@ def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> 
 
 
 def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse settings that cannot mix a message that arrives late.
-
-    Raises
-    ------
-    ValueError
-        A setting is refused; the text says what to choose.
-    """
+    """Refuse settings that cannot mix a message that arrives late."""
     if not isinstance(compression, Uncompressed | Cast):
         raise ValueError(
             f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
@@ -448,13 +393,7 @@ def _refuse_readers_of_messages(
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
-    """Refuse a compression whose messages are checked on the host if the host does not see messages.
-
-    Raises
-    ------
-    ValueError
-        A device is served by a backend other than gloo.
-    """
+    """Refuse a compression whose messages are checked on the host if the host does not see messages."""
     others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
     if others:
         kind, name = next(iter(others.items()))

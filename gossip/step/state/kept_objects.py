@@ -43,13 +43,7 @@ class KeptObjects(dict[str, Stateful]):
     given: GivenObjects | None = None
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Keep these objects, too.
-
-        Raises
-        ------
-        TypeError
-            An object has no state; the text names it.
-        """
+        """Keep these objects, too."""
         for name, kept in objects.items():
             if not is_stateful(kept):
                 raise TypeError(
@@ -74,25 +68,13 @@ class KeptObjects(dict[str, Stateful]):
         return found
 
     def end_joining(self) -> None:
-        """Begin to train, with everything that the rank keeps whose state this one has taken. Local.
-
-        Raises
-        ------
-        GossipError
-            It keeps something that this rank does not.
-        """
+        """Begin to train, with everything that the rank keeps whose state this one has taken. Local."""
         given, self.given = self.given, None
         if given is not None:
             given.check_complete(self)
 
     def with_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the kept objects and what a call has passed besides, by name.
-
-        Raises
-        ------
-        ValueError
-            A name stands for both.
-        """
+        """Return the kept objects and what a call has passed besides, by name."""
         for name in parts:
             if name in self:
                 raise ValueError(
@@ -103,19 +85,7 @@ class KeptObjects(dict[str, Stateful]):
 
 
 class GivenObjects:
-    """What a rank that joins has been given: the states of kept objects, and the options of the optimizers' groups.
-
-    Parameters
-    ----------
-    who : str
-        The rank that joins and the one that has given this, for error texts.
-    states : mapping or str
-        What :meth:`KeptObjects.states` returned there, or why it could not be had.
-    options : sequence
-        What :func:`group_options` returned there.
-    optimizers : sequence of Optimizer
-        The optimizers here.
-    """
+    """What a rank that joins has been given: the states of kept objects, and the options of the optimizers' groups."""
 
     def __init__(
         self,
@@ -132,13 +102,7 @@ class GivenObjects:
             self._otherwise, self._remedy = states, START_AGAIN
 
     def load(self, objects: Mapping[str, Stateful]) -> None:
-        """Load the states of these objects, and the options, which constructing a scheduler changes. Local.
-
-        Raises
-        ------
-        GossipError
-            There is no state for one of them, or it cannot be loaded.
-        """
+        """Load the states of these objects, and the options, which constructing a scheduler changes. Local."""
         for name, kept in objects.items():
             entry = self._states.get(name, {"error": self._otherwise})
             if "error" in entry:

@@ -30,13 +30,6 @@ def optimizer_state(
     is_given : bool
         Whether it is for a rank that has constructed the same optimizer. It then lacks the options of parameter groups
         that are not plain data, such as functions: that rank has its own.
-
-    Raises
-    ------
-    TypeError
-        Something is not plain data; the text names the parameter, or the group and the option.
-    ValueError
-        ``state_dict()`` itself failed.
     """
     kind = type(optimizer).__name__
     where = f"the state_dict() of {kind}"
@@ -82,11 +75,6 @@ def module_state(engine: StepEngine) -> dict[str, dict[str, Any]]:
     """Return parameters, all buffers, extra states, and gradients that no_sync has accumulated. Local.
 
     The buffers include those that state_dict leaves out. Each value is contained once: a tied parameter has one name.
-
-    Raises
-    ------
-    TypeError
-        An extra state is not plain data; the text names its module.
     """
     module = engine.module
     parameters = dict(named_parameters(module))

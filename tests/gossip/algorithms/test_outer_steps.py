@@ -15,7 +15,6 @@ from gossip import Algorithm, VirtualWorkers
 from gossip.algorithms import (
     AdaptWhileCommunicating,
     DiLoCo,
-    GossipPGA,
     NoLoCo,
     RelaySum,
     SlowMo,
@@ -148,20 +147,15 @@ def test_topology_that_is_no_exact_average_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"period": 0}, "period must be a whole number of at least 1, got 0"),
-        ({"outer_lr": -1.0}, r"outer_lr must be a finite number above 0, got -1\.0"),
-        ({"outer_momentum": 1.0}, r"outer_momentum must be a number of at least 0 and below 1, got 1\.0"),
+        ({"period": 0}, "period must be at least 1, got 0"),
+        ({"outer_lr": -1.0}, r"outer_lr must be above 0 and finite, got -1\.0"),
+        ({"outer_momentum": 1.0}, r"outer_momentum must be at least 0 and below 1, got 1\.0"),
         ({"form": "cta"}, "form must be"),
-        (
-            {"make": SlowMo, "slow_momentum": -0.1},
-            r"slow_momentum must be a number of at least 0 and below 1, got -0\.1",
-        ),
-        ({"make": SlowMo, "slow_lr": 0}, "slow_lr must be a finite number above 0, got 0"),
-        ({"make": GossipPGA, "period": 1.5}, r"period must be a whole number of at least 1, got 1\.5"),
-        ({"make": NoLoCo, "pull": True}, "pull must be a finite number above 0, got True"),
-        ({"make": StreamingDiLoCo, "period": 3}, "parts must be at most period=3, got 4; choose a longer period"),
-        ({"make": StreamingDiLoCo, "overlap": 0}, "overlap must be a whole number of at least 1, got 0"),
-        ({"make": RelaySum, "form": "tree"}, "form must be"),
+        ({"make": SlowMo, "slow_momentum": -0.1}, r"slow_momentum must be at least 0 and below 1, got -0\.1"),
+        ({"make": SlowMo, "slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
+        ({"make": NoLoCo, "pull": 0}, "pull must be above 0 and finite, got 0"),
+        ({"make": StreamingDiLoCo, "period": 3}, "parts must be at most 3, got 4"),
+        ({"make": StreamingDiLoCo, "overlap": 0}, "overlap must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
