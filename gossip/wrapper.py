@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -218,31 +219,11 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         shard: Literal["optimizer", "none"] | None = None,
         max_difference: Literal["warn", "clip"] | float | None = "warn",
     ) -> None:
+        given = dict(locals())
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        arguments = Arguments(
-            optimizer=optimizer,
-            topology=topology,
-            algorithm=algorithm,
-            compression=compression,
-            step_in_backward=step_in_backward,
-            clip_grad_norm=clip_grad_norm,
-            clip=clip,
-            scaler=scaler,
-            buffers=buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            transport=transport,
-            on_peer_loss=on_peer_loss,
-            min_ranks=min_ranks,
-            fallback_topology=fallback_topology,
-            soft_deadline=soft_deadline,
-            partition_timeout=partition_timeout,
-            authenticate=authenticate,
-            mesh=mesh,
-            shard=shard,
-            max_difference=max_difference,
-        )
+        arguments = Arguments(**{entry.name: given[entry.name] for entry in dataclasses.fields(Arguments)})
         world = make_world(arguments, timeout, process_group)
         try:
             parts = construct(module, arguments, world)

@@ -22,7 +22,6 @@ from topologies import Phase, Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
 _MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory for each
-_NUM_SAMPLED_ROUNDS = 8  # for a schedule without a period
 _TAG_STEPS = 2**10  # far more steps than two ranks can be apart
 #: An all-reduce among g ranks sends less than g - 1 messages do, but takes more turns; it pays from this size on.
 MIN_LARGE_BYTES = 2**16
@@ -67,7 +66,6 @@ class DistributedTransport(Transport):
     ) -> None:
         assert world.membership is not None
         self._world = world
-        self._topology = topology
         most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
         self._shared = dict.fromkeys(shared_groups(topology, most) if sums_on_wire else ())
         if not world.can_split:  # the group that was passed is the only one available
@@ -87,40 +85,20 @@ class DistributedTransport(Transport):
             self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
         return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
 
-    @property
-    def num_communicators(self) -> int:
-        """The number of communicators of which this rank is a member, including the one over all ranks."""
-        return len(
-            {id(self._world.group)}
-            | {id(self._world.communicator(ranks, "mixing")) for ranks in self._shared if self._world.rank in ranks}
-        )
-
     def describe(self) -> str:
         """Describe the backend, the communicators, and how rounds are exchanged. Local."""
         assert self._world.membership is not None
-        ways: dict[str, list[int]] = {}
-        for phase in self._topology.phases:
-            for exchange in range(phase.num_distinct(sampled=_NUM_SAMPLED_ROUNDS)):
-                ways.setdefault(self._way(phase.topology.round(exchange)), []).append(exchange)
-        listed = ", ".join(ways)
-        number, others = self.num_communicators, len(self._local_messages.local)
+        shared = [self._world.communicator(ranks, "mixing") for ranks in self._shared if self._world.rank in ranks]
+        number, others = len({id(group) for group in (self._world.group, *shared)}), len(self._local_messages.local)
         size = f"{MIN_LARGE_BYTES // 2**10} KiB"
         return (
             f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
-            f"{self._world.rank}; rounds {listed}"
-            + f" (messages below {size} point-to-point)" * any("all-reduce" in way for way in ways)
+            f"{self._world.rank}; messages point-to-point"
+            + f", from {size} on by all-reduce in {len(self._shared)} group{'s' * (len(self._shared) > 1)}"
+            * bool(self._shared)
             + f"; with {others} rank{'s' * (others > 1)} on this machine messages from {size} on go through memory"
             * bool(others)
         )
-
-    def _way(self, round_: Round) -> str:
-        groups = [ranks for ranks in round_.uniform_groups or () if len(ranks) > 1]
-        if round_.uniform_groups is not None and not groups:
-            return "silent"
-        by_group = [ranks in self._shared for ranks in groups]
-        if groups and all(by_group):
-            return "by all-reduce in groups"
-        return "partly by all-reduce in groups" if any(by_group) else "point-to-point"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         turn = conversation.unmade_opening

@@ -51,21 +51,12 @@ class UsesExchange(Protocol):
 
 @dataclass
 class InFlight(ABC):
-    """One bucket's messages of a round, with everything that belongs to them.
-
-    Attributes
-    ----------
-    round : Round
-        The round.
-    round_index : int
-        The index of the round.
-    sent : dict of str to list of Tensor
-        By channel: what was sent, for each view of the bucket; only for channels whose messages are single tensors.
-    """
+    """One bucket's messages of a round, with everything that belongs to them."""
 
     round: Round
     round_index: int
     sent: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """By channel what was sent, for each view; only for channels whose messages are single tensors."""
 
     @abstractmethod
     def differences(self) -> dict[str, list[torch.Tensor]]:

@@ -19,32 +19,15 @@ from topologies import Round
 
 @dataclass
 class MessagesInFlight(InFlight):
-    """One bucket's messages in flight.
-
-    Attributes
-    ----------
-    exchanges : dict of str to Exchange
-        The exchanges, by channel.
-    launched_at : float
-        The time of launch, from ``time.perf_counter()``.
-    kinds : dict of str to (torch.Size, torch.dtype, torch.device)
-        Shape, dtype and device of a difference, by channel.
-    bytes_counted : Counter
-        The part of the exchanges' ``bytes_by_peer`` that the cost of some step already contains.
-    surplus : float
-        By how much the weights that this rank gives to all messages, its own included, exceed 1; codecs assume that
-        they sum to 1.
-    squares : dict of str to mapping of int to float or Tensor
-        The squared distances to the sources' messages, by channel, as far as the codecs tell them; complete when the
-        parts have been read.
-    """
+    """One bucket's messages in flight, by channel."""
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
-    launched_at: float = 0.0
-    kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)
-    bytes_counted: Counter[int] = field(default_factory=Counter)
-    surplus: float = 0.0
+    launched_at: float = 0.0  # from time.perf_counter()
+    kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)  # of the differences
+    bytes_counted: Counter[int] = field(default_factory=Counter)  # by peer, in the cost of some step already
+    surplus: float = 0.0  # of this rank's weights, its own included, over 1, which codecs assume to be their sum
     squares: dict[str, Mapping[int, float | torch.Tensor]] = field(default_factory=dict)
+    """Squared distances by source, as far as the codecs tell them; complete when the parts have been read."""
     _differences: dict[str, torch.Tensor] | None = None
 
     def differences(self) -> dict[str, list[torch.Tensor]]:

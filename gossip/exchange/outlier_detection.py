@@ -32,21 +32,12 @@ class Usual:
     """What is usual along one edge: the largest distance in recent exchanges, which decays from one to the next.
 
     Both ends of an edge that exchange with each other compute the same from the distances that they have in common.
-
-    Attributes
-    ----------
-    distance : float
-        What is usual.
-    num_known : int
-        The number of exchanges in which the two messages differed as usual.
-    num_unusual : int
-        The number of exchanges without a break that have been unusual.
     """
 
     def __init__(self, distance: float = 0.0, num_known: int = 0, num_unusual: int = 0) -> None:
         self.distance = distance
-        self.num_known = num_known
-        self.num_unusual = num_unusual
+        self.num_known = num_known  # exchanges in which the two messages differed as usual
+        self.num_unusual = num_unusual  # exchanges without a break that have been unusual
 
     @property
     def is_known(self) -> bool:
@@ -220,23 +211,12 @@ class OutlierDetector:
 
 
 class OwnMessages:
-    """This rank's messages for one bucket, one exchange after the other.
-
-    Attributes
-    ----------
-    moved : float or Tensor
-        An estimate of how far the newest message is from the one before.
-    num_equal : int
-        In how many exchanges without a break the message has been the same to the bit as in the one before, although
-        the values were to be updated and what arrived was different.
-    differs_by : float
-        The largest distance to a peer's message in the newest exchange.
-    """
+    """This rank's messages for one bucket, one exchange after the other."""
 
     def __init__(self) -> None:
-        self.moved: float | torch.Tensor = 0.0
-        self.num_equal = 0
-        self.differs_by = 0.0
+        self.moved: float | torch.Tensor = 0.0  # an estimate of how far the newest is from the one before
+        self.num_equal = 0  # exchanges without a break with the same message, although it was to change
+        self.differs_by = 0.0  # the largest distance to a peer's message in the newest exchange
         self._sample: torch.Tensor | None = None
         self._copy: torch.Tensor | None = None
 

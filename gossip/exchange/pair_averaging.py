@@ -33,17 +33,7 @@ from gossip.elastic.elastic_world import ElasticWorld, Questions
 
 @dataclass
 class Asked:
-    """An unanswered question to another rank.
-
-    Attributes
-    ----------
-    member : int
-        The rank that was asked.
-    step : int
-        The step of this rank after which it asked.
-    frame : Outgoing or None
-        The question.
-    """
+    """An unanswered question to another rank, asked after a step of this one."""
 
     member: int
     step: int
@@ -52,49 +42,21 @@ class Asked:
 
 @dataclass
 class Shown:
-    """One bucket as other ranks see it. Everything except ``lock`` is only changed with the lock held.
+    """One bucket as other ranks see it. Everything except ``lock`` is only changed with the lock held."""
 
-    Attributes
-    ----------
-    lock : Lock
-        The lock of the bucket.
-    values : Tensor, [numel]
-        The values that are shown, in host memory.
-    following : Tensor, [numel]
-        Memory for the values that are shown next.
-    step : int
-        The step after which the values were shown, apart from averages since; -1 if nothing is shown.
-    pending : Tensor, [numel]
-        What averages have added and the parameters have not received yet, in the accumulation dtype.
-    has_pending : bool
-        Whether ``pending`` holds anything.
-    asked : Asked or None
-        The question of this rank that has no reply yet.
-    waiting : list of (int, Frame)
-        The questions of ranks that wait until this rank has its own reply.
-    made : list of Average
-        The averages in ``pending``.
-    have_asked : set of int
-        The ranks that have averaged with these values at their own request.
-    answered : Counter of int
-        By member, the bytes of the replies sent to it since the counter was last read.
-    device : torch.device
-        The device of the parameters.
-    """
-
-    values: torch.Tensor
-    following: torch.Tensor
-    pending: torch.Tensor
-    taken: torch.Tensor
-    device: torch.device
+    values: torch.Tensor  # shown, in host memory
+    following: torch.Tensor  # memory for what is shown next
+    pending: torch.Tensor  # added by averages, and not yet to the parameters; in the accumulation dtype
+    taken: torch.Tensor  # memory for what is pending next
+    device: torch.device  # of the parameters
     lock: threading.Lock = field(default_factory=threading.Lock)
-    step: int = -1
+    step: int = -1  # after which the values were shown, apart from averages since; -1 if nothing is shown
     has_pending: bool = False
     asked: Asked | None = None
-    waiting: list[tuple[int, Frame]] = field(default_factory=list)
-    made: list[Average] = field(default_factory=list)
-    have_asked: set[int] = field(default_factory=set)
-    answered: Counter[int] = field(default_factory=Counter)
+    waiting: list[tuple[int, Frame]] = field(default_factory=list)  # questions, until this rank has its own reply
+    made: list[Average] = field(default_factory=list)  # the averages in ``pending``
+    have_asked: set[int] = field(default_factory=set)  # and so averaged with these values
+    answered: Counter[int] = field(default_factory=Counter)  # bytes of replies by member, since it was last read
 
 
 class PairAverager:

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +39,7 @@ def refuse_compiled_autograd() -> None:
 
 
 class BackwardPass:
-    """The backward pass that runs in this thread, watched from all threads.
+    """The backward pass that runs in this thread, watched from all threads, and the profiler's ``gossip::backward``.
 
     A pass that an exception ends does not call ``on_end``, but releases the reference to it. Thread identity is no
     indication: passes on a device run in autograd's own threads, and passes of a checkpoint run inside another pass.
@@ -52,6 +51,8 @@ class BackwardPass:
 
         self._call = weakref.ref(call)  # autograd holds the only lasting reference
         at_end_of_backward(call)
+        self.began_at, self._thread, self._range = time.perf_counter(), threading.get_ident(), fast_range(_RANGE)
+        self._range.__enter__()
 
     @property
     def is_under_way(self) -> bool:
@@ -64,31 +65,19 @@ class BackwardPass:
         while self.is_under_way and time.monotonic() < end:
             time.sleep(0.001)
 
-
-class BackwardRange:
-    """The profiler's range ``gossip::backward``, from the first hook of a backward pass to its end."""
-
-    def __init__(self) -> None:
-        self._open: tuple[int, AbstractContextManager[Any]] | None = None
-
-    def begin(self) -> None:
-        """Open the range, in the thread that runs the pass."""
-        self._open = threading.get_ident(), fast_range("gossip::backward")
-        self._open[1].__enter__()
-
-    def end(self) -> None:
-        """Close the range, unless the pass of a device ends in a thread other than the one in which it began."""
-        if self._open is not None and self._open[0] == threading.get_ident():
-            self._open[1].__exit__(None, None, None)
-        self._open = None
+    def end(self) -> float:
+        """Close the profiler's range, unless a device's pass ends in another thread; return how long it took."""
+        if self._thread == threading.get_ident():
+            self._range.__exit__(None, None, None)
+        return time.perf_counter() - self.began_at
 
 
+_RANGE = "gossip::backward"
 DEAD_BACKWARD = (
     "was ended by an exception when some buckets had been updated and sent and others had not, so this rank cannot "
     "continue; start again from a checkpoint. If the exception concerned an in-place modification: of several "
-    "backward passes in "
-    "one step, put all but the last under no_sync(); a module that uses a detached weight twice needs "
-    "step_in_backward=False"
+    "backward passes in one step, put all but the last under no_sync(); a module that uses a detached weight twice "
+    "needs step_in_backward=False"
 )
 
 TWO_MODELS = (

@@ -58,8 +58,7 @@ class CollectiveOperations:
 
         def begin_step() -> None:
             flag.vote(True)
-            if outer is not None:
-                outer()
+            outer()
 
         engine.on_step_begin, engine.is_in_join = begin_step, True
         try:

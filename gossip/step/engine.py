@@ -24,12 +24,7 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
-from gossip.step.backward_pass import (
-    BackwardPass,
-    BackwardRange,
-    refuse_compiled_autograd,
-    tensors_in,
-)
+from gossip.step.backward_pass import BackwardPass, refuse_compiled_autograd, tensors_in
 from gossip.step.forward_waits import ForwardWaits, refuse_if_read
 from gossip.step.health_checks import HealthChecks
 from gossip.step.local_update import Updater
@@ -44,6 +39,10 @@ if TYPE_CHECKING:
 
 #: After this number of consecutive steps with values that are not finite, training has failed permanently.
 MAX_NON_FINITE_STEPS = 16
+
+
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 class StepEngine(HealthChecks, ABC):
@@ -67,13 +66,13 @@ class StepEngine(HealthChecks, ABC):
         Whether the buckets temporarily hold the global average.
     is_in_join : bool
         Whether ranks may temporarily be at different steps.
-    on_forward : callable or None
+    on_forward : callable
         Called before every forward pass that is not recomputed for a checkpoint.
-    on_step_begin : callable or None
+    on_step_begin : callable
         Called once at the beginning of every step.
-    on_step_end : callable or None
+    on_step_end : callable
         Called once at the end of every step, after the number of steps has been incremented.
-    on_close : callable or None
+    on_close : callable
         Called when the model can no longer be trained.
     error : BaseException or None
         The error that ended training on this rank, so that the ranks are no longer in step.
@@ -103,10 +102,10 @@ class StepEngine(HealthChecks, ABC):
         self.step = self.generation = 0
         self.synchronise = True
         self.is_averaged = self.is_in_join = False
-        self.on_forward: Callable[[], None] | None = None
-        self.on_step_begin: Callable[[], None] | None = None
-        self.on_step_end: Callable[[], None] | None = None
-        self.on_close: Callable[[], None] | None = None
+        self.on_forward: Callable[[], None] = do_nothing
+        self.on_step_begin: Callable[[], None] = do_nothing
+        self.on_step_end: Callable[[], None] = do_nothing
+        self.on_close: Callable[[], None] = do_nothing
         self.shards = shards
         self.error: BaseException | None = None
         self._watch = watch
@@ -117,9 +116,8 @@ class StepEngine(HealthChecks, ABC):
         self._num_bad_steps = 0
         self._has_warned = False
         self._optimizer_step_calls = OptimizerStepCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
-        self._backward_range = BackwardRange()
         self._lock = threading.RLock()  # held against forward passes in other threads
-        self._forward_began = self._backward_began = 0.0
+        self._forward_began = 0.0
         self._places = ParameterSlots(module, None if shards is None else shards.module)
         self._hook_parameters(buckets)
         self._forward_waits = self._make_forward_waits()
@@ -134,8 +132,7 @@ class StepEngine(HealthChecks, ABC):
             self.check_alive()
             if self._progress.backward is not None:
                 return  # another thread's backward pass is running, so this forward pass is not part of the training
-            if self.on_forward is not None:
-                self.on_forward()
+            self.on_forward()
         elif self.synchronise:
             # The whole model is checkpointed: the backward pass about to start is an inner one; this one is the
             # outermost.
@@ -177,12 +174,8 @@ class StepEngine(HealthChecks, ABC):
 
     def _queue_callback(self) -> None:
         self._recover_from_dead_backward()
-        if (
-            self._progress.backward is None and is_in_backward()
-        ):  # in an idle step others' gradients come outside of one
+        if self._progress.backward is None and is_in_backward():  # others' gradients of an idle step come outside
             self._progress.backward = BackwardPass(self._on_backward_ended)
-            self._backward_began = time.perf_counter()
-            self._backward_range.begin()
 
     # ------------------------------------------------------------------ inside a backward pass
 
@@ -210,7 +203,7 @@ class StepEngine(HealthChecks, ABC):
 
     def _on_backward_ended(self) -> None:
         progress = self._progress
-        progress.is_unreduced = False
+        progress.is_unreduced, backward = False, progress.backward
         with self.fatal():
             self._complete_gradients()
         if progress.has_gradients:
@@ -218,8 +211,8 @@ class StepEngine(HealthChecks, ABC):
             self._optimizer_step_calls.count_step()
         else:
             progress.backward = None  # only the inputs' gradients, or not a step of this model
-        progress.meter.backward_s += time.perf_counter() - self._backward_began
-        self._backward_range.end()
+        if backward is not None:
+            progress.meter.backward_s += backward.end()
 
     # ------------------------------------------------------------------ the step itself
 
@@ -264,8 +257,7 @@ class StepEngine(HealthChecks, ABC):
             self._exchange_unfrozen()
             if self.shards is not None:
                 self.shards.take_edits()
-            if self.on_step_begin is not None:
-                self.on_step_begin()
+            self.on_step_begin()
 
     def _exchange_unfrozen(self) -> None:
         """Create buckets for the parameters that were unfrozen; all ranks do so in the same step, or raise."""
@@ -274,8 +266,8 @@ class StepEngine(HealthChecks, ABC):
             return
         if self.is_in_join or self.exchanges.algorithm.is_asynchronous:
             where = "inside join()" if self.is_in_join else f"with algorithm {self.exchanges.algorithm.describe()}"
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: parameter {names[0]!r} was unfrozen {where}, where the ranks are "
+            raise self.refusal(
+                f"parameter {names[0]!r} was unfrozen {where}, where the ranks are "
                 f"at different steps and cannot start to exchange it together; unfreeze it before "
                 f"{'the block' if self.is_in_join else 'the model is wrapped'}"
             )
@@ -361,8 +353,7 @@ class StepEngine(HealthChecks, ABC):
                 f"rank {self.rank}: step {self.step - 1}: in {self._num_bad_steps} consecutive steps gradients or "
                 "messages were not finite; start again from a checkpoint, with a smaller learning rate"
             )
-        if self.on_step_end is not None:
-            self.on_step_end()
+        self.on_step_end()
 
     # ------------------------------------------------------------------ between steps
 
@@ -456,8 +447,7 @@ class StepEngine(HealthChecks, ABC):
             self.exchanges.load_state_dict(state.get("exchanges"))
         self.frozen.load_state_dict(state.get("frozen"))
         self.step = state["step"]
-        if self.on_step_end is not None:
-            self.on_step_end()
+        self.on_step_end()
         self._num_bad_steps = state.get("num_bad_steps", 0)
         self._progress.meter.load_state_dict(state.get("measured", {}))
         if self.updater.scaler is not None:
@@ -474,5 +464,4 @@ class StepEngine(HealthChecks, ABC):
             bucket.release()
         self.exchanges.in_flight = [None] * len(self.buckets)
         self.error = self.error or GossipError("this GossipDataParallel has been closed")
-        if self.on_close is not None:
-            self.on_close()
+        self.on_close()

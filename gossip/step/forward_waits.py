@@ -43,7 +43,7 @@ class UserRecorder(TorchFunctionMode):
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 continue  # takes no hooks, and has no parameters of its own
-            handles.append(part.register_forward_pre_hook(self._enter(name)))
+            handles.append(part.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)))
             handles.append(part.register_forward_hook(self._leave, always_call=True))
         try:
             with self:
@@ -51,9 +51,6 @@ class UserRecorder(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._running.append(name)
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()

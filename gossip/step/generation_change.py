@@ -25,6 +25,7 @@ from gossip.parameters.names import named_parameters
 from gossip.parameters.state_serialization import deserialize, serialize
 from gossip.step.building.construction import Parts
 from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
+from gossip.step.engine import do_nothing
 from gossip.step.preemption import Preemption
 from gossip.step.state.algorithm_state import algorithm_state, common_state
 from gossip.step.state.common_state import agree_on_
@@ -266,7 +267,7 @@ class GenerationChange:
         world.consensus.fail(lost)  # it must not propose that the others have gone
         world.mesh.cut_all("this rank is about to rejoin")
         engine.drop_in_flight()
-        engine.on_step_end = None
+        engine.on_step_end = do_nothing
         while True:
             try:
                 world.come_back()

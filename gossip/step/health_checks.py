@@ -45,6 +45,10 @@ class HealthChecks:
     _progress: StepProgress
     _lock: threading.RLock  # held against forward passes in other threads
 
+    def refusal(self, text: str) -> GossipError:
+        """Return an error that names rank and step."""
+        return GossipError(f"rank {self.rank}: step {self.step}: {text}")
+
     def check_alive(self) -> None:
         """Raise if this rank cannot continue, after an error or after a backward pass that died half-way."""
         if self.error is not None:
@@ -62,32 +66,22 @@ class HealthChecks:
                 f"{len(self.updater.optimizers)} optimizers have been stepped; step the others first"
             )
         if self.is_in_join:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: inside join() the ranks are at different steps; leave the block "
-                "first"
-            )
+            raise self.refusal("inside join() the ranks are at different steps; leave the block first")
 
     def check_usable(self) -> None:
         """Raise if no step or average can be made now."""
         if self.is_parents:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: {forks.FORKED}. Here the model can be read, evaluated under "
-                "torch.no_grad(), and closed"
+            raise self.refusal(
+                f"{forks.FORKED}. Here the model can be read, evaluated under torch.no_grad(), and closed"
             )
         self.check_alive()
         if (backward := self._progress.backward) is not None and not is_in_backward():
             backward.wait(_LETTING_GO)
             self.check_alive()
             if self._progress.backward is not None:
-                raise GossipError(
-                    f"rank {self.rank}: step {self.step}: a backward pass is running in another thread; wait until "
-                    "it has ended"
-                )
+                raise self.refusal("a backward pass is running in another thread; wait until it has ended")
         if self.is_averaged:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: inside averaged() nothing can be trained or averaged; "
-                "leave the block first"
-            )
+            raise self.refusal("inside averaged() nothing can be trained or averaged; leave the block first")
 
     def leave_to_parent(self) -> None:
         """Implement :class:`gossip.communication.host.forks.Inherited`."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
 from gossip.step.engine import StepEngine
@@ -46,8 +45,8 @@ class OptimizerSteps(StepEngine):
             self._reduce(bucket.parameters, bucket.index)
         self._progress.was_reduced |= self.shards is not None and self._has_gradients()
         if is_idle and self._has_gradients() and not had_gradients:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: idle_step() on this rank, but other ranks of its group have made "
+            raise self.refusal(
+                "idle_step() on this rank, but other ranks of its group have made "
                 "a backward pass; with step_in_backward=False all ranks of a group must be idle together"
             )
 
@@ -59,8 +58,8 @@ class OptimizerSteps(StepEngine):
         with self.fatal():
             progress = self._progress
             if any(stepped is optimizer for stepped in progress.stepped):
-                raise GossipError(
-                    f"rank {self.rank}: step {self.step}: {type(optimizer).__name__}.step() was called twice, but not "
+                raise self.refusal(
+                    f"{type(optimizer).__name__}.step() was called twice, but not "
                     "every optimizer once; all optimizers of a model together make one step: step each of them once, "
                     "or wrap the parts of the model separately"
                 )
@@ -83,16 +82,15 @@ class OptimizerSteps(StepEngine):
         if shards is None:
             return
         if self._progress.is_unreduced and not shards.world.is_alone:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: the last backward pass before optimizer.step() was under "
-                "no_sync(), so its gradients have not been averaged over the ranks of the group; make the last pass of "
-                "each step outside of it"
+            raise self.refusal(
+                "the last backward pass before optimizer.step() was under no_sync(), so its gradients have not been "
+                "averaged over the ranks of the group; make the last pass of each step outside of it"
             )
         # A backward pass hands the gradients of a divided module over to the parameters that are exchanged.
         divided = shards.module is not self.module
         if (divided or not self._progress.was_reduced) and any(p.grad is not None for p in shards.module.parameters()):
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: there are gradients that did not come from a backward pass, so "
+            raise self.refusal(
+                "there are gradients that did not come from a backward pass, so "
                 "they have not been averaged over the ranks of the group; in place of writing them to .grad, have a "
                 "backward pass make them, as (parameter * gradient).sum().backward() does"
             )
@@ -104,10 +102,7 @@ class OptimizerSteps(StepEngine):
 
     def _make_rest(self) -> None:
         if self._progress.stepped:
-            raise GossipError(
-                f"rank {self.rank}: step {self.step}: idle_step() after one of several optimizers was stepped; "
-                "step all of them, or none"
-            )
+            raise self.refusal("idle_step() after one of several optimizers was stepped; step all of them, or none")
         self._begin_all(looks_at_gradients=False)
         self.updater.idle()
         self._end_all()

@@ -117,6 +117,12 @@ def rows_after_combining(steps: range, world_size: int) -> np.ndarray:
     return x
 
 
+def assert_same(model: nn.Module, plain: nn.Module, atol: float = 0.0) -> None:
+    """The parameters of both are equal, to the bit unless a tolerance is given."""
+    for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def assert_rows(model: GossipDataParallel, rows: np.ndarray) -> None:
     assert np.ptp(rows, axis=0).max() > 1e-3 or model.world_size == 1, "the ranks should differ: else nothing is shown"
     np.testing.assert_allclose(flat(model), rows[model.rank], rtol=0, atol=1e-12)

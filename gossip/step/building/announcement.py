@@ -28,33 +28,27 @@ def announce(
     transport: Transport | None,
 ) -> None:
     """Log ranks, schedule, algorithm, compression, buckets, frozen parameters and transport at level INFO."""
-    size = topology.world_size
-    period = "no period" if topology.period is None else f"period {topology.period}"
-    ranks = f"{size} rank{'' if size == 1 else 's'}"
-    if arguments.mesh is not None:
-        ranks = f"{size} group{'' if size == 1 else 's'} of {arguments.mesh.size(1)} ranks"
+    size, shards = topology.world_size, arguments.mesh
+    ranks = f"{size} rank{'s' * (size != 1)}"
+    if shards is not None:
+        ranks = f"{size} group{'s' * (size != 1)} of {shards.size(1)} ranks"
+    when = "bucket by bucket in backward" if arguments.updates_by_bucket else "at the end of backward"
     logger.info(
         "{}, topology {} ({}), {}, compression {}, steps {}",
         ranks,
         topology.name,
-        period,
+        "no period" if topology.period is None else f"period {topology.period}",
         algorithm.describe(),
         compression.describe(),
-        _when(arguments),
+        when if arguments.step_in_backward else "in optimizer.step()",
     )
     listed = [_describe(bucket) for bucket in buckets]
     hidden = len(listed) - _MAX_BUCKETS_LISTED
     text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
     silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
-    logger.info("{} bucket{}: {}{}", len(listed), "" if len(listed) == 1 else "s", text or "nothing to train", silent)
+    logger.info("{} bucket{}: {}{}", len(listed), "s" * (len(listed) != 1), text or "nothing to train", silent)
     if transport is not None:
         logger.info("{}", transport.describe())
-
-
-def _when(arguments: Arguments) -> str:
-    if not arguments.step_in_backward:
-        return "in optimizer.step()"
-    return "bucket by bucket in backward" if arguments.updates_by_bucket else "at the end of backward"
 
 
 def _describe(bucket: AnyBucket) -> str:

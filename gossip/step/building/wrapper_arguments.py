@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -148,64 +148,56 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                 )
 
 
+def refuse_any(refused: Mapping[str, object]) -> None:
+    """Raise ValueError with the first text whose condition holds."""
+    for text, holds in refused.items():
+        if holds:
+            raise ValueError(text)
+
+
 def check_mesh_arguments(arguments: Arguments) -> None:
     """Refuse what does not go with groups of ranks that train a replica together."""
-    if arguments.shard is not None:
-        check_choice("shard", arguments.shard, ("optimizer", "none"))
-        if arguments.mesh is None:
-            raise ValueError(
-                f'shard="{arguments.shard}" needs mesh, which says which ranks share a replica; pass '
-                "mesh=gossip.make_shard_mesh(local_size)"
-            )
+    has_mesh, shard = arguments.mesh is not None, arguments.shard
+    if shard is not None:
+        check_choice("shard", shard, ("optimizer", "none"))
     is_built = arguments.optimizer is not None and not callable(arguments.optimizer)
-    if arguments.mesh is not None and arguments.shard != "none" and is_built:
-        raise ValueError(
-            f"optimizer must be a function that builds it, since each rank of mesh trains its part of every "
-            f"parameter, got {type(arguments.optimizer).__name__}; pass for example "
-            "functools.partial(torch.optim.AdamW, lr=0.001)"
-        )
-    if arguments.mesh is not None and arguments.is_asynchronous:
-        raise ValueError(
+    refuse_any(
+        {
+            f'shard="{shard}" needs mesh, which says which ranks share a replica; pass '
+            "mesh=gossip.make_shard_mesh(local_size)": shard is not None and not has_mesh,
+            "optimizer must be a function that builds it, since each rank of mesh trains its part of every parameter, "
+            f"got {type(arguments.optimizer).__name__}; pass for example "
+            "functools.partial(torch.optim.AdamW, lr=0.001)": has_mesh and shard != "none" and is_built,
             "algorithm asynchronous cannot be combined with mesh: the shards of a replica would be averaged at "
-            "different times; choose another algorithm"
-        )
-    if arguments.mesh is not None and arguments.continues:
-        raise ValueError(
+            "different times; choose another algorithm": has_mesh and arguments.is_asynchronous,
             'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
-            "its replica; leave one of them out"
-        )
+            "its replica; leave one of them out": has_mesh and arguments.continues,
+        }
+    )
 
 
 def _check_peer_loss(arguments: Arguments) -> None:
     check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
     if not arguments.continues:
-        for name in ("min_ranks", "soft_deadline", "partition_timeout"):
-            if (value := getattr(arguments, name)) is not None:
+        for name in ("min_ranks", "soft_deadline", "partition_timeout", "authenticate"):
+            value = getattr(arguments, name)
+            if value is not None and value is not True:
                 raise ValueError(
-                    f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, and '
-                    "the first loss of a rank ends the training; leave it out"
+                    f'{name}={value} is for on_peer_loss="continue"; with "raise" messages go through '
+                    "torch.distributed, and the first loss of a rank ends the training; leave it out"
                 )
-        if not arguments.authenticate:
-            raise ValueError(
-                f'authenticate={arguments.authenticate} is for on_peer_loss="continue"; with "raise" messages go '
-                "through torch.distributed, which authenticates none; leave it out"
-            )
         return
-    for name, seconds in (
-        ("soft_deadline", arguments.soft_deadline_s),
-        ("partition_timeout", arguments.partition_timeout_s),
-    ):
-        if seconds is not None:
+    for name in ("soft_deadline", "partition_timeout"):
+        if (seconds := getattr(arguments, f"{name}_s")) is not None:
             check_positive(name, seconds, "number of seconds, or timedelta")
-    if arguments.transport != "distributed":
-        raise ValueError(
+    refuse_any(
+        {
             'on_peer_loss="continue" has a transport of its own, but transport is '
-            f"{name_of(arguments.transport)!r}; leave it out"
-        )
-    if arguments.fallback_topology not in topologies.available():
-        raise ValueError(
-            f"fallback_topology must be one of topologies.available(), got {arguments.fallback_topology!r}"
-        )
+            f"{name_of(arguments.transport)!r}; leave it out": arguments.transport != "distributed",
+            "fallback_topology must be one of topologies.available(), got "
+            f"{arguments.fallback_topology!r}": arguments.fallback_topology not in topologies.available(),
+        }
+    )
 
 
 def check_update(clip: str, clip_grad_norm: float | None, buffers: str, bucket_cap_mb: float) -> None:
@@ -258,66 +250,65 @@ def prepare_algorithm(
                 f"algorithm {algorithm.describe()}: keeps[{name!r}] must say what becomes of this state when the ranks "
                 f'change, as gossip.Kept("mean" or "zero", "joint", "own" or "common"), got {how!r}'
             )
+    what, encoding = f"algorithm {algorithm.describe()}", f"compression {compression.describe()}"
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
-    if algorithm.compression is not None and not isinstance(compression, Uncompressed):
-        raise ValueError(
-            f"algorithm {algorithm.describe()} encodes its messages itself, and cannot be combined with compression "
-            f"{compression.describe()}; choose compression=None"
-        )
+    has_own = algorithm.compression is not None and not isinstance(compression, Uncompressed)
+    refuse_any(
+        {
+            f"{what} encodes its messages itself, and cannot be combined with {encoding}; "
+            "choose compression=None": has_own
+        }
+    )
     compression.check(algorithm.schedule(topology))
-    if algorithm.requires.prompt and compression.delivers < 1:
-        raise ValueError(
-            f"compression {compression.describe()} delivers a part of a difference at a time, with which algorithm "
-            f'{algorithm.describe()} diverges; choose int8 or int4, or algorithm="integral_correction", whose gain '
-            "is adapted to it"
-        )
-    if not compression.shows_messages:
-        _refuse_readers_of_messages(algorithm, compression, optimizers)
-    if averages_buffers and topology.stochasticity != "doubly":
-        raise ValueError(
+    is_doubly = topology.stochasticity == "doubly"
+    reader, with_closure = _reader(optimizers), [type(each).__name__ for each in optimizers if requires_closure(each)]
+    refuse_any(
+        {
+            f"{encoding} delivers a part of a difference at a time, with which {what} diverges; choose int8 or int4, "
+            'or algorithm="integral_correction", whose gain is adapted to it': algorithm.requires.prompt
+            and compression.delivers < 1,
+            f"{encoding} cannot serve {what}, which must know what was sent; choose none, bf16, fp16, int8 or "
+            "int4": algorithm.weighs_by is not None and not compression.shows_messages,
+            f"{encoding} cannot serve {reader}: its pre_average_hook needs what every rank sent, but these messages "
+            "only contain what has changed along an edge; choose none, bf16, fp16, int8 or int4, or an optimizer "
+            "without the hook": reader and not compression.shows_messages,
             f'buffers="average" needs a doubly stochastic topology, but {topology.name!r} is only '
-            f'{topology.stochasticity}-stochastic, and nothing corrects buffers for it; choose buffers="local"'
-        )
-    for optimizer in optimizers if algorithm.directs else ():
-        if requires_closure(optimizer):
-            raise ValueError(
-                f"algorithm {algorithm.describe()} replaces each gradient, but "
-                f"{type(optimizer).__name__} evaluates its closure several times per step; choose another algorithm "
-                "or optimizer"
-            )
+            f"{topology.stochasticity}-stochastic, and nothing corrects buffers for it; choose "
+            'buffers="local"': averages_buffers and not is_doubly,
+            f"{what} replaces each gradient, but {', '.join(with_closure)} evaluates its closure several times per "
+            "step; choose another algorithm or optimizer": algorithm.directs and with_closure,
+        }
+    )
     return algorithm.on(topology, compression.delivers)
+
+
+def _reader(optimizers: Sequence[Optimizer]) -> str:
+    """Return the type of an optimizer that is shown what was communicated; empty if there is none."""
+    return next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, UsesExchange)), "")
 
 
 def check_asynchronous(
     arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
 ) -> None:
     """Refuse settings that do not work if ranks do not make their steps together."""
-    what = f"algorithm {algorithm.describe()}"
-    if not arguments.continues:
-        raise ValueError(
+    what, reader = f"algorithm {algorithm.describe()}", _reader(optimizers)
+    refuse_any(
+        {
             f"{what} averages with any rank that is ready, over connections that survive the loss of a rank; pass "
-            f'on_peer_loss="continue", got "{arguments.on_peer_loss}"'
-        )
-    if isinstance(algorithm, Asynchronous) and algorithm.replay is not None:
-        raise ValueError(f"{what}: a replay is for gossip.VirtualWorkers; leave it out")
-    if not isinstance(compression, Uncompressed):
-        raise ValueError(
-            f"{what} sends uncompressed values and differences, got compression {compression.describe()}; leave it out"
-        )
-    if arguments.soft_deadline_s is not None:
-        raise ValueError(f"{what} waits max_staleness steps for a peer, got a soft_deadline as well; leave it out")
-    if arguments.open_scaler is not None:
-        raise ValueError(
-            f"{what}: a loss scale needs steps that all ranks make together, got a GradScaler; train in bfloat16 "
-            "or float32"
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, UsesExchange):
-            raise ValueError(
-                f"{what} has no round that {type(optimizer).__name__}'s pre_average_hook could be shown; choose "
-                "another optimizer, or another algorithm"
-            )
+            f'on_peer_loss="continue", got "{arguments.on_peer_loss}"': not arguments.continues,
+            f"{what}: a replay is for gossip.VirtualWorkers; leave it out": isinstance(algorithm, Asynchronous)
+            and algorithm.replay is not None,
+            f"{what} sends uncompressed values and differences, got compression {compression.describe()}; leave it "
+            "out": not isinstance(compression, Uncompressed),
+            f"{what} waits max_staleness steps for a peer, got a soft_deadline as well; leave it "
+            "out": arguments.soft_deadline_s is not None,
+            f"{what}: a loss scale needs steps that all ranks make together, got a GradScaler; train in bfloat16 or "
+            "float32": arguments.open_scaler is not None,
+            f"{what} has no round that {reader}'s pre_average_hook could be shown; choose another optimizer, or "
+            "another algorithm": reader,
+        }
+    )
 
 
 _NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
@@ -338,70 +329,42 @@ def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
 def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
     """Refuse what needs a rank's whole message, where each rank of a group sends a part of it."""
     needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
-    if needs_message or algorithm.requires.stochastic != "doubly":
-        raise ValueError(
-            f'shard="none": algorithm {algorithm.describe()} needs the whole message that a rank has sent, but each '
-            'rank of a group sends a part of it; choose another algorithm, or shard="optimizer"'
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, UsesExchange):
-            raise ValueError(
-                f'shard="none": {type(optimizer).__name__} has a pre_average_hook, which needs the whole message that '
-                "a rank has sent, but each rank of a group sends a part of it; choose another optimizer"
-            )
+    why = "the whole message that a rank has sent, but each rank of a group sends a part of it; choose another"
+    refuse_any(
+        {
+            f'shard="none": algorithm {algorithm.describe()} needs {why} algorithm, or shard="optimizer"': needs_message
+            or algorithm.requires.stochastic != "doubly",
+            f'shard="none": {(reader := _reader(optimizers))} has a pre_average_hook, which needs {why} '
+            "optimizer": reader,
+        }
+    )
 
 
 def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
     """Refuse settings that cannot mix a message that arrives late."""
-    if not isinstance(compression, Uncompressed | Cast):
-        raise ValueError(
-            f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
-            "choose "
-            "none, bf16 or fp16, or no soft_deadline"
-        )
     mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
-    if not mixes_as_ever or algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None:
-        raise ValueError(
+    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
+    refuse_any(
+        {
+            f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
+            "choose none, bf16 or fp16, or no soft_deadline": not isinstance(compression, Uncompressed | Cast),
             f"soft_deadline: algorithm {algorithm.describe()} needs all messages of a step at once, beyond mixing "
-            "them; "
-            'choose "adapt_while_communicating" or "adapt_then_combine", or no soft_deadline'
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, UsesExchange):
-            raise ValueError(
-                f"soft_deadline: {type(optimizer).__name__} has a pre_average_hook, which needs all messages of a step "
-                "together; choose another optimizer, or no soft_deadline"
-            )
-
-
-def _refuse_readers_of_messages(
-    algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
-) -> None:
-    if algorithm.weighs_by is not None:
-        raise ValueError(
-            f"compression {compression.describe()} cannot serve algorithm {algorithm.describe()}, which must know what "
-            "was sent; choose none, bf16, fp16, int8 or int4"
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, UsesExchange):
-            raise ValueError(
-                f"compression {compression.describe()} cannot serve {type(optimizer).__name__}: its pre_average_hook "
-                "needs what every rank sent, but these messages only contain what has changed along an edge; choose "
-                "none, "
-                "bf16, fp16, int8 or int4, or an optimizer without the hook"
-            )
+            'them; choose "adapt_while_communicating" or "adapt_then_combine", or no '
+            "soft_deadline": not mixes_as_ever or needs_message,
+            f"soft_deadline: {(reader := _reader(optimizers))} has a pre_average_hook, which needs all messages of a "
+            "step together; choose another optimizer, or no soft_deadline": reader,
+        }
+    )
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
     """Refuse a compression whose messages are checked on the host if the host does not see messages."""
-    others = {kind: name for kind, name in membership.backends.items() if kind != "cpu" and name != "gloo"}
-    if others:
-        kind, name = next(iter(others.items()))
-        raise ValueError(
-            f"compression {compression.describe()} checks every message on the host, but {name} keeps messages on "
-            f"{kind} "
-            "devices; choose bf16 or fp16, or initialise with backend='gloo'"
-        )
+    for kind, name in membership.backends.items():
+        if kind != "cpu" and name != "gloo":
+            raise ValueError(
+                f"compression {compression.describe()} checks every message on the host, but {name} keeps messages on "
+                f"{kind} devices; choose bf16 or fp16, or initialise with backend='gloo'"
+            )
 
 
 def check_positive(name: str, value: object, what: str) -> None:

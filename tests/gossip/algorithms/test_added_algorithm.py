@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from examples import defined
-from ranks import run_ranks
 from torch import nn
 
 import gossip
 import topologies
-from gossip import Algorithm, GossipDataParallel, VirtualWorkers
+from gossip import Algorithm, VirtualWorkers
 
 NUM_STEPS = 7
 make_sgd = partial(torch.optim.SGD, lr=0.1)
@@ -71,15 +70,3 @@ def test_added_algorithm_makes_its_recursion_and_is_restored(tmp_path: Path) -> 
     restored = make_workers(6)
     gossip.load(restored, tmp_path)
     assert (train(restored, NUM_STEPS - 3) == found).all()
-
-
-def train_one_rank() -> list[float]:
-    with GossipDataParallel(Shift(), make_sgd, algorithm=heavy_ball()) as model:
-        for _ in range(NUM_STEPS):
-            model(targets(model.world_size)[model.rank]).backward()
-        found: list[float] = model.module.x.tolist()
-    return found
-
-
-def test_added_algorithm_trains_processes() -> None:
-    np.testing.assert_allclose(run_ranks(train_one_rank, world_size=4), dense(4), rtol=0, atol=1e-13)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-import torch.distributed as dist
 from algorithm_table import ROWS, make_algorithm, make_topology
 from quadratics import LEARNING_RATE, NUM_VALUES, Problem, Sgd, constant, halved_at_four
 from ranks import run_ranks
@@ -278,19 +277,6 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
     return found
 
 
-def resume_with_other_ranks(folder: str) -> dict[str, list[float]]:
-    found = {}
-    for name in RESTORED:
-        topology = make_topology(ROWS[name].topologies[0], dist.get_world_size())
-        module = Quadratic(np.zeros(NUM_VALUES))
-        with GossipDataParallel(module, optimizer_for(name), topology, algorithm=make_algorithm(name)) as model:
-            gossip.load(model, Path(folder) / name)
-            found[name] = module.x.tolist()
-            for state, kept in model._engine.exchanges.views(0)[0].kept.items():
-                assert model.algorithm.keeps[state].resized == "mean" or not kept.any(), state
-    return found
-
-
 OfProcesses = tuple[Path, list[dict[str, list[Any]]]]
 
 
@@ -336,40 +322,47 @@ def test_virtual_workers_are_restored_from_the_files_of_processes(name: str, of_
     np.testing.assert_allclose(actual, dense(PLAIN[name]), rtol=0, atol=1e-11)
 
 
-def test_other_numbers_of_processes_start_from_the_mean(of_processes: OfProcesses) -> None:
-    folder, by_rank = of_processes
-    for found in run_ranks(resume_with_other_ranks, str(folder), world_size=4):
-        for name, values in found.items():
-            np.testing.assert_allclose(values, by_rank[0][f"restored {name}"][1], rtol=0, atol=1e-13)
-
-
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("name", ["adapt_while_communicating", "adapt_then_combine", "gradient_tracking"])
-def test_topology_that_is_only_column_stochastic_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=r'only column-stochastic.*algorithm="push_sum", which corrects for it'):
-        make_workers(Case(name, "pushed"))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": name, "topology": "pushed"}, r'only column-stochastic.*algorithm="push_sum", which corrects for it')
+    for name in ("adapt_while_communicating", "gradient_tracking")
+] + [
+    (
+        {"algorithm": "exact_diffusion", "topology": "one_peer_exponential"},
+        r"mixes by another matrix .* algorithm ExactDiffusion\(atc\) builds on",
+    ),
+    ({"algorithm": "relay_sum", "topology": "ring"}, "'ring' is not a tree"),
+    ({"algorithm": "diloco", "topology": "ring"}, r'does not average over all ranks .* choose topology="complete"'),
+    (
+        {"algorithm": "momentum_exchange", "optimizer": torch.optim.Adam},
+        "mixes the momentum of torch.optim.SGD, but the optimizer is Adam",
+    ),
+    ({"algorithm": "momentum_exchange"}, "SGD without momentum; give SGD a momentum"),
+    ({"algorithm": "decentlam", "optimizer": torch.optim.AdamW}, "SGD without one, but the optimizer is AdamW"),
+    (
+        {"algorithm": "quasi_global_momentum", "optimizer": partial(SGD, momentum=0.9)},
+        "SGD without one, but the optimizer is SGD with momentum",
+    ),
+    ({"algorithm": "push_sum", "compression": "choco"}, r"compression choco.* cannot serve algorithm PushSum"),
+    (
+        {"algorithm": "push_sum", "topology": "pushed", "buffers": "average"},
+        'buffers="average" needs a doubly stochastic topology',
+    ),
+    (
+        {"algorithm": "extra", "compression": "choco"},
+        r"choco\(.* delivers a part of a difference at a time.*int8 or int4",
+    ),
+]
 
 
-def test_exact_diffusion_refuses_a_schedule_that_changes() -> None:
-    with pytest.raises(ValueError, match=r"mixes by another matrix .* algorithm ExactDiffusion\(atc\) builds on"):
-        make_workers(Case("exact_diffusion", "one_peer_exponential"))
-
-
-def test_momentum_exchange_refuses_an_optimizer_without_momentum() -> None:
-    with pytest.raises(ValueError, match=r"mixes the momentum of torch.optim.SGD, but the optimizer is Adam"):
-        VirtualWorkers(nn.Linear(2, 1), 3, torch.optim.Adam, "ring", algorithm="momentum_exchange", devices=["cpu"])
-    with pytest.raises(ValueError, match="SGD without momentum; give SGD a momentum"):
-        GossipDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1), algorithm="momentum_exchange")
-
-
-def test_push_sum_refuses_messages_that_are_no_values_and_averaged_buffers() -> None:
-    case = Case("push_sum", "ring")
-    with pytest.raises(ValueError, match=r"compression choco.* cannot serve algorithm PushSum"):
-        VirtualWorkers(nn.Linear(2, 1), 4, SGD, "ring", algorithm="push_sum", compression="choco", devices=["cpu"])
-    with pytest.raises(ValueError, match='buffers="average" needs a doubly stochastic topology'):
-        VirtualWorkers(nn.Linear(2, 1), 4, SGD, make_topology("pushed", 4), algorithm=case.algorithm, buffers="average")
+@pytest.mark.parametrize(("options", "text"), REFUSED)
+def test_what_an_algorithm_cannot_work_with_is_refused(options: dict[str, Any], text: str) -> None:
+    chosen = {"optimizer": SGD, "topology": "ring"} | options
+    chosen["topology"] = make_topology(chosen["topology"], 4)
+    with pytest.raises(ValueError, match=text):
+        VirtualWorkers(nn.Linear(2, 1), 4, devices=["cpu"], **chosen)
 
 
 def test_algorithm_whose_messages_are_not_what_it_says_is_refused() -> None:

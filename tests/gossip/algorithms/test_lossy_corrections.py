@@ -10,7 +10,7 @@ from torch import nn
 
 import gossip
 from gossip import Algorithm, Compression, VirtualWorkers
-from gossip.algorithms import ExactDiffusion, IntegralCorrection
+from gossip.algorithms import IntegralCorrection
 
 NUM_RANKS, NUM_VALUES = 8, 64
 
@@ -53,12 +53,8 @@ def distances(
 
 CHOCO = {sparsifier: gossip.Choco(sparsifier=sparsifier) for sparsifier in ("top_k", "sign")}
 FLOORS: list[tuple[str, Compression | str | None, int, float]] = [
-    ("ring", None, 600, 1e-5),
     ("ring", "bf16", 600, 3e-2),  # the values' own resolution, 2^-8 of each, for 64 of them
-    ("one_peer_exponential", "bf16", 600, 3e-2),
     ("ring", "int8", 600, 1e-5),
-    ("one_peer_exponential", "int8", 600, 1e-5),
-    ("ring", "int4", 600, 1e-5),
     ("one_peer_exponential", "int4", 600, 1e-5),
     ("ring", "powergossip", 600, 1e-5),
     ("ring", CHOCO["top_k"], 1_000, 1e-2),
@@ -82,18 +78,3 @@ def test_corrected_replicas_end_as_near_as_the_codec_can_tell(
     spread, error = distances(algorithm, topology, compression, num_steps)
     assert spread < floor
     assert error < 5e-5
-
-
-def test_gossip_is_far_from_there() -> None:
-    assert distances("adapt_while_communicating", "ring", None, 200)[0] > 1
-
-
-@pytest.mark.parametrize("name", ["exact_diffusion", "extra", "decentlam", "relay_sum", "diloco"])
-def test_what_needs_all_of_a_difference_at_once_refuses_choco(name: str) -> None:
-    topology = {"relay_sum": "path", "diloco": "complete"}.get(name, "ring")
-    with pytest.raises(ValueError, match=r"choco\(.* delivers a part of a difference at a time.*int8 or int4"):
-        distances(name, topology, "choco", 1)
-
-
-def test_choco_that_sends_everything_serves_them() -> None:
-    assert distances(ExactDiffusion(), "ring", gossip.Choco(ratio=1.0), 300)[0] < 1e-5

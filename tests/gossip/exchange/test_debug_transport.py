@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from messages import start
 from ranks import run_ranks
-from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
-from torch import nn
+from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
 
 from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World
 from gossip.compression.conversation import Conversation
 from topologies import Round, Topology, build
-
-pytestmark = pytest.mark.xdist_group("debug_transport")  # all faults are made at the same time
 
 NUM_BUCKETS = 3
 FAULTY_RANK = 3
@@ -61,16 +58,8 @@ def swap_buckets(step: int, bucket: int, round_: Round, message: torch.Tensor) -
     return step, {1: 2, 2: 1}.get(bucket, bucket) if step == 2 else bucket, round_, message
 
 
-def skip_a_step(step: int, bucket: int, round_: Round, message: torch.Tensor) -> tuple[int, int, Round, torch.Tensor]:
-    return step + (step >= 2), bucket, round_, message
-
-
 def use_other_weights(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
     return step, bucket, Round.from_matrix(round_.matrix() @ round_.matrix()) if step == 2 else round_, message
-
-
-def send_another_shape(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
-    return step, bucket, round_, message[:-2].clone() if (step, bucket) == (2, 1) else message
 
 
 def send_another_dtype(step: int, bucket: int, round_: Round, message: torch.Tensor) -> Any:
@@ -107,10 +96,7 @@ def wait_for_one_that_is_ahead(world: World, transport: Transport, topology: Top
 AWAITED = next(iter(build("one_peer_exponential", 4).round(0).neighbours(0)))
 CASES: list[tuple[str, Callable[..., Any] | str]] = [
     ("complete", swap_buckets),
-    ("directed_ring", swap_buckets),
-    ("complete", skip_a_step),
     ("ring", use_other_weights),
-    ("directed_ring", send_another_shape),
     ("directed_ring", send_another_dtype),
     ("complete", "flip a bit"),
     ("one_peer_exponential", "go on to others"),
@@ -142,54 +128,19 @@ def exchange_with_each_fault() -> list[str]:
     return texts
 
 
-@pytest.fixture(scope="module")
-def told() -> Callable[..., list[str]]:
-    """By topology and fault, what each rank was told."""
+def test_each_fault_is_named() -> None:
     by_rank = run_ranks(exchange_with_each_fault, world_size=4)
-    return lambda *case: [texts[CASES.index(case)] for texts in by_rank]
-
-
-@pytest.mark.parametrize(("topology", "rank"), [("complete", 0), ("directed_ring", 2)])
-def test_swapped_buckets_are_named(told: Callable[..., list[str]], topology: str, rank: int) -> None:
-    assert told(topology, swap_buckets)[rank] == (
-        f"rank {rank}: step 2, bucket 1: rank 3 sent bucket 2 of step 2; one of the two ranks is out of step"
-    )
-
-
-def test_skipped_step_is_named(told: Callable[..., list[str]]) -> None:
-    by_rank = told("complete", skip_a_step)
-    for rank in range(3):
-        assert by_rank[rank] == (
-            f"rank {rank}: step 2, bucket 0: rank 3 sent bucket 0 of step 3; one of the two ranks is out of step"
-        )
-    assert by_rank[3] == "rank 3: step 3, bucket 0: rank 0 sent bucket 0 of step 2; one of the two ranks is out of step"
-
-
-def test_other_round_is_named(told: Callable[..., list[str]]) -> None:
-    assert told("ring", use_other_weights)[0] == (
-        "rank 0: step 2, bucket 0: rank 3 mixes by another round; the topologies, their seeds or their versions differ"
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [(send_another_shape, "3 values of float32"), (send_another_dtype, "5 values of float64")],
-)
-def test_other_shape_or_dtype_is_named(told: Callable[..., list[str]], fault: Callable[..., Any], what: str) -> None:
-    assert told("directed_ring", fault)[2] == (
-        f"rank 2: step 2, bucket 1: rank 3 sent {what}, expected 5 values of float32; the modules differ"
-    )
-
-
-def test_flipped_bit_is_corruption_on_the_way(told: Callable[..., list[str]]) -> None:
-    for rank, text in enumerate(told("complete", "flip a bit")[:3]):
+    swapped, other_weights, other_dtype, flipped, gone_on = zip(*by_rank, strict=True)
+    out_of_step = "rank 3 sent bucket 2 of step 2; one of the two ranks is out of step"
+    assert swapped[0] == f"rank 0: step 2, bucket 1: {out_of_step}"
+    other_round = "rank 3 mixes by another round; the topologies, their seeds or their versions differ"
+    assert other_weights[0] == f"rank 0: step 2, bucket 0: {other_round}"
+    other_module = "rank 3 sent 5 values of float64, expected 5 values of float32; the modules differ"
+    assert other_dtype[2] == f"rank 2: step 2, bucket 1: {other_module}"
+    for rank, text in enumerate(flipped[:3]):
         assert text.startswith(f"rank {rank}: step 0, bucket 0: the message from rank 3 was corrupted in transit")
-
-
-def test_time_out_says_how_far_the_peer_was_last_seen(told: Callable[..., list[str]]) -> None:
-    text = told("one_peer_exponential", "go on to others")[0]
-    assert text.startswith("rank 0: step 0, bucket 0: timed out after 3 s")
-    assert text.endswith(f"; rank {AWAITED} was last seen at bucket 2 of step 5")
+    assert gone_on[0].startswith("rank 0: step 0, bucket 0: timed out after 3 s")
+    assert gone_on[0].endswith(f"; rank {AWAITED} was last seen at bucket 2 of step 5")
 
 
 def train_with(transport: str, topology: str) -> list[torch.Tensor]:
@@ -203,18 +154,9 @@ def train_with(transport: str, topology: str) -> list[torch.Tensor]:
     return list(snapshot(model).values())
 
 
-@pytest.mark.parametrize("topology", ["star", "directed_ring", "one_peer_exponential"])
-def test_debugged_training_is_the_same(topology: str) -> None:
+def test_debugged_training_is_the_same() -> None:
     plain, debugged = (
-        run_ranks(train_with, transport, topology, world_size=4) for transport in ("distributed", "debug")
+        run_ranks(train_with, transport, "directed_ring", world_size=4) for transport in ("distributed", "debug")
     )
     for ours, wanted in zip(itertools.chain(*debugged), itertools.chain(*plain), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_debug_in_a_world_of_one_changes_nothing() -> None:
-    models = [GossipDataParallel(nn.Linear(4, 1), SGD, transport=transport) for transport in ("distributed", "debug")]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        train(model, range(2))
-    assert_equal_states(snapshot(models[1]), snapshot(models[0]))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_runs import TINY_BUCKETS, assert_same
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
 
 NUM_STEPS = 4
-TINY_BUCKETS = 71 / 2**20
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
@@ -127,7 +127,7 @@ def test_closure_that_raises_leaves_the_model_usable() -> None:
     for module, each in ((model, model.optimizer), (plain, optimizer)):
         each.step(make_closure(module, [each], 0))
     assert model.step == 1
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model, plain)
     model.close()
 
 
@@ -137,35 +137,6 @@ def test_closure_of_a_lightning_step_without_a_loss_makes_a_step_without_an_upda
     assert model.optimizer.step(lambda: None) is None
     assert model.step == 1
     assert all(map(torch.equal, model.parameters(), before))
-    model.close()
-
-
-def test_several_optimizers_with_closures_train_as_plain_torch_does() -> None:
-    def parts(module: nn.Sequential) -> tuple[torch.optim.Optimizer, ...]:
-        return (torch.optim.SGD(module[0].parameters(), lr=0.1), torch.optim.AdamW(module[2].parameters(), lr=0.01))
-
-    module, plain = make_module(), make_module()
-    model, optimizers = wrap(module, parts(module)), parts(plain)
-    for step in range(NUM_STEPS):
-        for each, own in ((model, model.optimizer), (plain, optimizers)):
-            for optimizer in own:
-                optimizer.step(make_closure(each, own, step))
-    assert model.step == NUM_STEPS
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    model.close()
-
-
-def test_schedulers_and_hooks_see_one_step_for_each_closure() -> None:
-    model = wrap(make_module(), FACTORIES["SGD"])
-    calls: list[str] = []
-    model.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    model.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(2):
-        assert scaler.step(model.optimizer, make_closure(model, [model.optimizer], step)) is not None
-        scheduler.step()
-    assert calls == ["pre", "post"] * 2
     model.close()
 
 
@@ -257,5 +228,5 @@ def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable
         ]
         assert torch.equal(*losses)
     assert model.step == NUM_STEPS
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model, plain)
     model.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from ranks import run_ranks
+from small_runs import MODES, TINY_BUCKETS, assert_same
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -18,8 +19,6 @@ from gossip import GossipDataParallel, GossipError, UsesExchange
 from topologies import Round, build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
-MODES = {"in backward": {}, "all at once": {"clip_grad_norm": 1e9}, "outside": {"step_in_backward": False}}
 
 
 def make_module() -> nn.Sequential:
@@ -41,11 +40,6 @@ def step_all(model: GossipDataParallel) -> None:
             optimizer.step()
         for optimizer in optimizers_of(model):
             optimizer.zero_grad()
-
-
-def assert_equal(model: nn.Module, plain: nn.Module) -> None:
-    for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual, wanted), name
 
 
 def trained_as_plain(
@@ -74,49 +68,8 @@ def trained_as_plain(
             for scheduler in schedulers:
                 scheduler.step(*metrics)
     assert model.step == num_steps
-    assert_equal(model, plain)
+    assert_same(model, plain)
     return model
-
-
-def no_decay_on_biases_and_norms(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
-    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
-    others = [parameter for _, parameter in named if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.01)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weight_decay_spares_biases_and_norms_if_the_groups_say_so(mode: str) -> None:
-    module = make_module()
-    before = copy.deepcopy(module.state_dict())
-    model = GossipDataParallel(module, no_decay_on_biases_and_norms, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
-    (model(batch(0)) * 0).sum().backward()  # gradients of zero: only the decay acts
-    step_all(model)
-    for name, parameter in module.named_parameters():
-        wanted = before[name] * (1 - 0.01 * 0.5) if parameter.ndim >= 2 else before[name]
-        torch.testing.assert_close(parameter, wanted)
-
-
-class Sharpened(torch.optim.Optimizer):
-    """A third-party optimizer: its own state per parameter, its own constants, no closure argument."""
-
-    def __init__(self, params: object, lr: float, power: float = 2.0) -> None:
-        super().__init__(params, {"lr": lr, "power": power})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["count"] = state.get("count", 0) + 1
-                    size = parameter.grad.abs() ** group["power"] / state["count"]
-                    parameter.sub_(group["lr"] * parameter.grad.sign() * size)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_third_party_optimizer(mode: str) -> None:
-    trained_as_plain(lambda module: (Sharpened(module.parameters(), lr=0.1),), mode)
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -149,11 +102,10 @@ def test_one_of_two_optimizers_stepped_twice_is_refused() -> None:
         model.optimizer[0].step()
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}])
-def test_closure_optimizer_is_refused_inside_backward(options: dict[str, object]) -> None:
+def test_closure_optimizer_is_refused_inside_backward() -> None:
     module = make_module()
     with pytest.raises(ValueError, match=r"LBFGS evaluates a closure several times per step.*step_in_backward=False"):
-        GossipDataParallel(module, torch.optim.LBFGS(module.parameters()), **options)
+        GossipDataParallel(module, torch.optim.LBFGS(module.parameters()), clip_grad_norm=1.0)
 
 
 class CountingInGroup(torch.optim.SGD):
@@ -206,22 +158,10 @@ def test_step_outside_backward_needs_an_optimizer() -> None:
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),  # and the momentum
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
@@ -229,15 +169,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
 
 
 @pytest.mark.parametrize(("name", "mode"), list(zip(SCHEDULERS, itertools.cycle(MODES), strict=False)))
-def test_every_scheduler_works_as_ever(name: str, mode: str) -> None:
+def test_every_kind_of_scheduler_works_as_ever(name: str, mode: str) -> None:
     metrics = (1.0,) if name == "ReduceLROnPlateau" else ()
     trained_as_plain(lambda module: (SGD(module.parameters()),), mode, SCHEDULERS[name], 5, *metrics)
-
-
-def test_schedulers_of_torch_are_all_in_the_table() -> None:
-    bases = {"LRScheduler"}
-    known = {name for name in lr_scheduler.__all__ if name not in bases}
-    assert known == set(SCHEDULERS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -265,7 +199,7 @@ def test_state_dict_goes_to_the_bare_optimizer_and_back(mode: str) -> None:
     model.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, range(4, 6))
     train(plain, range(4, 6))
-    assert_equal(model, plain)
+    assert_same(model, plain)
 
 
 class Watching(torch.optim.SGD):

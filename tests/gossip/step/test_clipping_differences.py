@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from ranks import RankError, run_ranks
 from tiers import rest_is_slow
 from torch import nn
-from wrong_ranks import WRONG, blow_up, scale, train
+from wrong_ranks import WRONG, scale, train
 
 import gossip
 import topologies
@@ -73,9 +73,7 @@ ON_WIRE = {"topology": "complete", "transport": partial(DistributedTransport, sh
             {"topology": "ring", "compression": "int8"},
             {"topology": "star", "max_difference": 3.0},
             {"topology": topologies.build("ring", 4).then(topologies.build("complete", 4), after=JUMP_AT)},  # new edges
-            {"topology": "ring"},
-            {"topology": "one_peer_hypercube"},
-            {"topology": "ring", "compression": "bf16"},
+            {"topology": "one_peer_hypercube", "compression": "bf16"},
             ON_WIRE,
             {"topology": "ring", "on_peer_loss": "continue"},
         ],
@@ -109,28 +107,18 @@ def test_what_the_mean_loses_along_directed_edges_is_counted() -> None:
 
 
 REFUSED: Mapping[str, Mapping[str, Any]] = {
-    "push_sum|PushSum": {"algorithm": "push_sum"},
-    "RelaySum": {"algorithm": "relay_sum", "topology": "path"},
-    "DiLoCo": {"algorithm": "diloco", "topology": "complete"},
-    "StreamingDiLoCo": {"algorithm": "streaming_diloco", "topology": "complete"},
-    "SparseLoCo": {"algorithm": "sparse_loco", "topology": "complete"},
-    "SlowMo": {"algorithm": "slowmo"},
-    "GossipPGA": {"algorithm": "gossip_pga"},
-    "Asynchronous": {"algorithm": "asynchronous", "on_peer_loss": "continue"},
-    "choco": {"compression": "choco", "topology": "ring"},
-    "powergossip": {"compression": "powergossip", "topology": "ring"},
+    "PushSum": {"algorithm": "push_sum"},
+    "choco": {"compression": "choco"},
     "soft_deadline": {"soft_deadline": 1.0, "on_peer_loss": "continue"},
     "at least 1, got 0.5": {"max_difference": 0.5},
-    "at least 1, got True": {"max_difference": True},
     "at least 1, got 'cut'": {"max_difference": "cut"},
 }
 
 
 def test_what_cannot_be_clipped_is_refused_by_name() -> None:
     for name, options in REFUSED.items():
-        chosen: dict[str, Any] = {"max_difference": "clip", "topology": "ring"} | dict(options)
-        with pytest.raises(ValueError, match=f"max_difference.*({name})"):
-            GossipDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1), **chosen)
+        with pytest.raises(ValueError, match=f"max_difference.*{name}"):
+            wrap(**{"topology": "ring", "timeout": timedelta(minutes=5)} | options)
 
 
 def decaying(step: int) -> float:
@@ -148,10 +136,9 @@ def test_a_fault_leaves_the_others_and_the_average_as_they_were() -> None:
     assert faulty[WRONG].loss < 2 * clean[WRONG].loss
 
 
-@pytest.mark.parametrize("fault", rest_is_slow([scale, blow_up]))
-def test_a_rank_that_is_astray_raises_where_nobody_can_be_joined(fault: Callable[[GossipDataParallel], None]) -> None:
+def test_a_rank_that_is_astray_raises_where_nobody_can_be_joined() -> None:
     with pytest.raises(RankError, match=rf"rank {WRONG}: step 70, bucket 0: whatever arrived in 20 exchanges"):
-        run_ranks(train, 80, fault, 50, {"topology": "ring", "max_difference": "clip"}, world_size=4)
+        run_ranks(train, 80, scale, 50, {"topology": "ring", "max_difference": "clip"}, world_size=4)
 
 
 def train_on(folder: str, first: int, last: int) -> list[torch.Tensor]:

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from small_runs import TINY_BUCKETS, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError, ManifestError, launch
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-TINY_BUCKETS = 71 / 2**20
 
 
 def make_module() -> nn.Sequential:
@@ -56,8 +56,7 @@ def test_gradient_penalty_is_one_step_and_equals_plain_torch() -> None:
         (output.mean() + gradient.square().sum()).backward()
     optimizer.step()
     assert model.step == 1
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    assert_same(model, plain, 1e-6)
 
 
 @dataclass
@@ -94,18 +93,7 @@ def test_checkpointed_model_makes_one_step(use_reentrant: bool, as_a_whole: bool
         logits.square().mean().backward()
     SGD(plain.parameters()).step()
     assert model.step == 1
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted)
-
-
-def test_two_forwards_before_one_backward_are_one_step() -> None:
-    model, plain = wrap(), make_module()
-    for module in (model, plain):
-        (module(torch.ones(2, 3)).sum() + module(torch.zeros(2, 3)).sum()).backward()
-    SGD(plain.parameters()).step()
-    assert model.step == 1
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    assert_same(model, plain, 1e-6)
 
 
 def test_evaluation_and_forwards_without_backward_are_no_steps() -> None:
@@ -130,18 +118,7 @@ def test_backward_refused_inside_averaged_leaves_the_model_usable() -> None:
         model(torch.ones(1, 3)).sum().backward()
     for each in (model, plain):
         each(torch.ones(1, 3)).sum().backward()
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual, wanted)
-
-
-def test_backward_through_a_freed_graph_leaves_the_model_usable() -> None:
-    model = wrap()
-    loss = model(torch.ones(1, 3)).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError):
-        loss.backward()
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.step == 2
+    assert_same(model, plain)
 
 
 class FailingTail(nn.Module):
@@ -162,14 +139,13 @@ class FailingTail(nn.Module):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("going_on", ["forward", "idle_step", "global_avg", "consensus_distance", "averaged"])
+@pytest.mark.parametrize("going_on", ["idle_step", "global_avg"])
 def test_backward_that_died_after_a_send_ends_training(going_on: str) -> None:
     model = wrap(FailingTail())
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(1, 3)).sum().backward()
-    calls = {"forward": lambda: model(torch.ones(1, 3)), "averaged": lambda: model.averaged().__enter__()}
     with pytest.raises(GossipError, match="backward pass of step 0 was ended by an exception"):
-        calls.get(going_on, lambda: getattr(model, going_on)())()
+        getattr(model, going_on)()
 
 
 def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
@@ -186,31 +162,7 @@ def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
     plain.fails = False
     plain(torch.ones(1, 3)).sum().backward()
     SGD(plain.parameters()).step()
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual, wanted)  # the gradients of the dead pass have not been added
-
-
-@pytest.mark.parametrize("how", ["shape", "double"])
-def test_parameter_that_left_its_bucket_is_refused_by_name(how: str) -> None:
-    model = wrap()
-    if how == "shape":
-        model.module[2].bias.data = torch.zeros(1, 1)
-    else:
-        model.module.double()
-    with pytest.raises(GossipError, match=r"parameter '2\.(bias|weight)' has left its bucket"):
-        model(torch.ones(1, 3, dtype=model.module[0].weight.dtype)).sum().backward()
-
-
-def test_parameter_whose_data_were_replaced_is_brought_back() -> None:
-    model, plain = wrap(), make_module()
-    for module in (model, plain):
-        dict(module.named_parameters())["2.bias"].data = torch.full((1,), 5.0)
-        module(torch.ones(1, 3)).sum().backward()
-    SGD(plain.parameters()).step()
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual, wanted)
-    block = model._buckets[0].block
-    assert model.module[2].bias.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+    assert_same(model, plain)
 
 
 class CountingInGroup(torch.optim.SGD):
@@ -250,17 +202,6 @@ def test_scheduler_built_before_wrapping_does_not_warn() -> None:
 # ------------------------------------------------------------------ ends
 
 
-def test_backward_after_close_is_plain() -> None:
-    model = wrap()
-    loss = model(torch.ones(1, 3)).sum()
-    model.close()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss.backward()
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
-        assert parameter.grad is not None
-
-
 def test_model_that_is_dropped_is_freed() -> None:
     model = wrap()
     model(torch.ones(1, 3)).sum().backward()
@@ -270,18 +211,16 @@ def test_model_that_is_dropped_is_freed() -> None:
     assert block() is None
 
 
-def wrap_many_times(how: str) -> tuple[int, int]:
-    """Threads alive after 3 wraps and after 13."""
+def wrap_many_times() -> tuple[int, int]:
+    """Threads alive after 3 wraps, each after one that was refused, and after 13."""
     counts = []
     for number in range(13):
-        if how == "refused":
-            with pytest.raises(ValueError, match="rign"):
-                GossipDataParallel(make_module(), SGD, "rign")
-        else:
-            model = wrap()
-            model(torch.ones(1, 3)).sum().backward()
-            model.global_avg()
-            del model
+        with pytest.raises(ValueError, match="rign"):
+            GossipDataParallel(make_module(), SGD, "rign")
+        model = wrap()
+        model(torch.ones(1, 3)).sum().backward()
+        model.global_avg()
+        del model
         gc.collect()
         if number in (2, 12):
             dist.barrier()
@@ -289,9 +228,8 @@ def wrap_many_times(how: str) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("how", ["dropped", "refused"])
-def test_wrapping_many_times_leaves_no_threads(how: str) -> None:
-    for early, late in launch(wrap_many_times, how, world_size=2):
+def test_wrapping_many_times_leaves_no_threads() -> None:
+    for early, late in launch(wrap_many_times, world_size=2):
         assert late <= early
 
 
@@ -308,9 +246,8 @@ def idle_steps_in_half_precision() -> None:
             assert torch.equal(module.weight, before), dtype
 
 
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_mixing_equal_replicas_changes_nothing(world_size: int) -> None:
-    run_ranks(idle_steps_in_half_precision, world_size=world_size)
+def test_mixing_equal_replicas_changes_nothing() -> None:
+    run_ranks(idle_steps_in_half_precision, world_size=3)
 
 
 BUFFER_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.int64)
@@ -347,19 +284,3 @@ def average_buffers_that_differ() -> str:
 def test_buffers_that_came_to_differ_are_named_on_every_rank() -> None:
     for text in run_ranks(average_buffers_that_differ, world_size=2):
         assert "buffer 'cache' is torch.float32 [4] on rank 0, but torch.float32 [5] on rank 1" in text
-
-
-def test_buffer_made_inside_averaged_survives() -> None:
-    model = wrap()
-    with model.averaged():
-        model.module.register_buffer("late", torch.ones(2))
-    assert torch.equal(model.module.late, torch.ones(2))
-
-
-def test_module_is_wrapped_once_at_a_time() -> None:
-    module = make_module()
-    model = wrap(module)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' already belongs to a GossipDataParallel"):
-        wrap(module)
-    model.close()
-    wrap(module)(torch.ones(1, 3)).sum().backward()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from recursion import dense_recursion
 from replicas import gathered
+from small_runs import MODES, finish, gradient_at
 from torch import nn
 
 from gossip import ExchangeError, GossipDataParallel, launch
@@ -18,30 +20,33 @@ from topologies import build
 
 LR = 0.1
 NUM_BATCHES = (3, 5, 2, 5)
-MODES = {"in backward": {}, "all at once": {"clip_grad_norm": 1e9}, "outside": {"step_in_backward": False}}
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64)
 
 
-def make_model(world_size: int, **arguments: object) -> GossipDataParallel:
+def make_module() -> nn.Module:
     torch.manual_seed(0)
-    module = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-    topology = build("ring", world_size)
-    return GossipDataParallel(module, functools.partial(torch.optim.SGD, lr=LR), topology, **arguments)
+    return nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+
+def make_model(**arguments: object) -> GossipDataParallel:
+    return GossipDataParallel(make_module(), functools.partial(torch.optim.SGD, lr=LR), "ring", **arguments)
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(inputs(rank, step)).square().mean()
 
 
 def train(model: GossipDataParallel, num_batches: int, first: int = 0) -> None:
     for step in range(first, first + num_batches):
-        model(inputs(model.rank, step)).square().mean().backward()
-        if not model._arguments.step_in_backward:
-            model.optimizer.step()
-            model.optimizer.zero_grad()
+        loss_of(model, model.rank, step).backward()
+        finish(model)
 
 
 def join_twice(mode: str) -> tuple[int, torch.Tensor]:
-    model = make_model(4, **MODES[mode])
+    model = make_model(**MODES[mode])
     with model.join():
         train(model, NUM_BATCHES[model.rank])
     assert model.step == max(NUM_BATCHES)
@@ -58,26 +63,11 @@ def join_twice(mode: str) -> tuple[int, torch.Tensor]:
 def test_ranks_that_ended_exchange_until_all_have(mode: str) -> None:
     """The recursion with u = 0 for ranks without a batch; all leave the block after the same step."""
     counted = [[*range(NUM_BATCHES[rank]), 5, *range(6, 6 + rank)] for rank in range(4)]
+    module, start = make_module(), make_module().weight.detach().flatten().numpy()
 
-    def batch_of(rank: int, step: int) -> int | None:
-        mine = counted[rank]
-        if step < 5:
-            return step if step < NUM_BATCHES[rank] else None
-        return step if step in mine else None
+    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
+        return gradient_at(module, x, loss_of, rank, step) if step in counted[rank] else 0 * x
 
-    module = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-
-    def gradient(rank: int, step: int, x):
-        batch = batch_of(rank, step)
-        if batch is None:
-            return x * 0
-        with torch.no_grad():
-            module.weight.copy_(torch.from_numpy(x).view(1, 3))
-        (result,) = torch.autograd.grad(module(inputs(rank, batch)).square().mean(), module.weight)
-        return result.flatten().numpy()
-
-    torch.manual_seed(0)
-    start = nn.Linear(3, 1, bias=False, dtype=torch.float64).weight.detach().flatten().numpy()
     wanted = dense_recursion(build("ring", 4), start, gradient, lambda x, g: x - LR * g, num_steps=9)
     for steps, values in run_ranks(join_twice, mode, world_size=4):
         assert steps == 9
@@ -85,7 +75,7 @@ def test_ranks_that_ended_exchange_until_all_have(mode: str) -> None:
 
 
 def train_unevenly() -> str:
-    model = make_model(2)
+    model = make_model()
     model.world.timeout = timedelta(seconds=2)  # once both are there
     try:
         train(model, 4 if model.rank == 0 else 2)
@@ -99,14 +89,12 @@ def train_unevenly() -> str:
 def test_without_join_the_time_out_names_who_is_missing() -> None:
     waiting, ended = launch(train_unevenly, world_size=2)
     assert ended == "ended"
-    assert (
-        "rank 0: step 2, bucket 0: timed out after 2 s waiting for" in waiting
-    )  # what left in step 2, which rank 1 did not make
+    assert "rank 0: step 2, bucket 0: timed out after 2 s waiting for" in waiting  # which rank 1 did not make
     assert "rank 1" in waiting
 
 
 def raise_inside() -> str:
-    model = make_model(2)
+    model = make_model()
     model.world.timeout = timedelta(seconds=2)  # once both are there
     try:
         with model.join():

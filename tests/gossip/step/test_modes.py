@@ -14,8 +14,8 @@ import torch
 from cases import topology_cases
 from covering import covering
 from ranks import run_ranks
+from small_runs import finish, flat, gradient_at
 from torch import nn
-from torch.nn.utils import vector_to_parameters
 
 from gossip import AdaptThenCombine, AdaptWhileCommunicating, GossipDataParallel, launch
 
@@ -70,18 +70,12 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(torch.randn(3, 2, 5, generator=generator, dtype=torch.float64), step).square().mean()
 
 
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
 def train(model: GossipDataParallel) -> np.ndarray:
     for step in range(NUM_STEPS):
         loss_of(model, model.rank, step).backward()
-        if not model._arguments.step_in_backward:
-            model.optimizer.step()
-            model.optimizer.zero_grad()
+        finish(model)
     model.state_dict()  # adapt-then-combine is awaited before it
-    return flat(model).numpy()
+    return flat(model)
 
 
 def train_cases(world_size: int) -> dict[tuple[str, str, str], np.ndarray]:
@@ -113,20 +107,13 @@ def expected(world_size: int, label: str, algorithm: str) -> np.ndarray:
     module, topology = make_module(), topology_cases(world_size)[label]
     factor = ALGORITHMS[algorithm]().gamma
 
-    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
-        vector_to_parameters(torch.from_numpy(x), module.parameters())
-        module.zero_grad(set_to_none=False)
-        loss_of(module, rank, step).backward()
-        none = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-        return torch.cat([gradient.flatten() for gradient in none]).numpy()
-
     def mix(t: int, x: np.ndarray) -> np.ndarray:
         gamma = factor(t) if callable(factor) else factor
         return (1 - gamma) * x + gamma * (topology.round(t).matrix() @ x)
 
-    x = np.tile(flat(module).numpy(), (world_size, 1))
+    x = np.tile(flat(module), (world_size, 1))
     for step in range(NUM_STEPS):
-        update = -LR * np.stack([gradient(rank, step, x[rank]) for rank in range(world_size)])
+        update = -LR * np.stack([gradient_at(module, x[rank], loss_of, rank, step) for rank in range(world_size)])
         combined_first = x if step == 0 else mix(step - 1, x)
         x = mix(step, x + update) if algorithm.startswith("then") else combined_first + update
     return x
@@ -144,27 +131,6 @@ def test_every_algorithm_in_every_mode_equals_its_recursion(
     np.testing.assert_allclose(in_backward, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
     for results, row in zip(results_of(world_size), in_backward, strict=True):
         np.testing.assert_array_equal(results[label, algorithm, mode], row)  # bit for bit
-
-
-def follow_all_reduce() -> None:
-    module, reference = make_module(), make_module()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
-    model = GossipDataParallel(
-        module, functools.partial(torch.optim.SGD, lr=LR), "complete", algorithm="adapt_then_combine"
-    )
-    for step in range(NUM_STEPS):
-        loss_of(model, model.rank, step).backward()
-        torch.stack([loss_of(reference, rank, step) for rank in range(model.world_size)]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        actual, wanted = model.state_dict(), reference.state_dict()
-        for key in wanted:
-            torch.testing.assert_close(actual[key], wanted[key], rtol=0, atol=1e-12)
-    model.close()
-
-
-def test_adapt_then_combine_on_the_complete_graph_is_all_reduce() -> None:
-    run_ranks(follow_all_reduce, world_size=3)
 
 
 def forward_waits() -> dict[str, list[int]]:

@@ -6,15 +6,12 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import pytest
 import torch
 from torch import nn
 
 from gossip import DistributedTransport, Exchange, GossipDataParallel, Transport, World, launch
 from gossip.compression.conversation import Arrival, Conversation
 from topologies import Round, Topology, build
-
-pytestmark = pytest.mark.xdist_group("overlap")  # what its fixtures make is made once
 
 NUM_STEPS = 4
 Event = tuple[str, int, int]
@@ -91,39 +88,20 @@ def record_events() -> list[Event]:
     return events
 
 
-@pytest.fixture(scope="module")
-def events() -> list[Event]:
-    return launch(record_events, world_size=2)[0]
-
-
-def test_every_step_launches_every_bucket_in_index_order(events: list[Event]) -> None:
+def test_exchanges_hide_behind_the_next_iteration() -> None:
+    events = launch(record_events, world_size=2)[0]
     launches = [(step, bucket) for what, step, bucket in events if what == "launch"]
     num_buckets = 1 + max(bucket for _, bucket in launches)
     assert num_buckets >= 3
-    assert launches == [(step, bucket) for step in range(NUM_STEPS) for bucket in range(num_buckets)]
-
-
-def test_exchange_is_launched_before_backward_ends(events: list[Event]) -> None:
-    for step in range(NUM_STEPS):
-        ended = events.index(("backward ended", step, -1))
-        assert all(position < ended for position, event in enumerate(events) if event[:2] == ("launch", step))
-        # The first buckets leave while gradients of others are still to come.
-        assert events.index(("launch", step, 0)) < events.index(("last gradient", step, -1))
-
-
-def test_exchange_is_pending_through_the_next_forward(events: list[Event]) -> None:
-    for what, step, bucket in events:
-        if what == "launch" and step < NUM_STEPS - 1:
-            launched = events.index(("launch", step, bucket))
-            forward = events.index(("forward begins", step + 1, -1)), events.index(("forward ends", step + 1, -1))
-            released, awaited = events.index(("release", step, bucket)), events.index(("wait", step, bucket))
+    assert launches == [(step, bucket) for step in range(NUM_STEPS) for bucket in range(num_buckets)]  # in index order
+    place = {event: number for number, event in enumerate(events)}
+    for step, bucket in launches:
+        launched = place["launch", step, bucket]
+        assert launched < place["backward ended", step, -1]
+        if step < NUM_STEPS - 1:  # pending through the next forward, awaited where its bucket is updated next
+            forward = place["forward begins", step + 1, -1], place["forward ends", step + 1, -1]
+            released, awaited = place["release", step, bucket], place["wait", step, bucket]
             assert launched < forward[0] < forward[1] < released < awaited
-
-
-def test_exchange_is_awaited_only_where_its_bucket_is_updated_next(events: list[Event]) -> None:
-    waits = [position for position, (what, _, _) in enumerate(events) if what == "wait"]
-    assert waits
-    for position in waits:
-        _, step, bucket = events[position]
-        if step < NUM_STEPS - 1:  # what the last step launched is awaited by close()
-            assert events[position + 1] == ("launch", step + 1, bucket)
+            assert events[awaited + 1] == ("launch", step + 1, bucket)
+    for step in range(NUM_STEPS):  # the first buckets leave while gradients of others are still to come
+        assert place["launch", step, 0] < place["last gradient", step, -1]
