@@ -1,404 +1,376 @@
 """The contract table of algorithms: what each one computes, as a dense recursion in plain numpy.
 
-A new algorithm enters by one row of ``ROWS`` and one function.
+A new algorithm enters by one row of ``ROWS`` and one subclass of ``Recursion``.
 """
+
+# ruff: noqa: ARG002 - the methods of a recursion are all called with the step, needed or not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
 from quadratics import BUCKETS, MOMENTUM, Array, Problem, Sgd
 
+import gossip
 import topologies
-from gossip.algorithms import ALGORITHMS, Algorithm, IntegralCorrection, QuasiGlobalIntegral
+from gossip.algorithms import ALGORITHMS, Algorithm
 from gossip.algorithms.forms import Form
 from topologies import Round, Topology
 from topologies.graphs.edge_colouring import edge_colouring
 
-Dense = Callable[[Problem, Topology, Sgd, "float | None"], Array]
-"""The values that forward passes read after all steps, [n, d]."""
+PERIOD = 3
+"""Of algorithms that do something else from time to time."""
 
 
-def adapt_while_communicating(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        x = topology.round(step - 1).matrix() @ x if step else x
-        x = x + sgd(gradients, problem.is_updated(step), step)
-    return x
+class Recursion:
+    """All ranks' values and what an algorithm keeps, [n, d]; here of "adapt while communicating".
+
+    ``form`` is "awc": values are combined between the gradients of a step and its updates; "atc": after the updates;
+    or "": a subclass combines them where it updates them.
+    """
+
+    form: Form | str = "awc"
+
+    def __init__(self, problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: str) -> None:
+        self.problem, self.topology, self.sgd, self.max_norm, self.form = problem, topology, sgd, max_norm, form
+        self.x = np.tile(problem.start, (problem.world_size, 1))
+        self.zeros = np.zeros_like(self.x)
+        self.begin()
+
+    def run(self) -> Array:
+        """The values that forward passes read after all steps."""
+        for step in range(self.problem.num_steps):
+            before, gradients = self.x, self.problem.gradients(self.read(), self.max_norm)
+            if step and self.form == "awc":
+                self.combine(step - 1)
+            self.update(step, gradients, self.problem.is_updated(step))
+            if self.form == "atc":
+                self.combine(step)
+            self.end(step, before)
+        return self.read()
+
+    def begin(self) -> None:
+        """Make what is kept."""
+
+    def end(self, step: int, before: Array) -> None:
+        """Note what the step has made of the values ``before`` it."""
+
+    def read(self) -> Array:
+        return self.x
+
+    def combine(self, step: int) -> None:
+        self.x = self.matrix(step) @ self.x
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.x = self.x + self.sgd(gradients, updated, step)
+
+    def matrix(self, step: int) -> Array:
+        return self.topology.round(step).matrix()
+
+    def lazy(self) -> Array:
+        return (np.eye(len(self.x)) + self.matrix(0)) / 2
+
+    def ratio(self, step: int) -> float:
+        """Of the learning rate to that of the step before: what is kept in units of an update follows it."""
+        return self.sgd.rates(step) / self.sgd.rates(max(step - 1, 0))
+
+    def everywhere(self, values: Array) -> Array:
+        return np.tile(values, (len(self.x), 1))
 
 
-def asynchronous(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+class AdaptThenCombine(Recursion):
+    form = "atc"
+
+
+class Asynchronous(Recursion):
     """With ranks that are equally fast: the edges of each round in pairs, one matching after the other."""
-    rounds = []
-    for t in range(topology.period or 0):
-        edges = np.argwhere(np.triu(topology.round(t).matrix(), 1) > 0)
-        for matching in edge_colouring(edges):
-            matrix = np.eye(problem.world_size)
-            for i, j in matching:
-                matrix[[[i], [j]], [i, j]] = 0.5
-            rounds.append(Round.from_matrix(matrix))
-    return adapt_while_communicating(problem, Topology.from_rounds(rounds), sgd, max_norm)
+
+    def begin(self) -> None:
+        rounds = []
+        for t in range(self.topology.period or 0):
+            for matching in edge_colouring(np.argwhere(np.triu(self.matrix(t), 1) > 0)):
+                matrix = np.eye(len(self.x))
+                for i, j in matching:
+                    matrix[[[i], [j]], [i, j]] = 0.5
+                rounds.append(Round.from_matrix(matrix))
+        self.topology = Topology.from_rounds(rounds)
 
 
-def adapt_then_combine(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    for step in range(problem.num_steps):
-        x = x + sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
-        x = topology.round(step).matrix() @ x
-    return x
+class ExactDiffusion(Recursion):
+    form = "atc"
+
+    def begin(self) -> None:
+        self.correction = self.zeros  # x - psi, of the step before: in units of an update
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.psi = self.x + self.sgd(gradients, updated, step)
+        self.x = self.psi + self.correction * self.ratio(step)
+
+    def combine(self, step: int) -> None:
+        self.x = self.lazy() @ self.x
+        self.correction = self.x - self.psi
 
 
-def exact_diffusion(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    lazy = (np.eye(problem.world_size) + topology.round(0).matrix()) / 2
-    correction = np.zeros_like(x)  # x - psi, of the step before: in units of an update
-    for step in range(problem.num_steps):
-        correction = correction * sgd.rates(step) / sgd.rates(max(step - 1, 0))
-        psi = x + sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
-        x = lazy @ (psi + correction)
-        correction = x - psi
-    return x
-
-
-def gradient_tracking(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
-) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    tracker = last = np.zeros_like(x)
-    for step in range(problem.num_steps):
-        gradients, updated = problem.gradients(x, max_norm), problem.is_updated(step)
-        if step and form == "awc":
-            matrix = topology.round(step - 1).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-        tracker = np.where(updated, tracker + gradients - last, tracker)
-        last = np.where(updated, gradients, last)
-        x = x + sgd(tracker, updated, step)
-        if form == "atc":
-            matrix = topology.round(step).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-    return x
-
-
-def momentum_exchange(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        if step:
-            matrix = topology.round(step - 1).matrix()
-            x, sgd.velocity = matrix @ x, matrix @ sgd.velocity
-        x = x + sgd(gradients, problem.is_updated(step), step)
-    return x
-
-
-def push_sum(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
-    x, weights = np.tile(problem.start, (problem.world_size, 1)), np.ones((problem.world_size, 1))
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x / weights, max_norm)
-        if step:
-            matrix = topology.round(step - 1).matrix()
-            x, weights = matrix @ x, matrix @ weights
-        x = x + sgd(gradients, problem.is_updated(step), step)
-    return x / weights
-
-
-def integral_correction(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
-) -> Array:
-    """Its gains by kind of topology are another test's matter."""
-    gains = IntegralCorrection(form).on(topology).gains
-    x = np.tile(problem.start, (problem.world_size, 1))
-    correction, last = np.zeros_like(x), 0.0
-    for step in range(problem.num_steps):
-        gradients, rate = problem.gradients(x, max_norm), sgd.rates(step)
-        if step and form == "awc":
-            gamma, kappa = gains(step - 1)
-            pull = topology.round(step - 1).matrix() @ x - x
-            x, correction = x + gamma * pull, correction + kappa * pull
-        correction = correction * rate / (last or rate)
-        last = rate
-        x = x + sgd(gradients, problem.is_updated(step), step) + correction
-        if form == "atc":
-            gamma, kappa = gains(step)
-            pull = topology.round(step).matrix() @ x - x
-            x, correction = x + gamma * pull, correction + kappa * pull
-    return x
-
-
-def extra(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+class Extra(Recursion):
     """As in the paper, by the two newest iterates, with the optimizer's update in the place of -eta g."""
-    matrix = topology.round(0).matrix()
-    lazy = (np.eye(problem.world_size) + matrix) / 2
-    before = np.tile(problem.start, (problem.world_size, 1))
-    update = sgd(problem.gradients(before, max_norm), problem.is_updated(0), 0)
-    x = before + update
-    for step in range(1, problem.num_steps):
-        new = sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
-        ratio = sgd.rates(step) / sgd.rates(step - 1)
-        x, before, update = lazy @ x + new + ratio * (lazy @ x - lazy @ before - update), x, new
-    return x
+
+    form = ""
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        x, new = self.x, self.sgd(gradients, updated, step)
+        if step == 0:
+            self.x = x + new
+        else:
+            change = self.lazy() @ (x - self.before) - self.last
+            self.x = self.lazy() @ x + new + self.ratio(step) * change
+        self.before, self.last = x, new
 
 
-def momentum_tracking(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc"
-) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    tracker = last = np.zeros_like(x)
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        if step and form == "awc":
-            matrix = topology.round(step - 1).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-        ratio = sgd.rates(step) / sgd.rates(max(step - 1, 0))
-        update = sgd(gradients, problem.is_updated(step), step)
-        tracker, last = ratio * tracker + update - ratio * last, update
-        x = x + tracker
-        if form == "atc":
-            matrix = topology.round(step).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-    return x
+class Tracking(Recursion):
+    def begin(self) -> None:
+        self.tracker = self.last = self.zeros
+
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        self.tracker = self.matrix(step) @ self.tracker
 
 
-def adam_tracking(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc") -> Array:
+class GradientTracking(Tracking):
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.tracker = np.where(updated, self.tracker + gradients - self.last, self.tracker)
+        self.last = np.where(updated, gradients, self.last)
+        super().update(step, self.tracker, updated)
+
+
+class MomentumTracking(Tracking):
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        update = self.sgd(gradients, updated, step)
+        self.tracker = self.ratio(step) * (self.tracker - self.last) + update
+        self.last = update
+        self.x = self.x + self.tracker
+
+
+class AdamTracking(Tracking):
     """With the constants that torch.optim.Adam has by default; of ``sgd`` it takes the rates alone."""
-    size = problem.world_size
-    x = np.tile(problem.start, (size, 1))
-    tracker = last = mean = second = own = tracked = np.zeros_like(x)
-    made = np.zeros((size, 1))
-    for step in range(problem.num_steps):
-        gradients, updated = problem.gradients(x, max_norm), problem.is_updated(step)
-        if step and form == "awc":
-            matrix = topology.round(step - 1).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-        rate, earlier = sgd.rates(step), sgd.rates(max(step - 1, 0))
+
+    def begin(self) -> None:
+        super().begin()
+        self.kept = (self.zeros, self.zeros, self.zeros, self.zeros, np.zeros((len(self.x), 1)))
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        own, tracked, second, mean, made = self.kept
         own_now = 0.999 * own + 0.001 * gradients**2
-        average = (tracker / earlier) ** 2 * second / (1 - 0.999 ** np.maximum(made, 1))
+        earlier = self.sgd.rates(max(step - 1, 0))
+        average = (self.tracker / earlier) ** 2 * second / (1 - 0.999 ** np.maximum(made, 1))
         limit = own_now / (1 - 0.999 ** (made + 1))
         tracked_now = 0.999 * tracked + 0.001 * np.minimum(np.where(made == 0, gradients**2, average), limit)
         shared = np.minimum(tracked_now, own_now)
-        now = own_now, tracked_now, shared + (own_now - shared) / size, 0.9 * mean + 0.1 * gradients, made + 1
-        own, tracked, second, mean, made = (
-            np.where(updated, new, old) for new, old in zip(now, (own, tracked, second, mean, made), strict=True)
-        )
+        second_now = shared + (own_now - shared) / len(self.x)
+        now = own_now, tracked_now, second_now, 0.9 * mean + 0.1 * gradients, made + 1
+        self.kept = tuple(np.where(updated, new, old) for new, old in zip(now, self.kept, strict=True))
+        _, _, second, mean, made = self.kept
         counted = np.maximum(made, 1)
         root = np.sqrt(second / (1 - 0.999**counted)) + 1e-8
-        update = np.where(updated, -rate * mean / (1 - 0.9**counted) / root, 0)
-        tracker, last = rate / earlier * (tracker - last) + update, update
-        x = x + tracker
-        if form == "atc":
-            matrix = topology.round(step).matrix()
-            x, tracker = matrix @ x, matrix @ tracker
-    return x
+        update = np.where(updated, -self.sgd.rates(step) * mean / (1 - 0.9**counted) / root, 0)
+        self.tracker = self.ratio(step) * (self.tracker - self.last) + update
+        self.last = update
+        self.x = self.x + self.tracker
 
 
-def quasi_global_momentum(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", beta: float = 0.9
-) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    momentum = np.zeros_like(x)
-    for step in range(problem.num_steps):
-        before, gradients = x, problem.gradients(x, max_norm)
-        if step and form == "awc":
-            x = topology.round(step - 1).matrix() @ x
-        x = x + sgd(gradients + beta * momentum, problem.is_updated(step), step)
-        if form == "atc":
-            x = topology.round(step).matrix() @ x
-        momentum = beta * momentum + (1 - beta) * (before - x) / sgd.rates(step)
-    return x
+class MomentumExchange(Recursion):
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        self.sgd.velocity = self.matrix(step) @ self.sgd.velocity
 
 
-def quasi_global_integral(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", beta: float = 0.9
-) -> Array:
-    gains = QuasiGlobalIntegral(beta, form).on(topology).gains
-    x = np.tile(problem.start, (problem.world_size, 1))
-    momentum, correction = np.zeros_like(x), np.zeros_like(x)
-    for step in range(problem.num_steps):
-        before, gradients = x, problem.gradients(x, max_norm)
-        if step and form == "awc":
-            gamma, kappa = gains(step - 1)
-            pull = topology.round(step - 1).matrix() @ x - x
-            x, correction = x + gamma * pull, correction + kappa * pull
-        correction = correction * sgd.rates(step) / sgd.rates(max(step - 1, 0))
-        direction = gradients + beta * (gradients + beta * momentum)
-        x = x + sgd(direction, problem.is_updated(step), step) + correction
-        if form == "atc":
-            gamma, kappa = gains(step)
-            pull = topology.round(step).matrix() @ x - x
-            x, correction = x + gamma * pull, correction + kappa * pull
-        momentum = beta * momentum + (1 - beta) * (before - x) / sgd.rates(step)
-    return x
+class PushSum(Recursion):
+    def begin(self) -> None:
+        self.weights = np.ones((len(self.x), 1))
+
+    def read(self) -> Array:
+        return self.x / self.weights
+
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        self.weights = self.matrix(step) @ self.weights
 
 
-def decentlam(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, beta: float = 0.9) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    momentum = np.zeros_like(x)
-    for step in range(problem.num_steps):
-        rate, update = sgd.rates(step), sgd(problem.gradients(x, max_norm), problem.is_updated(step), step)
-        momentum = beta * momentum + (x - topology.round(step).matrix() @ (x + update)) / rate
-        x = x - rate * momentum
-    return x
+class IntegralCorrection(Recursion):
+    """Its gains by kind of topology are another test's matter."""
+
+    def begin(self) -> None:
+        self.gains = gossip.IntegralCorrection(self.form).on(self.topology).gains
+        self.correction = self.zeros
+
+    def combine(self, step: int) -> None:
+        gamma, kappa = self.gains(step)
+        pull = self.matrix(step) @ self.x - self.x
+        self.x, self.correction = self.x + gamma * pull, self.correction + kappa * pull
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.correction = self.correction * self.ratio(step)
+        self.x = self.x + self.sgd(gradients, updated, step) + self.correction
 
 
-def diloco(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
-) -> Array:
-    assert topology.name == "complete"
-    x = np.tile(problem.start, (problem.world_size, 1))
-    anchor, velocity, is_under_way = problem.start, np.zeros_like(problem.start), False
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        for now in ("awc", "atc"):
-            if is_under_way and form == now:
-                delta = anchor - x.mean(0)
-                velocity = 0.9 * velocity + delta
-                anchor = anchor - 0.7 * (delta + 0.9 * velocity)
-                x, is_under_way = np.tile(anchor, (problem.world_size, 1)), False
-            if now == "awc":
-                x = x + sgd(gradients, problem.is_updated(step), step)
-                is_under_way = (step + 1) % period == 0
-    return x
+class QuasiGlobalMomentum(Recursion):
+    beta = 0.9
+
+    def begin(self) -> None:
+        self.momentum = self.zeros
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        super().update(step, gradients + self.beta * self.momentum, updated)
+
+    def end(self, step: int, before: Array) -> None:
+        moved = (before - self.x) / self.sgd.rates(step)
+        self.momentum = self.beta * self.momentum + (1 - self.beta) * moved
 
 
-def gossip_pga(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
-) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    average = np.full((problem.world_size, problem.world_size), 1 / problem.world_size)
+class QuasiGlobalIntegral(IntegralCorrection):
+    beta, end = 0.9, QuasiGlobalMomentum.end
 
-    def matrix(step: int) -> Array:
-        return topology.round(step).matrix() if (step + 1) % period else average
+    def begin(self) -> None:
+        super().begin()
+        self.gains = gossip.QuasiGlobalIntegral(self.beta, self.form).on(self.topology).gains
+        self.momentum = self.zeros
 
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        x = matrix(step - 1) @ x if step and form == "awc" else x
-        x = x + sgd(gradients, problem.is_updated(step), step)
-        x = matrix(step) @ x if form == "atc" else x
-    return x
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        direction = gradients + self.beta * self.momentum
+        super().update(step, gradients + self.beta * direction, updated)
 
 
-def slowmo(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
-) -> Array:
-    x = np.tile(problem.start, (problem.world_size, 1))
-    anchor, velocity = problem.start, np.zeros_like(problem.start)
+class DecentLaM(Recursion):
+    form, beta = "", 0.9
 
-    def combine(step: int) -> Array:
-        nonlocal anchor, velocity
-        if (step + 1) % period:
-            return topology.round(step).matrix() @ x
-        velocity = 0.5 * velocity + (anchor - x.mean(0)) / sgd.rates(step)
-        anchor = anchor - 0.7 * sgd.rates(step) * velocity
-        return np.tile(anchor, (problem.world_size, 1))
+    def begin(self) -> None:
+        self.momentum = self.zeros
 
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        x = combine(step - 1) if step and form == "awc" else x
-        x = x + sgd(gradients, problem.is_updated(step), step)
-        x = combine(step) if form == "atc" else x
-    return x
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        rate, update = self.sgd.rates(step), self.sgd(gradients, updated, step)
+        moved = self.x - self.matrix(step) @ (self.x + update)
+        self.momentum = self.beta * self.momentum + moved / rate
+        self.x = self.x - rate * self.momentum
 
 
-def noloco(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
-) -> Array:
-    x = anchor = np.tile(problem.start, (problem.world_size, 1))
-    velocity = np.zeros_like(x)
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        for now in ("awc", "atc"):
-            done = step + (now == "atc")  # steps whose updates are in x
-            if form == now and done and done % period == 0:
-                matrix = topology.round(done // period - 1).matrix()
-                velocity = 0.5 * velocity + 0.7 * matrix @ (x - anchor) - (anchor - matrix @ anchor)
-                anchor = anchor + velocity
-                x = anchor
-            if now == "awc":
-                x = x + sgd(gradients, problem.is_updated(step), step)
-    return x
+class GossipPGA(Recursion):
+    def matrix(self, step: int) -> Array:
+        return super().matrix(step) if (step + 1) % PERIOD else np.full((len(self.x), len(self.x)), 1 / len(self.x))
 
 
-def relay_sum(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc") -> Array:
-    """By the distances in the tree alone: what a rank averages is as old as its source is far away."""
-    size = problem.world_size
-    distances = dict(nx.all_pairs_shortest_path_length(topology.round(0).graph.to_undirected()))
-    x, updated = np.tile(problem.start, (size, 1)), []
+class Anchored(Recursion):
+    """Between two exchanges ranks train alone."""
 
-    def combine() -> Array:
-        def known(rank: int, source: int) -> Array:
-            age = max(distances[rank][source] - 1, 0)
-            return updated[-1 - age][source] if age < len(updated) else problem.start
+    form = "atc"
 
-        return np.stack([np.mean([known(rank, source) for source in range(size)], 0) for rank in range(size)])
+    def begin(self) -> None:
+        self.anchor, self.velocity = self.problem.start.copy(), np.zeros_like(self.problem.start)
 
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        x = combine() if step and form == "awc" else x
-        x = x + sgd(gradients, problem.is_updated(step), step)
-        updated.append(x)
-        x = combine() if form == "atc" else x
-    return x
+    def combine(self, step: int) -> None:
+        if (step + 1) % PERIOD == 0:
+            self.exchange(step)
 
 
-def streaming_diloco(problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+class DiLoCo(Anchored):
+    def exchange(self, step: int) -> None:
+        self.step_anchor(slice(None), self.x.mean(0))
+        self.x = self.everywhere(self.anchor)
+
+    def step_anchor(self, part: slice, mean: Array) -> None:
+        delta = self.anchor[part] - mean
+        self.velocity[part] = 0.9 * self.velocity[part] + delta
+        self.anchor[part] -= 0.7 * (delta + 0.9 * self.velocity[part])
+
+
+class StreamingDiLoCo(DiLoCo):
     """In two parts, which are the buckets, every 4 steps, 2 steps late."""
-    assert topology.name == "complete"
-    x = np.tile(problem.start, (problem.world_size, 1))
-    anchor, velocity, sent = problem.start.copy(), np.zeros_like(problem.start), {}
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        if step - 2 in sent:
-            part, means = sent[step - 2]
-            delta = anchor[part] - means
-            velocity[part] = 0.9 * velocity[part] + delta
-            anchor[part] -= 0.7 * (delta + 0.9 * velocity[part])
-            x = x.copy()
-            x[:, part] = 0.5 * x[:, part] + 0.5 * anchor[part]
-        x = x + sgd(gradients, problem.is_updated(step), step)
-        if (step + 1) % 4 == 0:
-            sent[step] = BUCKETS[0], x[:, BUCKETS[0]].mean(0)
-        if step > 1 and (step - 1) % 4 == 0:
-            sent[step] = BUCKETS[1], x[:, BUCKETS[1]].mean(0)
-    return x
+
+    form = ""
+
+    def begin(self) -> None:
+        super().begin()
+        self.sent: dict[int, tuple[slice, Array]] = {}
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        if step - 2 in self.sent:
+            part, means = self.sent[step - 2]
+            self.step_anchor(part, means)
+            self.x = self.x.copy()
+            self.x[:, part] = 0.5 * self.x[:, part] + 0.5 * self.anchor[part]
+        super().update(step, gradients, updated)
+        for part, first in zip(BUCKETS, (0, 2), strict=True):
+            if step >= first and (step + 1 - first) % 4 == 0:
+                self.sent[step] = part, self.x[:, part].mean(0)
 
 
-def sparse_loco(
-    problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None, form: Form = "awc", period: int = 3
-) -> Array:
+class SlowMo(Anchored):
+    form = "awc"
+
+    def combine(self, step: int) -> None:
+        if (step + 1) % PERIOD:
+            self.x = self.matrix(step) @ self.x
+            return
+        rate = self.sgd.rates(step)
+        self.velocity = 0.5 * self.velocity + (self.anchor - self.x.mean(0)) / rate
+        self.anchor = self.anchor - 0.7 * rate * self.velocity
+        self.x = self.everywhere(self.anchor)
+
+
+class NoLoCo(Anchored):
+    def begin(self) -> None:
+        self.anchor, self.velocity = self.x, self.zeros
+
+    def exchange(self, step: int) -> None:
+        matrix = self.matrix((step + 1) // PERIOD - 1)
+        pull = self.anchor - matrix @ self.anchor
+        self.velocity = 0.5 * self.velocity + 0.7 * matrix @ (self.x - self.anchor) - pull
+        self.x = self.anchor = self.anchor + self.velocity
+
+
+class SparseLoCo(Anchored):
     """Of each bucket the larger half, on 16 points."""
-    assert topology.name == "complete"
-    x = np.tile(problem.start, (problem.world_size, 1))
-    anchor, error = problem.start, np.zeros_like(x)
 
-    def sent(message: Array) -> Array:
-        found = np.zeros_like(message)
+    def begin(self) -> None:
+        super().begin()
+        self.error = self.zeros
+
+    def exchange(self, step: int) -> None:
+        message = 0.95 * self.error + self.anchor - self.x
+        sent = np.zeros_like(message)
         for part in BUCKETS:
             values = message[:, part]
             kept = np.argsort(-np.abs(values), 1)[:, : -(-values.shape[1] // 2)]
             scales = np.abs(values).max(1, keepdims=True)
             points = np.clip(np.floor((values / np.where(scales, scales, 1) + 1) * 8), 0, 15)
             rounded = ((points + 0.5) / 8 - 1) * scales
-            sparse = np.zeros_like(values)
-            np.put_along_axis(sparse, kept, np.take_along_axis(rounded, kept, 1), 1)
-            found[:, part] = sparse
-        return found
+            np.put_along_axis(sent[:, part], kept, np.take_along_axis(rounded, kept, 1), 1)
+        self.error = message - sent
+        self.anchor = self.anchor - sent.mean(0)
+        self.x = self.everywhere(self.anchor)
 
-    for step in range(problem.num_steps):
-        gradients = problem.gradients(x, max_norm)
-        for now in ("awc", "atc"):
-            done = step + (now == "atc")  # steps whose updates are in x
-            if form == now and done and done % period == 0:
-                message = 0.95 * error + anchor - x
-                error = message - sent(message)
-                anchor = anchor - sent(message).mean(0)
-                x = np.tile(anchor, (problem.world_size, 1))
-            if now == "awc":
-                x = x + sgd(gradients, problem.is_updated(step), step)
-    return x
+
+class RelaySum(Recursion):
+    """By the distances in the tree alone: what a rank averages is as old as its source is far away."""
+
+    form = "atc"
+
+    def begin(self) -> None:
+        self.distances = dict(nx.all_pairs_shortest_path_length(self.topology.round(0).graph.to_undirected()))
+        self.updated: list[Array] = []
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        super().update(step, gradients, updated)
+        self.updated.append(self.x)
+
+    def combine(self, step: int) -> None:
+        ranks = range(len(self.x))
+        self.x = np.stack([np.mean([self.known(rank, source) for source in ranks], 0) for rank in ranks])
+
+    def known(self, rank: int, source: int) -> Array:
+        age = max(self.distances[rank][source] - 1, 0)
+        return self.updated[-1 - age][source] if age < len(self.updated) else self.problem.start
 
 
 class Row(NamedTuple):
@@ -409,63 +381,53 @@ class Row(NamedTuple):
     what others compute is held to their own account of it elsewhere.
     """
 
-    dense: Dense
+    recursion: type[Recursion]
     topologies: tuple[str, ...]
     keeps_mean: bool = True
     options: Mapping[str, Any] = {}
     momentum: float | None = MOMENTUM
     is_in_step: bool = True
 
+    def dense(self, problem: Problem, topology: Topology, sgd: Sgd, max_norm: float | None) -> Array:
+        """The values that forward passes read after all steps, [n, d]."""
+        form = self.options.get("form", self.recursion.form)
+        return self.recursion(problem, topology, sgd, max_norm, form).run()
+
+
+def in_both_forms(name: str, other: Form, row: Row) -> dict[str, Row]:
+    return {name: row, f"{name}({other})": row._replace(options={**row.options, "form": other})}
+
 
 CHANGING = ("ring", "one_peer_exponential", "base")
-EVERY_3 = {"period": 3}
-TREES = ("path", "star")
-AWC_AND_ATC: dict[str, tuple[Callable[..., Array], float | None]] = {
-    "adam_tracking": (adam_tracking, None),
-    "gradient_tracking": (gradient_tracking, MOMENTUM),
-    "integral_correction": (integral_correction, MOMENTUM),
-    "momentum_tracking": (momentum_tracking, MOMENTUM),
-    "quasi_global_integral": (quasi_global_integral, 0.0),
-    "quasi_global_momentum": (quasi_global_momentum, 0.0),
-}
+EVERY_3 = {"period": PERIOD}
 ROWS: dict[str, Row] = {
-    "adapt_while_communicating": Row(adapt_while_communicating, CHANGING),
-    "adapt_then_combine": Row(adapt_then_combine, CHANGING),
-    "asynchronous": Row(asynchronous, ("ring", "base"), is_in_step=False),
-    "decentlam": Row(decentlam, ("ring", "torus"), momentum=0.0),
-    "diloco": Row(partial(diloco, form="atc"), ("complete",), keeps_mean=False, options={"period": 3}),
-    "diloco(awc)": Row(diloco, ("complete",), keeps_mean=False, options={"period": 3, "form": "awc"}),
-    "gossip_pga": Row(gossip_pga, CHANGING, options=EVERY_3),
-    "gossip_pga(atc)": Row(partial(gossip_pga, form="atc"), CHANGING, options={"period": 3, "form": "atc"}),
-    "noloco": Row(partial(noloco, form="atc"), (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3),
-    "noloco(awc)": Row(noloco, (*CHANGING, "random_matching"), keeps_mean=False, options={"period": 3, "form": "awc"}),
-    "relay_sum": Row(partial(relay_sum, form="atc"), TREES, keeps_mean=False),
-    "relay_sum(awc)": Row(relay_sum, TREES, keeps_mean=False, options={"form": "awc"}),
-    "slowmo": Row(slowmo, CHANGING, keeps_mean=False, options={"period": 3, "slow_lr": 0.7}),
-    "slowmo(atc)": Row(
-        partial(slowmo, form="atc"), CHANGING, keeps_mean=False, options={"period": 3, "slow_lr": 0.7, "form": "atc"}
-    ),
-    "sparse_loco": Row(
-        partial(sparse_loco, form="atc"),
-        ("complete",),
-        keeps_mean=False,
-        options={"period": 3, "ratio": 0.5, "bits": 4},
-    ),
-    "sparse_loco(awc)": Row(
-        sparse_loco, ("complete",), keeps_mean=False, options={"period": 3, "ratio": 0.5, "bits": 4, "form": "awc"}
+    "adapt_while_communicating": Row(Recursion, CHANGING),
+    "adapt_then_combine": Row(AdaptThenCombine, CHANGING),
+    "asynchronous": Row(Asynchronous, ("ring", "base"), is_in_step=False),
+    "decentlam": Row(DecentLaM, ("ring", "torus"), momentum=0.0),
+    **in_both_forms("diloco", "awc", Row(DiLoCo, ("complete",), keeps_mean=False, options=EVERY_3)),
+    **in_both_forms("gossip_pga", "atc", Row(GossipPGA, CHANGING, options=EVERY_3)),
+    **in_both_forms("noloco", "awc", Row(NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)),
+    **in_both_forms("relay_sum", "awc", Row(RelaySum, ("path", "star"), keeps_mean=False)),
+    **in_both_forms("slowmo", "atc", Row(SlowMo, CHANGING, keeps_mean=False, options={**EVERY_3, "slow_lr": 0.7})),
+    **in_both_forms(
+        "sparse_loco",
+        "awc",
+        Row(SparseLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "ratio": 0.5, "bits": 4}),
     ),
     "streaming_diloco": Row(
-        streaming_diloco, ("complete",), keeps_mean=False, options={"period": 4, "parts": 2, "overlap": 2}
+        StreamingDiLoCo, ("complete",), keeps_mean=False, options={"period": 4, "parts": 2, "overlap": 2}
     ),
-    "exact_diffusion": Row(exact_diffusion, ("ring", "torus")),
-    "extra": Row(extra, ("ring", "torus")),
-    "momentum_exchange": Row(momentum_exchange, CHANGING),
-    "push_sum": Row(push_sum, ("pushed", "ring", "one_peer_exponential"), keeps_mean=False),
-    **{name: Row(dense, CHANGING, momentum=momentum) for name, (dense, momentum) in AWC_AND_ATC.items()},
-    **{
-        f"{name}(atc)": Row(partial(dense, form="atc"), CHANGING, options={"form": "atc"}, momentum=momentum)
-        for name, (dense, momentum) in AWC_AND_ATC.items()
-    },
+    "exact_diffusion": Row(ExactDiffusion, ("ring", "torus")),
+    "extra": Row(Extra, ("ring", "torus")),
+    "momentum_exchange": Row(MomentumExchange, CHANGING),
+    "push_sum": Row(PushSum, ("pushed", "ring", "one_peer_exponential"), keeps_mean=False),
+    **in_both_forms("adam_tracking", "atc", Row(AdamTracking, CHANGING, momentum=None)),
+    **in_both_forms("gradient_tracking", "atc", Row(GradientTracking, CHANGING)),
+    **in_both_forms("integral_correction", "atc", Row(IntegralCorrection, CHANGING)),
+    **in_both_forms("momentum_tracking", "atc", Row(MomentumTracking, CHANGING)),
+    **in_both_forms("quasi_global_integral", "atc", Row(QuasiGlobalIntegral, CHANGING, momentum=0.0)),
+    **in_both_forms("quasi_global_momentum", "atc", Row(QuasiGlobalMomentum, CHANGING, momentum=0.0)),
 }
 
 
