@@ -183,7 +183,7 @@ def _check_peer_loss(arguments: Arguments) -> None:
             value = getattr(arguments, name)
             if value is not None and value is not True:
                 raise ValueError(
-                    f'{name}={value} is for on_peer_loss="continue"; with "raise" messages go through '
+                    f'{name}={value} is for on_peer_loss="continue"; with "raise" all ranks wait for each other, over '
                     "torch.distributed, and the first loss of a rank ends the training; leave it out"
                 )
         return
