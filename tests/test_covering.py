@@ -33,10 +33,3 @@ def test_what_meets_in_other_rows_need_not_meet_again(table: list[tuple[int, ...
 def test_rows_are_few(sizes: tuple[int, ...], most: int) -> None:
     chosen = covering(itertools.product(*map(range, sizes)))
     assert sizes[0] * sizes[1] <= len(chosen) <= most
-
-
-def test_what_two_columns_leave_open_is_spread() -> None:
-    """With a first column of many values nearly all rows are there for one pair each."""
-    chosen = covering(itertools.product(range(30), range(5), "ab", "xy"))
-    counts = [sum(row[2:] == rest for row in chosen) for rest in itertools.product("ab", "xy")]
-    assert min(counts) > len(chosen) / 6

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import ranks
 import torch
@@ -56,14 +54,6 @@ def test_ranks_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def wait_for_ever() -> None:
     dist.barrier()
     dist.recv(torch.ones(1), 1 - dist.get_rank())
-
-
-def drawn() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(1))  # noqa: NPY002
-
-
-def test_every_call_draws_the_same_numbers() -> None:
-    assert len({*run_ranks(drawn, world_size=2), *run_ranks(drawn, world_size=2)}) == 1
 
 
 def build_worlds() -> list[bytes]:

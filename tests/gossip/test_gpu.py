@@ -36,7 +36,9 @@ needs_nccl = pytest.mark.skipif(
 )
 
 
-def train_on(kind: str, topology: str, transport: str, in_group: bool = False) -> tuple[list[torch.Tensor], float]:
+def train_on(
+    kind: str, topology: str, in_group: bool = False, compression: str | None = None
+) -> tuple[list[torch.Tensor], float]:
     """State after training and averaging, and the consensus distance before it."""
     device = torch.device("cpu")
     if kind == "cuda":
@@ -44,28 +46,26 @@ def train_on(kind: str, topology: str, transport: str, in_group: bool = False) -
         torch.cuda.set_device(device)
     torch.manual_seed(dist.get_rank())
     group = dist.new_group(list(range(WORLD_SIZE))) if in_group else None
+    codec = None if compression is None else COMPRESSIONS[compression].make(0)
     model = GossipDataParallel(
         NormalisedNet().double().to(device),
         SGD,
         topology,
+        compression=codec,
         bucket_cap_mb=TINY_BUCKETS,
-        transport=transport,
         process_group=group,
     )
-    for step in range(4):
+    for step in range(6):
         generator = torch.Generator().manual_seed(100 * model.rank + step)
         inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
         model(inputs.to(device)).square().mean().backward()
     distance, _ = model.consensus_distance()
-    with model.averaged():
-        pass
     model.global_avg()
     state = [tensor.cpu() for tensor in model.state_dict().values()]
     model.close()
     return state, distance
 
 
-@pytest.mark.parametrize("transport", ["distributed", "debug"])
 @pytest.mark.parametrize("topology", ["complete", "star", "directed_ring"])
 @pytest.mark.parametrize(
     ("backend", "in_group"),
@@ -76,9 +76,9 @@ def train_on(kind: str, topology: str, transport: str, in_group: bool = False) -
         pytest.param("cpu:gloo,cuda:nccl", False, marks=needs_nccl),
     ],
 )
-def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str, transport: str) -> None:
-    wanted = launch(train_on, "cpu", topology, "distributed", world_size=WORLD_SIZE)
-    found = launch(train_on, "cuda", topology, transport, in_group, world_size=WORLD_SIZE, backend=backend)
+def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str) -> None:
+    wanted = launch(train_on, "cpu", topology, world_size=WORLD_SIZE)
+    found = launch(train_on, "cuda", topology, in_group, world_size=WORLD_SIZE, backend=backend)
     for (state, distance), (expected, expected_distance) in zip(found, wanted, strict=True):
         assert distance == pytest.approx(expected_distance, rel=1e-6)
         for ours, theirs in zip(state, expected, strict=True):
@@ -166,32 +166,14 @@ def test_codecs_of_all_ranks_on_a_gpu_are_those_on_the_cpu(name: str, topology: 
         ranks["cpu"].stacked += difference
 
 
-def train_compressed(kind: str, name: str) -> list[torch.Tensor]:
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    row = COMPRESSIONS[name]
-    torch.manual_seed(dist.get_rank())
-    model = GossipDataParallel(
-        NormalisedNet().double().to(device), SGD, "complete", compression=row.make(0), bucket_cap_mb=TINY_BUCKETS
-    )
-    for step in range(6):
-        generator = torch.Generator().manual_seed(100 * model.rank + step)
-        model(torch.randn(8, 4, generator=generator, dtype=torch.float64).to(device)).square().mean().backward()
-    state = [tensor.cpu() for tensor in model.state_dict().values()]
-    model.close()
-    return state
-
-
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=needs_a_gpu), pytest.param("nccl", marks=needs_nccl)])
 def test_compressed_training_on_gpus_is_near_that_on_cpus(backend: str, name: str) -> None:
     if backend == "nccl" and COMPRESSIONS[name].make(0).follows_up:
         pytest.skip("its messages are checked on the host, which NCCL keeps on the device: refused, see below")
-    wanted = launch(train_compressed, "cpu", name, world_size=WORLD_SIZE)
-    found = launch(train_compressed, "cuda", name, world_size=WORLD_SIZE, backend=backend)
-    for state, expected in zip(found, wanted, strict=True):
+    wanted = launch(train_on, "cpu", "complete", False, name, world_size=WORLD_SIZE)
+    found = launch(train_on, "cuda", "complete", False, name, world_size=WORLD_SIZE, backend=backend)
+    for (state, _), (expected, _) in zip(found, wanted, strict=True):
         for ours, theirs in zip(state, expected, strict=True):
             # A gradient that differs in its last bit may round to the next point of a lattice.
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
@@ -238,23 +220,6 @@ def test_a_step_does_not_hold_the_host(world_size: int, compression: str | None)
         pytest.skip(f"NCCL needs one GPU for each of {world_size} ranks")
     steps = launch(steps_without_synchronisation, compression, world_size=world_size, backend="nccl")
     assert steps == [8] * world_size
-
-
-def streams_of_exchanges() -> tuple[int, int]:
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
-    model = GossipDataParallel(torch.nn.Linear(64, 64).to(device), SGD, "complete")
-    model(torch.randn(8, 64, device=device)).square().mean().backward()
-    device_paths = model._world.device_paths
-    assert device_paths is not None
-    model.close()
-    return device_paths._streams[device].cuda_stream, torch.cuda.current_stream(device).cuda_stream
-
-
-@needs_nccl
-def test_communication_has_a_stream_of_its_own() -> None:
-    for ours, current in launch(streams_of_exchanges, world_size=WORLD_SIZE, backend="nccl"):
-        assert ours != current
 
 
 @needs_a_gpu

@@ -62,7 +62,6 @@ ROOMS = (
 )
 """A room imports rooms that stand before it, and itself."""
 
-MAX_ENTRIES = 22
 INTERNALS_OF_LAB = {
     "gossip.checkpoints": "where a checkpoint is written, for faults",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
@@ -88,7 +87,11 @@ INTERNALS_OF_LAB = {
 }
 """Where the applications take what is not public, and for what."""
 
-ONLY_IN_LAB = {"hydra", "omegaconf", "matplotlib", "sklearn", "rich", "pydantic"}
+FORBIDDEN = {
+    "topologies": {"torch", "gossip", "hydra", "omegaconf", "sklearn", "rich", "pydantic"},
+    "gossip": {"hydra", "omegaconf", "matplotlib", "sklearn", "rich", "pydantic"},
+}
+"""What the libraries do not load, not even inside functions; the applications in ``gossip.lab`` do."""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -138,28 +141,21 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert [circle for circle in nx.strongly_connected_components(graph(package)) if len(circle) > 1] == []
 
 
-def test_the_listing_of_the_package_is_short() -> None:
-    entries = {path.name for path in GOSSIP.iterdir()} - {"__pycache__"}
-    assert len(entries) <= MAX_ENTRIES
-    assert {Path(name).stem for name in entries if name != "py.typed"} <= set(ROOMS)
-
-
-def test_topologies_import_nothing_of_gossip() -> None:
-    known = modules(REPOSITORY / "topologies")
-    loaded = {name.partition(".")[0] for path in known.values() for name in imports(path, known)}
-    assert not loaded & ({"torch", "gossip"} | ONLY_IN_LAB - {"matplotlib"})
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_libraries_load_nothing_that_only_applications_need(package: str) -> None:
+    known = modules(REPOSITORY / package)
+    loaded = {
+        (module, name.partition(".")[0])
+        for module, path in known.items()
+        if not f"{module}.".startswith("gossip.lab.")
+        for name in imports(path, known)
+    }
+    assert [(module, name) for module, name in loaded if name in FORBIDDEN[package]] == []
 
 
 def test_nothing_imports_the_integrations_but_they_themselves() -> None:
     into = {name for name, other in graph("gossip").edges if room(other) == "integrations"}
     assert {room(name) for name in into} <= {"integrations"}
-
-
-def test_applications_alone_load_what_only_they_need() -> None:
-    known = modules(GOSSIP)
-    for module, path in known.items():
-        if room(module) != "lab":
-            assert not ONLY_IN_LAB & {name.partition(".")[0] for name in imports(path, known)}, module
 
 
 def test_applications_use_public_names_and_the_internals_that_are_listed() -> None:

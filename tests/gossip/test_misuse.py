@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,15 +75,6 @@ def test_optimizer_with_another_inside_is_refused_by_bucket_and_works_outside() 
     model.close()
 
 
-def test_parameter_given_to_the_optimizer_later_must_be_the_modules() -> None:
-    module = make_module()
-    model = GossipDataParallel(module, SGD(module.parameters()))
-    model.optimizer.add_param_group({"params": nn.Linear(7, 7).parameters()})
-    with pytest.raises(ValueError, match=r"holds a parameter of shape \[7, 7\] that the module does not have"):
-        model(batch()).sum().backward()
-    model.close()
-
-
 def test_group_that_changes_place_keeps_its_own_constants() -> None:
     module, plain = make_module(), make_module()
     models = []
@@ -138,13 +128,6 @@ def test_data_parallel_module_inside_is_refused() -> None:
 
     with pytest.raises(ValueError, match="is a DistributedDataParallel"):
         GossipDataParallel(Pretending(), SGD)
-
-
-def test_submodule_that_was_replaced_is_noticed_at_the_next_forward() -> None:
-    model = GossipDataParallel(make_module(), SGD)
-    model.module[2] = nn.Linear(4, 2)
-    with pytest.raises(GossipError, match=r"parameter '2\.weight' was re(moved|placed)|'2\.weight' was added"):
-        model(batch())
 
 
 class Accumulating(nn.Module):
@@ -231,38 +214,7 @@ def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model.close()
 
 
-def test_parameters_of_a_closed_model_have_left_the_block() -> None:
-    module = make_module()
-    with GossipDataParallel(module, SGD) as model:
-        (bucket,) = model._buckets
-        model(batch()).sum().backward()
-    trained = [parameter.detach().clone() for parameter in module.parameters()]
-    bucket.block.zero_()
-    assert all(torch.equal(ours, before) for ours, before in zip(module.parameters(), trained, strict=True))
-
-
 # ------------------------------------------------------------------ among ranks
-
-
-def load_under_adapt_then_combine() -> None:
-    model = GossipDataParallel(make_module(), SGD, "ring", algorithm="adapt_then_combine")
-    for step in range(3):
-        model(batch(10 * dist.get_rank() + step)).square().mean().backward()
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.module.named_parameters()})
-    assert not any(bool(value.any()) for value in model.state_dict().values())
-    model(batch(dist.get_rank())).square().mean().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():  # reading them through the model awaits what is in flight
-            parameter.clamp_(-0.001, 0.001)
-    seen = []
-    model.module[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.abs().max().item()))
-    model(batch())
-    assert seen[0] <= 0.001 + 1e-9
-    model.close()
-
-
-def test_values_loaded_or_clamped_under_adapt_then_combine_are_kept() -> None:
-    run_ranks(load_under_adapt_then_combine, world_size=2)
 
 
 def usual_loop_under_adapt_then_combine() -> int:
