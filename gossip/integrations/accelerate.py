@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,18 @@ from torch.optim import Optimizer
 
 from gossip import GossipDataParallel, GossipError, load, save
 from gossip.communication import training_store
+from gossip.integrations.common_checks import (
+    check_accelerator,
+    check_options,
+    released_gradients,
+    steps_in_backward,
+)
 
 _FOLDER = "gossip"
-_KINDS = ("NO", "MULTI_")  # of accelerate's DistributedType: one process, or one per device
-_MODELS = "_gossip_models"
+_TAKEN = {
+    "module": "pass it as model",
+    "scaler": 'pass mixed_precision="fp16" to Accelerator, whose scaler is used',
+}
 
 
 def prepare(
@@ -81,54 +88,41 @@ def prepare(
     --------
     >>> accelerator = Accelerator(cpu=True)
     >>> module = nn.Linear(2, 1)
-    >>> sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    >>> sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     >>> model, optimizer = prepare(accelerator, module, sgd, topology="ring")
     >>> accelerator.backward(model(torch.ones(1, 2)).sum())
     >>> optimizer.step()
     >>> model.step
     1
     """
-    _check_accelerator(accelerator, steps_in_backward=options.get("step_in_backward", True))
-    _check_arguments(model, optimizer, others, options)
+    check_accelerator(accelerator, steps_in_backward=steps_in_backward(options))
+    check_options("prepare(...)", options, _TAKEN)
+    _check_arguments(accelerator, model, optimizer, others)
     placed = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped: moved, cast and compiled
     accelerator._models.remove(placed if placed in accelerator._models else model)
     wrapped = GossipDataParallel(placed, optimizer, scaler=accelerator.scaler, **options)
     wrapped._is_accelerate_prepared = True
+    if not _replicas(accelerator):
+        _know_replicas(accelerator)
     accelerator._models.append(wrapped)
-    _know(accelerator, wrapped)
     replica = _Replica(accelerator, wrapped)
     accelerator.register_for_checkpointing(replica)
     accelerator.register_save_state_pre_hook(replica.save)
     accelerator.register_load_state_pre_hook(replica.find)
-    prepared = tuple(_prepared(accelerator, each, wrapped) for each in _optimizers_of(wrapped))
+    optimizers = wrapped.optimizer if isinstance(wrapped.optimizer, tuple) else (wrapped.optimizer,)
+    prepared = [accelerator.prepare_optimizer(each, device_placement=False) for each in optimizers if each is not None]
+    if steps_in_backward(options):
+        for each in prepared:
+            each.scaler = None  # the model's engine has it
     others = tuple(accelerator.prepare(other) for other in others)
-    return wrapped, prepared if len(prepared) > 1 else next(iter(prepared), None), *others
+    return wrapped, tuple(prepared) if len(prepared) > 1 else next(iter(prepared), None), *others
 
 
-# ---------------------------------------------------------------------- refusals
-
-
-def _check_accelerator(accelerator: Accelerator, *, steps_in_backward: bool) -> None:
-    kind = accelerator.distributed_type.value
-    refused = ""
-    if not kind.startswith(_KINDS):
-        refused = f"distributed_type {kind}, which divides or steps the model in its own way"
-    elif accelerator.parallelism_config is not None:
-        refused = "a parallelism_config, whose groups of ranks hold parts of one model"
-    elif accelerator.mixed_precision == "fp8":
-        refused = 'mixed_precision="fp8", which replaces layers'
-    elif accelerator.ddp_handler is not None:
-        refused = "DistributedDataParallelKwargs, which have no effect here"
-    elif steps_in_backward and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-        refused = "sync_each_batch=True, with which every backward pass would be a step"
-    if refused:
+def _check_arguments(accelerator: Accelerator, model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:
+    if accelerator.ddp_handler is not None:
         raise ValueError(
-            f"accelerator is set up with {refused}: gossip trains one whole replica on each rank; leave it out of "
-            "Accelerator(...) and of `accelerate config`"
+            "accelerator has DistributedDataParallelKwargs, which have no effect; leave them out of Accelerator(...)"
         )
-
-
-def _check_arguments(model: Any, optimizer: Any, others: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     if getattr(model, "_is_accelerate_prepared", False) or isinstance(model, GossipDataParallel):
         raise ValueError(
             f"model is a {type(model).__name__} that has already been prepared or wrapped; pass the module itself, and "
@@ -152,28 +146,6 @@ def _check_arguments(model: Any, optimizer: Any, others: tuple[Any, ...], option
             "on every rank divide the samples by model.rank and model.world_size, and call "
             "model.keep(scheduler=scheduler) and scheduler.step() without preparing them"
         )
-    if "scaler" in options:
-        raise TypeError('scaler is the accelerator\'s; leave it out, and pass mixed_precision="fp16" to Accelerator')
-
-
-# ---------------------------------------------------------------------- optimizers
-
-
-def _optimizers_of(model: GossipDataParallel) -> tuple[Optimizer, ...]:
-    if model.optimizer is None:
-        return ()
-    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
-
-
-def _prepared(accelerator: Accelerator, optimizer: Optimizer, model: GossipDataParallel) -> AcceleratedOptimizer:
-    prepared = accelerator.prepare_optimizer(optimizer, device_placement=False)
-    if _steps_in_backward(model):
-        prepared.scaler = None  # the model's engine has it
-    return prepared
-
-
-def _steps_in_backward(model: GossipDataParallel) -> bool:
-    return model._arguments.step_in_backward
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -192,15 +164,14 @@ class _Replica:
         self._folder = Path()
 
     def _place(self, folder: str) -> Path:
-        models = [model for model in self._accelerator._models if isinstance(model, GossipDataParallel)]
-        index = models.index(self._model)
+        index = _replicas(self._accelerator).index(self._model)
         return Path(folder) / (_FOLDER if index == 0 else f"{_FOLDER}_{index}")
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """Save the replica, and put the average in place of rank 0's weights. Collective."""
         save(self._model, self._place(folder))
         with self._model.averaged():
-            weights[models.index(self._model)] = _copied(self._model.state_dict())
+            weights[models.index(self._model)] = copy.deepcopy(self._model.state_dict())  # tied weights stay tied
 
     def find(self, _: list[nn.Module], folder: str) -> None:
         """Note where the replica was saved, once rank 0 has written its files. Collective."""
@@ -216,94 +187,59 @@ class _Replica:
         load(self._model, self._folder)
 
 
-def _copied(weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return copies of the tensors. Tied ones stay tied: the file must have them once, or it cannot be loaded.
-
-    The accelerator removes what is there twice from an OrderedDict only.
-    """
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    copied: OrderedDict[str, Any] = OrderedDict()
-    for name, value in weights.items():
-        if not isinstance(value, torch.Tensor):
-            copied[name] = value
-            continue
-        place = value.data_ptr() or name, value.shape, value.stride(), value.dtype
-        if place not in copies:
-            copies[place] = value.clone()
-        copied[name] = copies[place]
-    return copied
-
-
 # ---------------------------------------------------------------------- the accelerator's methods
 
 
-def _know(accelerator: Accelerator, model: GossipDataParallel) -> None:
-    """Make the accelerator's methods that check for DDP by its class handle this model likewise."""
-    known: list[GossipDataParallel] | None = accelerator.__dict__.get(_MODELS)
-    if known is not None:
-        known.append(model)
-        return
-    accelerator.__dict__[_MODELS] = known = [model]
-    accelerator.no_sync = functools.partial(_no_sync, accelerator.no_sync)
-    accelerator.unwrap_model = functools.partial(_unwrap_model, accelerator.unwrap_model)
-    accelerator.join_uneven_inputs = _join_uneven_inputs
-    accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm, accelerator.clip_grad_norm_, known)
-    accelerator.clip_grad_value_ = functools.partial(_clip_grad_value, accelerator.clip_grad_value_, known)
+def _replicas(accelerator: Accelerator) -> list[GossipDataParallel]:
+    return [model for model in accelerator._models if isinstance(model, GossipDataParallel)]
 
 
-@contextlib.contextmanager
-def _no_sync(no_sync: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """Suspend steps also in a single process, where DDP has nothing to suspend but every backward pass is a step."""
-    with model.no_sync() if isinstance(model, GossipDataParallel) else no_sync(model):
-        yield
+def _know_replicas(accelerator: Accelerator) -> None:
+    """Make the accelerator's methods that check for DDP by its class handle models that train by gossip likewise."""
+    suspend, unwrap = accelerator.no_sync, accelerator.unwrap_model
+    clip_norm, clip_value_of_others = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
+    def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Suspend steps in a single process too, where DDP has nothing to suspend."""
+        return model.no_sync() if isinstance(model, GossipDataParallel) else suspend(model)
 
-def _unwrap_model(unwrap_model: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    return unwrap_model(model.module if isinstance(model, GossipDataParallel) else model, *args, **kwargs)
+    def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return unwrap(model.module if isinstance(model, GossipDataParallel) else model, *args, **kwargs)
 
-
-def _join_uneven_inputs(*_: Any, **__: Any) -> Any:
-    raise GossipError(
-        "accelerator.join_uneven_inputs joins all-reduces, of which gossip has none; write `with model.join():` "
-        "instead, and pass dataloader_config=DataLoaderConfiguration(even_batches=False) to Accelerator"
-    )
-
-
-def _clip_grad_norm(
-    clip: Callable[..., Any], models: list[GossipDataParallel], parameters: Any, max_norm: float, norm_type: float = 2
-) -> Any:
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    model = _fused(models, parameters)
-    if model is None:
-        return clip(parameters, max_norm, norm_type)
-    wanted = model._arguments.clip_grad_norm
-    if wanted != max_norm or norm_type != 2:
+    def join_uneven_inputs(*_: Any, **__: Any) -> Any:
         raise GossipError(
-            f"accelerator.clip_grad_norm_(..., {max_norm}, norm_type={norm_type}) finds no gradients, because the "
-            "updates "
-            f"were made inside backward, with clip_grad_norm={wanted}; pass clip_grad_norm={max_norm} to "
-            "prepare(...), or "
-            "step_in_backward=False to keep the usual order"
+            "accelerator.join_uneven_inputs joins all-reduces, of which gossip has none; write `with model.join():` "
+            "instead, and pass dataloader_config=DataLoaderConfiguration(even_batches=False) to Accelerator"
         )
-    return torch.tensor(float("nan") if model.grad_norm is None else model.grad_norm, dtype=torch.float64)
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        parameters, model = _with_stepped(accelerator, parameters)
+        if model is None:
+            return clip_norm(parameters, max_norm, norm_type)
+        if model._arguments.clip_grad_norm != max_norm or norm_type != 2:
+            raise released_gradients(
+                f"accelerator.clip_grad_norm_(..., {max_norm}, norm_type={norm_type})",
+                f"pass clip_grad_norm={max_norm} to prepare(...), where it is {model._arguments.clip_grad_norm}",
+            )
+        return torch.tensor(float("nan") if model.grad_norm is None else model.grad_norm, dtype=torch.float64)
+
+    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+        parameters, model = _with_stepped(accelerator, parameters)
+        if model is not None:
+            raise released_gradients(
+                f"accelerator.clip_grad_value_(..., {clip_value})", "pass clip_grad_norm= to prepare(...)"
+            )
+        clip_value_of_others(parameters, clip_value)
+
+    for method in (no_sync, unwrap_model, join_uneven_inputs, clip_grad_norm_, clip_grad_value_):
+        setattr(accelerator, method.__name__, method)
 
 
-def _clip_grad_value(
-    clip: Callable[..., Any], models: list[GossipDataParallel], parameters: Any, clip_value: float
-) -> None:
+def _with_stepped(accelerator: Accelerator, parameters: Any) -> tuple[list[torch.Tensor], GossipDataParallel | None]:
+    """Return the parameters as a list, with the model that has updated one of them in its backward pass, or None."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if _fused(models, parameters) is not None:
-        raise GossipError(
-            f"accelerator.clip_grad_value_(..., {clip_value}) finds no gradients, because the updates were made inside "
-            "backward; pass step_in_backward=False to prepare(...) to keep the usual order"
-        )
-    clip(parameters, clip_value)
-
-
-def _fused(models: list[GossipDataParallel], parameters: list[torch.Tensor]) -> GossipDataParallel | None:
-    """Return the model that has updated one of these parameters in its backward pass, or None."""
     wanted = set(map(id, parameters))
-    for model in models:
-        if _steps_in_backward(model) and any(id(parameter) in wanted for parameter in model.parameters()):
-            return model
-    return None
+    for model in _replicas(accelerator):
+        if model._arguments.step_in_backward and not wanted.isdisjoint(map(id, model.parameters())):
+            return parameters, model
+    return parameters, None

@@ -34,13 +34,10 @@ class GossipStrategy(TrainerStrategy, DDPStrategy):
         The topology, see :class:`gossip.GossipDataParallel`.
     evaluate_averaged : bool
         Whether validation during ``fit()`` runs on the average; if False, on each rank's own replica.
-    accelerator, cluster_environment, checkpoint_io, precision_plugin
-        Arguments of DDPStrategy, which the Trainer sets if they are left out.
-    parallel_devices, process_group_backend, start_method
-        Arguments of DDPStrategy, which the Trainer sets if they are left out.
     **options
         Arguments of :class:`gossip.GossipDataParallel`, except module, optimizer and scaler, which come from the
-        Trainer. A ``timeout`` also applies to the process group.
+        Trainer; a ``timeout`` also applies to the process group. And DDPStrategy's accelerator, cluster_environment,
+        checkpoint_io, precision_plugin, parallel_devices, process_group_backend and start_method.
 
     Raises
     ------
@@ -79,13 +76,8 @@ class GossipFabricStrategy(FabricStrategy, FabricDDPStrategy):
     ----------
     topology : str or Topology
         The topology, see :class:`gossip.GossipDataParallel`.
-    accelerator, cluster_environment, checkpoint_io, precision
-        Arguments of Fabric's DDPStrategy, which Fabric sets if they are left out.
-    parallel_devices, process_group_backend, start_method
-        Arguments of Fabric's DDPStrategy, which Fabric sets if they are left out.
     **options
-        Arguments of :class:`gossip.GossipDataParallel`, except module, optimizer and scaler. A ``timeout`` also applies
-        to the process group.
+        As for :class:`GossipStrategy`, with ``precision`` in place of ``precision_plugin``.
 
     Raises
     ------

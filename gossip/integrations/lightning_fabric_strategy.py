@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
 import gossip
 from gossip import GossipDataParallel, GossipError
-from gossip.integrations.lightning_options import check_options, refuse_clipping, steps_in_backward, wrap
-from gossip.integrations.lightning_replicas import KEY, copied, folder_beside, keep_only, save_replicas
-from gossip.integrations.lightning_scaling import step_scaled, unscaled_by_owner
+from gossip.integrations.common_checks import released_gradients
+from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
 from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
@@ -56,37 +55,16 @@ def replica(model: nn.Module) -> GossipDataParallel:
     return inner
 
 
-class FabricStrategy(_DDPStrategy):
+class FabricStrategy(BaseStrategy, _DDPStrategy):
     """A mixin that precedes Fabric's DDPStrategy among the bases of a class.
 
     See :class:`gossip.integrations.lightning.GossipFabricStrategy`.
     """
 
-    def __init__(
-        self,
-        topology: str | Topology = "one_peer_exponential",
-        *,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        start_method: str = "popen",
-        **options: Any,
-    ) -> None:
-        check_options(type(self).__name__, options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-            **{name: options[name] for name in ("timeout",) if name in options},
-        )
-        self._options = {"topology": topology, **options}
+    precision_argument = "precision"
+
+    def __init__(self, topology: str | Topology = "one_peer_exponential", **options: Any) -> None:
+        super().__init__(topology, **options)
         self._backward_sync_control = BackwardSyncControl()
         self._owners: list[tuple[Optimizer, GossipDataParallel]] = []
 
@@ -95,31 +73,18 @@ class FabricStrategy(_DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Wrap the module around its optimizers. Collective.
-
-        Raises
-        ------
-        ValueError
-            A second module would be trained with the same GradScaler.
-        """
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None and self._owners:
+        """Wrap the module around its optimizers. Collective."""
+        if self._scaler is not None and self._owners:
             raise ValueError(
                 'precision="16-mixed": one GradScaler cannot serve two modules, each of which makes its own steps; '
                 'choose precision="bf16-mixed", or put both into one module'
             )
-        model = wrap(module, optimizers, scaler, self._options)
+        model = self._wrap(module, optimizers)
         self._owners += [(optimizer, model) for optimizer in optimizers]
         return model, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Leave a module without optimizers as it is, if none of its parameters is trained. Local.
-
-        Raises
-        ------
-        GossipError
-            A parameter is trained.
-        """
+        """Leave a module without optimizers as it is, if none of its parameters is trained. Local."""
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise GossipError(
                 f"{type(module).__name__} has parameters to be trained, but no optimizer to make the steps; call "
@@ -128,13 +93,7 @@ class FabricStrategy(_DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse an optimizer that is set up without its module. Local.
-
-        Raises
-        ------
-        GossipError
-            Always.
-        """
+        """Refuse an optimizer that is set up without its module. Local."""
         raise GossipError(
             f"{type(optimizer).__name__} was set up without the module it trains; call "
             "fabric.setup(module, optimizer, ...)"
@@ -148,10 +107,6 @@ class FabricStrategy(_DDPStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    @property
-    def _steps_in_backward(self) -> bool:
-        return steps_in_backward(self._options)
-
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the closure, then make the step if backward has not made it. Local.
 
@@ -160,42 +115,30 @@ class FabricStrategy(_DDPStrategy):
         if closure is not None and requires_closure(optimizer):
             return super().optimizer_step(optimizer, closure=closure, **kwargs)
         result = None if closure is None else closure()
-        scaler = None if self._steps_in_backward else getattr(self.precision, "scaler", None)
-        if scaler is None:
+        if self._steps_in_backward or self._scaler is None:
             optimizer.step(**kwargs)
         else:
-            step_scaled(scaler, self._owner(optimizer), optimizer, **kwargs)
+            model = next(model for owned, model in self._owners if owned is optimizer)
+            self._step_scaled(model, optimizer, **kwargs)
         return result
 
-    def _owner(self, optimizer: Optimizer) -> GossipDataParallel:
-        return next(model for owned, model in self._owners if owned is optimizer)
-
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip this rank's gradients by their norm. Local.
-
-        Raises
-        ------
-        GossipError
-            Steps are made in backward, so the gradients have been released.
-        """
-        if self._steps_in_backward:
-            refuse_clipping("fabric.clip_gradients(max_norm=...)", _REMEDY)
-        with unscaled_by_owner(optimizer):
+        """Clip this rank's gradients by their norm, unless they have been released. Local."""
+        with self._gradients_to_clip(optimizer, "max_norm", _REMEDY):
             norm: torch.Tensor = super().clip_gradients_norm(module, optimizer, *args, **kwargs)
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Clip this rank's gradients by value. Local.
-
-        Raises
-        ------
-        GossipError
-            Steps are made in backward, so the gradients have been released.
-        """
-        if self._steps_in_backward:
-            refuse_clipping("fabric.clip_gradients(clip_val=...)", f"{_REMEDY}, which clips by the norm")
-        with unscaled_by_owner(optimizer):
+        """Clip this rank's gradients by value, unless they have been released. Local."""
+        with self._gradients_to_clip(optimizer, "clip_val", f"{_REMEDY}, which clips by the norm"):
             super().clip_gradients_value(module, optimizer, *args, **kwargs)
+
+    def _gradients_to_clip(
+        self, optimizer: Optimizer, argument: str, remedy: str
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._steps_in_backward:
+            raise released_gradients(f"fabric.clip_gradients({argument}=...)", remedy)
+        return unscaled_by_owner(optimizer)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -204,32 +147,17 @@ class FabricStrategy(_DDPStrategy):
         if not isinstance(module, GossipDataParallel):
             return dict(super().get_module_state_dict(module))
         with module.averaged():
-            return copied(super().get_module_state_dict(module))
+            return copy.deepcopy(dict(super().get_module_state_dict(module)))  # the module goes on
 
-    def save_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Write Fabric's checkpoint, and next to it all ranks' replicas of every model in ``state``. Collective.
-
-        Raises
-        ------
-        ValueError
-            ``path`` is a URL.
-        CheckpointError
-            A rank could not write.
-        """
+    def save_checkpoint(self, path: str | os.PathLike[str], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Write Fabric's checkpoint, and next to it all ranks' replicas of every model in ``state``. Collective."""
         models = _models_in(state)
         path = self.broadcast(os.fspath(path))
-        names = {key: save_replicas(model, folder_beside(path) / key) for key, model in models.items()}
+        names = {key: gossip.save(model, folder_beside(path) / key, keep=2).name for key, model in models.items()}
         state = {**state, KEY: names} if names else state
-        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
-        if self.is_global_zero:
-            for key, name in names.items():
-                keep_only(folder_beside(path) / key, name)
+        super().save_checkpoint(path, state, *args, **kwargs)
+        for key, name in names.items():
+            self._keep_only(folder_beside(path) / key, name)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
@@ -244,15 +172,8 @@ class FabricStrategy(_DDPStrategy):
         names = rest.pop(KEY, {})
         for key, model in _models_in(state).items():
             if key in names:
-                self._load_replicas(model, path, key, names[key])
+                self._load_replicas(model, folder_beside(path) / key / names[key])
         return rest
-
-    def _load_replicas(self, model: GossipDataParallel, path: str | os.PathLike[str], key: str, name: str) -> None:
-        folder = folder_beside(path) / key / name
-        if self.broadcast(folder.is_dir()):
-            gossip.load(model, folder)
-        elif self.is_global_zero:
-            logger.warning("{}, the replicas of {}, does not exist: all ranks start from their average", folder, path)
 
 
 class BackwardSyncControl:

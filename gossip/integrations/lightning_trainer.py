@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from loguru import logger
 from torch.optim import Optimizer
 
 import gossip
 from gossip import GossipDataParallel
-from gossip.integrations.lightning_checks import check_trainer, clip_norm
-from gossip.integrations.lightning_options import check_options, refuse_clipping, steps_in_backward, wrap
-from gossip.integrations.lightning_replicas import KEY, copied, folder_beside, keep_only, save_replicas
-from gossip.integrations.lightning_scaling import step_scaled, unscaled_by_owner
+from gossip.integrations.common_checks import released_gradients
+from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
+from gossip.integrations.lightning_checks import check_trainer
 from gossip.integrations.lightning_signals import keep_signals_local
 from gossip.optimizers.closures import requires_closure
 from topologies import Topology
@@ -28,7 +27,7 @@ else:
     _DDPStrategy = object
 
 
-class TrainerStrategy(_DDPStrategy):
+class TrainerStrategy(BaseStrategy, _DDPStrategy):
     """A mixin that precedes a DDPStrategy among the bases; see :class:`gossip.integrations.lightning.GossipStrategy`.
 
     Attributes
@@ -38,33 +37,12 @@ class TrainerStrategy(_DDPStrategy):
     """
 
     library: ClassVar[Any]
+    precision_argument = "precision_plugin"
 
     def __init__(
-        self,
-        topology: str | Topology = "one_peer_exponential",
-        *,
-        evaluate_averaged: bool = True,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        start_method: str = "popen",
-        **options: Any,
+        self, topology: str | Topology = "one_peer_exponential", *, evaluate_averaged: bool = True, **options: Any
     ) -> None:
-        check_options(type(self).__name__, options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-            **{name: options[name] for name in ("timeout",) if name in options},
-        )
-        self._options = {"topology": topology, **options}
+        super().__init__(topology, **options)
         self._evaluates_averaged = evaluate_averaged
         self._average: contextlib.AbstractContextManager[None] | None = None
         self._loaded_from: str | os.PathLike[str] = ""
@@ -73,10 +51,6 @@ class TrainerStrategy(_DDPStrategy):
     def _replica(self) -> GossipDataParallel | None:
         """The model, while it trains."""
         return self.model if isinstance(self.model, GossipDataParallel) else None
-
-    @property
-    def _steps_in_backward(self) -> bool:
-        return steps_in_backward(self._options)
 
     # ------------------------------------------------------------------ set-up and teardown
 
@@ -95,8 +69,9 @@ class TrainerStrategy(_DDPStrategy):
         self.setup_precision_plugin()
         mock = self.library.core.optimizer._MockOptimizer  # of a module that configures none
         optimizers = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, mock)]
-        options = {**self._options, **clip_norm(trainer, self._options)}
-        self.model = wrap(module, optimizers, getattr(self.precision_plugin, "scaler", None), options)
+        value = trainer.gradient_clip_val
+        clips = {"clip_grad_norm": float(value)} if value and self._steps_in_backward else {}
+        self.model = self._wrap(module, optimizers, **clips)
         if self._steps_in_backward:
             self._take_clipping_over()
 
@@ -120,11 +95,14 @@ class TrainerStrategy(_DDPStrategy):
 
     def _take_clipping_over(self) -> None:
         """Keep the precision plugin from clipping: either the model clips, or it is too late."""
-        plugin = self.precision_plugin
-        plugin._clip_gradients = lambda *_, **__: None
-        plugin.clip_gradients = lambda *_, **__: refuse_clipping(
-            "clip_gradients()", "pass gradient_clip_val to the Trainer, or clip_grad_norm to the strategy"
-        )
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise released_gradients(
+                "clip_gradients()", "pass gradient_clip_val to the Trainer, or clip_grad_norm to the strategy"
+            )
+
+        self.precision_plugin._clip_gradients = lambda *_, **__: None
+        self.precision_plugin.clip_gradients = refuse
 
     # ------------------------------------------------------------------ steps
 
@@ -144,7 +122,7 @@ class TrainerStrategy(_DDPStrategy):
         if replica is None or (not self._steps_in_backward and requires_closure(optimizer)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         module, plugin = model or self.lightning_module, self.precision_plugin
-        scaler = None if self._steps_in_backward else getattr(plugin, "scaler", None)
+        scaler = None if self._steps_in_backward else self._scaler
         result = closure()
         if scaler is None:
             plugin._after_closure(module, optimizer)
@@ -155,7 +133,7 @@ class TrainerStrategy(_DDPStrategy):
             scaler.unscale_(optimizer)
             with unscaled_by_owner(optimizer):
                 plugin._after_closure(module, optimizer)
-            step_scaled(scaler, replica, optimizer, **kwargs)
+            self._step_scaled(replica, optimizer, **kwargs)
         return result
 
     # ------------------------------------------------------------------ evaluation
@@ -191,41 +169,25 @@ class TrainerStrategy(_DDPStrategy):
         if replica is None:
             return dict(super().lightning_module_state_dict())
         with contextlib.nullcontext() if self._average is not None else replica.averaged():
-            return copied(super().lightning_module_state_dict())
+            return copy.deepcopy(dict(super().lightning_module_state_dict()))  # the module goes on
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write Lightning's checkpoint and, unless it is weights-only, all ranks' replicas next to it. Collective.
-
-        Raises
-        ------
-        ValueError
-            ``filepath`` is a URL.
-        CheckpointError
-            A rank could not write.
-        """
+        """Write Lightning's checkpoint and, unless it is weights-only, all ranks' replicas next to it. Collective."""
         replica = self._replica
         if replica is None or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         filepath = self.broadcast(os.fspath(filepath))  # it may contain a metric, whose value differs between ranks
         folder = folder_beside(filepath)
-        with self._outside_average():
-            checkpoint[KEY] = save_replicas(replica, folder, **self._own_averages(checkpoint))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            keep_only(folder, checkpoint[KEY])
-
-    @contextlib.contextmanager
-    def _outside_average(self) -> Iterator[None]:
-        """Restore every rank's own replica within the block."""
-        replica = self._replica
         was_inside = self._average is not None
-        self._leave_average()
-        yield
-        if replica is not None and was_inside:
+        self._leave_average()  # each rank saves its own
+        checkpoint[KEY] = gossip.save(replica, folder, keep=2, **self._own_averages(checkpoint)).name
+        if was_inside:
             self._enter_average(replica)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._keep_only(folder, checkpoint[KEY])
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove Lightning's checkpoint and the replicas next to it. Local, on rank 0."""
@@ -244,20 +206,10 @@ class TrainerStrategy(_DDPStrategy):
         From a checkpoint without replicas, such as one of DDP, all ranks load the same weights and states.
         """
         replica, name = self._replica, checkpoint.get(KEY)
-        if replica is None or name is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        folder = folder_beside(self._loaded_from) / name
-        if self.broadcast(folder.is_dir()):
-            gossip.load(replica, folder, **self._own_averages(checkpoint))
-            return
-        if self.is_global_zero:
-            logger.warning(
-                "{}, the replicas of {}, does not exist: all ranks start from their average, and from rank 0's "
-                "optimizer",
-                folder,
-                self._loaded_from,
-            )
+        if replica is not None and name is not None:
+            folder = folder_beside(self._loaded_from) / name
+            if self._load_replicas(replica, folder, **self._own_averages(checkpoint)):
+                return
         super().load_optimizer_state_dict(checkpoint)
 
     def _own_averages(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,7 @@ class BatchSizeSearch:
     A rank that runs out of memory ends communication, so that its peers, which wait for its message, fail as well.
     Then all ranks say why their attempt failed. If it was for want of memory on one of them, each raises an error by
     which the Trainer takes smaller batches: all begin again, from what they began with, with batches of the same size.
-
-    Parameters
-    ----------
-    trainer : Trainer
-        The trainer, before the first attempt.
-    timeout : timedelta
-        How long a rank waits for the others after a failed attempt.
+    ``timeout`` is how long a rank waits for the others then.
     """
 
     def __init__(self, trainer: Any, timeout: timedelta) -> None:
@@ -43,19 +37,9 @@ class BatchSizeSearch:
         self._states = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts() if part is not None}
 
     def attempt(self, train: Callable[[], Any], close: Callable[[BaseException], bool]) -> Any:
-        """Train; if memory does not suffice on some rank, go back to the beginning, and raise an error that says so.
+        """Train; if memory does not suffice on some rank, go back to the beginning, and raise RuntimeError.
 
-        Parameters
-        ----------
-        train : callable
-            Makes the attempt.
-        close : callable
-            Ends communication after the error that it is given; False: it had not begun, or has been ended already.
-
-        Raises
-        ------
-        RuntimeError
-            Memory did not suffice, here or on another rank. Any other error of ``train`` is passed on.
+        ``close`` ends communication after the error that it is given; False: it had not begun, or has been ended.
         """
         try:
             return train()

@@ -18,16 +18,7 @@ _DUE = ("should_log", "should_evaluate", "should_save")
 class UnevenEpoch:
     """Work that is deferred until all ranks have ended an epoch in which each made its own number of steps.
 
-    Parameters
-    ----------
-    model : GossipDataParallel
-        The model.
-    trainer : Trainer
-        The trainer, at the beginning of an epoch.
-    number : int
-        The number of complete epochs before this one.
-    num_steps : int
-        The number of optimizer steps that this rank's batches suffice for.
+    ``number`` epochs are complete before this one, and this rank's batches suffice for ``num_steps`` optimizer steps.
     """
 
     def __init__(self, model: GossipDataParallel, trainer: Any, number: int, num_steps: int) -> None:
@@ -76,21 +67,3 @@ class UnevenEpoch:
             setattr(control, name, any(each[name] for each in due))
         control.should_training_stop = any(each["stops"] for each in due)
         trainer.state.epoch = self._number + min(each["share"] for each in due)
-
-
-def complete_epochs(epoch: float | None) -> int:
-    """Return after how many epochs a checkpoint was saved, by the ``epoch`` of the trainer's state in it. Local.
-
-    Raises
-    ------
-    ValueError
-        It was saved within an epoch.
-    """
-    done = epoch or 0.0
-    if not float(done).is_integer():
-        raise ValueError(
-            f"resume_from_checkpoint with join=True: the checkpoint was saved after {done:.2f} epochs, and how far "
-            "each rank had come in its own batches is not saved; resume from a checkpoint that was saved at the end "
-            "of an epoch"
-        )
-    return int(done)

@@ -17,16 +17,10 @@ from torch import nn
 from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
+from gossip.integrations.common_checks import check_accelerator, steps_in_backward
 from gossip.integrations.trainer_batch_size import BatchSizeSearch
-from gossip.integrations.trainer_checks import (
-    check_accelerator,
-    check_arguments,
-    check_join,
-    check_lengths,
-    check_options,
-    check_search,
-)
-from gossip.integrations.trainer_epochs import UnevenEpoch, complete_epochs
+from gossip.integrations.trainer_checks import check_arguments, check_lengths, check_trainer_options, check_waiting
+from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
 
 _FOLDER = "gossip"
@@ -80,7 +74,7 @@ class GossipTrainer(Trainer):
     optimizer: Any
 
     def __init__(self, *args: Any, gossip: Mapping[str, Any] | None = None, join: bool = False, **kwargs: Any) -> None:
-        check_options(gossip, join)
+        check_trainer_options(gossip, join)
         self._gossip_options = dict(gossip or {})
         self._joins = join
         self._gossip_model: GossipDataParallel | None = None
@@ -93,7 +87,7 @@ class GossipTrainer(Trainer):
         """Set up the accelerator as the Trainer does, and refuse settings that cannot train by gossip."""
         check_arguments(self.args, self.model)
         super().create_accelerator_and_postprocess()
-        check_accelerator(self.accelerator, self.args)
+        check_accelerator(self.accelerator, steps_in_backward=self._steps_in_backward)
         self.accelerator.unwrap_model = functools.partial(_unwrap_model, self.accelerator.unwrap_model)
         if self.accelerator.dataloader_config.dispatch_batches is None:
             self.accelerator.dataloader_config.dispatch_batches = False  # otherwise rank 0 would broadcast every batch
@@ -105,8 +99,9 @@ class GossipTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, with a model that ends up equal on all ranks. Collective."""
-        if self.args.auto_find_batch_size:
-            check_search(self.args, self.accelerator)
+        for name, is_set in {"join": self._joins, "auto_find_batch_size": self.args.auto_find_batch_size}.items():
+            if is_set:
+                check_waiting(self.args, self.accelerator, name)
         self._search = None
         with contextlib.ExitStack() as self._training:
             return super().train(*args, **kwargs)
@@ -131,12 +126,11 @@ class GossipTrainer(Trainer):
         values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
         *others, steps_in_epoch, max_steps = values
         lengths = self.accelerator.gather(torch.tensor([[steps_in_epoch, max_steps]], device=args.device)).tolist()
-        check_lengths(lengths, joins=self._joins)
+        if not self._joins:
+            check_lengths(lengths)
         return *others, steps_in_epoch, max(steps for _, steps in lengths)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self._joins:
-            check_join(self.args)
         if isinstance(self.optimizer, AcceleratedOptimizer):  # of an earlier train()
             self.optimizer = self.optimizer.optimizer
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -179,8 +173,7 @@ class GossipTrainer(Trainer):
 
     @property
     def _steps_in_backward(self) -> bool:
-        steps: bool = self._gossip_options.get("step_in_backward", True)
-        return steps
+        return steps_in_backward(self._gossip_options)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if self._epoch is not None:
@@ -196,7 +189,14 @@ class GossipTrainer(Trainer):
         epochs_trained, steps_trained = super()._init_training_state(*args, **kwargs)
         if not self._joins:
             return epochs_trained, steps_trained
-        return complete_epochs(self.state.epoch), 0  # the steps of a rank with more batches are counted on all
+        done = self.state.epoch or 0.0
+        if done != int(done):
+            raise ValueError(
+                f"resume_from_checkpoint with join=True: the checkpoint was saved after {done:.2f} epochs, and how far "
+                "each rank had come in its own batches is not saved; resume from one that was saved at the end of an "
+                "epoch"
+            )
+        return int(done), 0  # the steps of a rank with more batches are counted on all
 
     def _await_all(self, what: str) -> None:
         """Before a collective of the Trainer's own, see that no rank has run out of memory: it would not come."""
@@ -260,9 +260,7 @@ class GossipTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        with contextlib.closing(
-            World(self._timeout)
-        ) as world:  # a rank might not have access to the checkpoint's folder
+        with contextlib.closing(World(self._timeout)) as world:  # a rank might not see the checkpoint's folder
             tensors = itertools.chain(self.model.parameters(), self.model.buffers())
             world.broadcast_(tensors, "broadcasting the best model from rank 0")
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
-from lightning_modules import NUM_BATCHES, batches, batches_of, flat, network
+from lightning_modules import NUM_BATCHES, Case, batches, batches_of, flat, network
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS
 
@@ -30,48 +29,27 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
-class Case:
-    """How a model is trained."""
-
-    step_in_backward: bool = True
-    clip: float | None = None
-    accumulates: int = 1
-    half: torch.dtype | None = None
+class FabricCase(Case):
     optimizer: Any = SGD
     closure: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.half is None else torch.float32
 
     @property
     def options(self) -> dict[str, Any]:
         fused = {"clip_grad_norm": self.clip} if self.step_in_backward else {}
         return {"topology": "ring", "step_in_backward": self.step_in_backward, **fused}
 
-    def scaler(self) -> GradScaler:
-        return GradScaler("cpu", init_scale=2.0**18, growth_interval=3, enabled=self.half is torch.float16)
-
-    def precision(self) -> dict[str, Any]:
-        if self.half is torch.float16:
-            return {"plugins": MixedPrecision("16-mixed", "cpu", self.scaler())}
-        return {"precision": "32-true" if self.half is None else "bf16-mixed"}
-
 
 CASES = {
-    "fused": Case(),
-    "plain": Case(step_in_backward=False),
-    "fused, clipped": Case(clip=0.5),
-    "plain, clipped": Case(step_in_backward=False, clip=0.5),
-    "fused, accumulated": Case(accumulates=2),
-    "plain, accumulated": Case(step_in_backward=False, accumulates=2),
-    "fused, bfloat16": Case(half=torch.bfloat16),
-    "plain, bfloat16": Case(step_in_backward=False, half=torch.bfloat16),
-    "fused, float16": Case(half=torch.float16, clip=0.5),
-    "plain, float16": Case(half=torch.float16, clip=0.5, step_in_backward=False),
-    "fused, closure": Case(closure=True),
-    "plain, closure": Case(closure=True, step_in_backward=False),
-    "lbfgs": Case(optimizer=functools.partial(LBFGS, lr=0.1, max_iter=3), closure=True, step_in_backward=False),
+    "fused": FabricCase(),
+    "fused, clipped": FabricCase(clip=0.5),
+    "fused, accumulated": FabricCase(accumulates=2),
+    "plain, accumulated": FabricCase(step_in_backward=False, accumulates=2, clip=0.5),
+    "fused, bfloat16": FabricCase(half=torch.bfloat16),
+    "fused, float16": FabricCase(half=torch.float16, clip=0.5),
+    "plain, float16": FabricCase(half=torch.float16, clip=0.5, step_in_backward=False),
+    "fused, closure": FabricCase(closure=True),
+    "plain, closure": FabricCase(closure=True, step_in_backward=False),
+    "lbfgs": FabricCase(optimizer=functools.partial(LBFGS, lr=0.1, max_iter=3), closure=True, step_in_backward=False),
 }
 
 
@@ -81,8 +59,10 @@ def fabric_of(strategy: Any, library: Any = lightning.fabric, **options: Any) ->
     return fabric
 
 
-def by_fabric(case: Case, strategy: Any, library: Any = lightning.fabric) -> tuple[torch.Tensor, int, torch.Tensor]:
-    fabric = fabric_of(strategy, library, **case.precision())
+def by_fabric(
+    case: FabricCase, strategy: Any, library: Any = lightning.fabric
+) -> tuple[torch.Tensor, int, torch.Tensor]:
+    fabric = fabric_of(strategy, library, **case.precision(MixedPrecision))
     module = network(case.dtype)
     model, optimizer = fabric.setup(module, case.optimizer(module.parameters()))
     loader = fabric.setup_dataloaders(batches(case.dtype))
@@ -111,7 +91,7 @@ def by_fabric(case: Case, strategy: Any, library: Any = lightning.fabric) -> tup
     return parameters, step, flat(module)
 
 
-def by_hand(case: Case) -> tuple[torch.Tensor, int]:
+def by_hand(case: FabricCase) -> tuple[torch.Tensor, int]:
     scaler = case.scaler()
     module = network(case.dtype)
     model = GossipDataParallel(module, case.optimizer(module.parameters()), scaler=scaler, **case.options)
@@ -149,21 +129,6 @@ def by_hand(case: Case) -> tuple[torch.Tensor, int]:
     outcome = flat(model), model.step
     model.close()
     return outcome
-
-
-def two_models() -> tuple[list[int], bool]:
-    """A generator and a critic, each with an optimizer and a step of its own."""
-    fabric = fabric_of(GossipFabricStrategy("ring", step_in_backward=False))
-    pairs = [fabric.setup(module, SGD(module.parameters())) for module in (network(), network())]
-    for x, y in batches_of(dist.get_rank(), 0):
-        for model, optimizer in pairs:
-            optimizer.zero_grad()
-            fabric.backward(mse_loss(model(x), y))
-            optimizer.step()
-    steps = [replica(model).step for model, _ in pairs]
-    are_equal = torch.equal(*(flat(model) for model, _ in pairs))
-    fabric.strategy.teardown()
-    return steps, are_equal
 
 
 def saved(folder: str) -> dict[str, Any]:
@@ -246,7 +211,6 @@ def everything(folder: str) -> dict[str, Any]:
     other: Any = of_lightning_fabric.GossipFabricStrategy("ring")
     outcomes["lightning_fabric"] = by_fabric(CASES["fused"], other, lightning_fabric), outcomes["fused"][1]
     outcomes["by its name"] = by_fabric(CASES["fused"], "gossip"), outcomes["fused"][1]
-    outcomes["two models"] = two_models()
     outcomes["saved"] = saved(folder)
     outcomes["refused"] = refused()
     return outcomes
@@ -267,10 +231,6 @@ def test_fabric_is_the_loop_by_hand(outcomes: list[dict[str, Any]], name: str) -
     (first, _, average), (second, _, of_second) = (ranks[name][0] for ranks in outcomes)
     assert not torch.equal(first, second)
     assert torch.equal(average, of_second)
-
-
-def test_two_models_have_steps_of_their_own(outcomes: list[dict[str, Any]]) -> None:
-    assert [ranks["two models"] for ranks in outcomes] == [([NUM_BATCHES, NUM_BATCHES], True)] * 2
 
 
 def test_what_is_saved_is_restored_bit_for_bit(outcomes: list[dict[str, Any]]) -> None:

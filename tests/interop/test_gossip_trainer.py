@@ -8,24 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import collectives_counted
-from recursion import Momentum, dense_recursion
-from tiny_gpt2 import VOCABULARY, batch_of, flat, make_module, sample
+from tiny_gpt2 import batch_of, flat, make_module, sample
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    get_linear_schedule_with_warmup,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LabelSmoother
 
-import topologies
 from gossip import GossipDataParallel, launch
 from gossip.integrations.transformers import GossipTrainer
 
@@ -104,7 +96,6 @@ class Case:
     compiles: bool = False
     streams: bool = False
     scales: bool = False
-    recomputes: bool = False
     makes_models: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -121,19 +112,14 @@ class Case:
 PLAIN = {"step_in_backward": False}
 CASES = {
     "fused": Case(),
-    "fused, clipped": Case(max_norm=MAX_NORM),
     "fused, clipped by bucket": Case(max_norm=MAX_NORM, options={"clip": "bucket", "bucket_cap_mb": 0.001}),
-    "plain, clipped": Case(max_norm=MAX_NORM, options=PLAIN),
     "fused, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3),
     "plain, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3, options=PLAIN),
     "fused, bfloat16": Case(max_norm=MAX_NORM, bf16=True, trains=2),
-    "plain, bfloat16": Case(max_norm=MAX_NORM, bf16=True, options=PLAIN),
     "label smoothing": Case(smoothing=0.1),
     "atc, trained twice": Case(trains=2, options={"algorithm": "atc", "topology": "ring"}),
     "plain, trained twice": Case(trains=2, options=PLAIN),
-    "compressed": Case(options={"compression": "int8"}),
     "from a stream": Case(streams=True),
-    "activation checkpointing": Case(max_norm=MAX_NORM, recomputes=True),
     "fused, scaled": Case(max_norm=MAX_NORM, scales=True),
     "plain, scaled": Case(options=PLAIN, scales=True),
     "of models that it makes": Case(makes_models=True, trains=2),
@@ -171,7 +157,6 @@ def by_trainer(case: Case) -> Outcome:
             gradient_accumulation_steps=case.accumulates,
             label_smoothing_factor=case.smoothing,
             bf16=case.bf16,
-            activation_checkpointing=case.recomputes,
             torch_compile=case.compiles,
             torch_compile_backend="aot_eager" if case.compiles else None,
         )
@@ -288,53 +273,3 @@ def test_single_process_accumulates_without_a_step_for_each_batch() -> None:
     name = "fused, accumulated with a remainder"
     [outcome] = launch(both, [name], world_size=1)
     check(name, [outcome[name]])
-
-
-# ---------------------------------------------------------------------- the dense recursion
-
-
-def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """In float64, which the model's own loss leaves for float32."""
-    del num_items_in_batch
-    logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
-    return nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1))
-
-
-def in_float64(options: dict[str, Any]) -> torch.Tensor:
-    module, watch = make_module(torch.float64), Watch()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-        arguments = training_arguments(
-            folder, num_train_epochs=1, train_sampling_strategy="sequential", max_grad_norm=0.0
-        )
-        watch.trainer = trainer = GossipTrainer(
-            module,
-            arguments,
-            train_dataset=Columns(2 * dist.get_world_size() * NUM_STEPS),
-            callbacks=[watch],
-            compute_loss_func=loss_of,
-            optimizers=(optimizer, constant),
-            gossip=options,
-        )
-        trainer.train()
-    return watch.replica
-
-
-@pytest.mark.parametrize("step_in_backward", [True, False])
-def test_trainer_follows_the_dense_recursion(*, step_in_backward: bool) -> None:
-    module = make_module(torch.float64)
-
-    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
-        nn.utils.vector_to_parameters(torch.from_numpy(x.copy()), module.parameters())
-        first = 4 * step + 2 * rank
-        batch = batch_of(range(first, first + 2))
-        loss = loss_of(module(input_ids=batch["input_ids"]), batch["labels"])
-        gradients = torch.autograd.grad(loss, list(module.parameters()))
-        return torch.cat([each.flatten() for each in gradients]).numpy()
-
-    topology = topologies.build("one_peer_exponential", 2)
-    expected = dense_recursion(topology, flat(module).numpy(), gradient, Momentum(), NUM_STEPS)
-    options = {"topology": "one_peer_exponential", "step_in_backward": step_in_backward}
-    for rank, replica in enumerate(launch(in_float64, options, world_size=2)):
-        np.testing.assert_allclose(replica.numpy(), expected[rank], rtol=0, atol=1e-11)

@@ -30,11 +30,10 @@ PRINTED = {
 """What the examples of each page print."""
 
 
-@pytest.mark.parametrize(("page", "number"), PRINTED)
-def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
+def printed_by(tmp_path: Path, page: str, number: int, *launcher: str) -> str:
     (tmp_path / "example.py").write_text(code(page, number))
     run = subprocess.run(
-        [sys.executable, "example.py"],
+        [sys.executable, *launcher, "example.py"],
         cwd=tmp_path,
         env={**os.environ, "MASTER_PORT": str(free_port())},  # where Lightning starts ranks itself
         capture_output=True,
@@ -44,18 +43,21 @@ def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert re.search(PRINTED[page, number], run.stdout), run.stdout
+    return run.stdout
 
 
-def test_the_example_of_accelerate_under_its_own_launcher(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(code("docs/accelerate.md", 0))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    port = ["--main_process_port", str(free_port())]
-    run = subprocess.run(
-        [*launcher, *port, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.search(PRINTED["docs/accelerate.md", 0], run.stdout), run.stdout
-    assert len(run.stdout.splitlines()) == 3
+@pytest.mark.parametrize(("page", "number"), PRINTED)
+def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
+    printed_by(tmp_path, page, number)
+
+
+def test_an_example_under_the_launcher_of_accelerate(tmp_path: Path) -> None:
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port"]
+    assert len(printed_by(tmp_path, "docs/accelerate.md", 0, *launcher, str(free_port())).splitlines()) == 3
+
+
+def test_an_example_of_lightning_under_torchrun(tmp_path: Path) -> None:
+    printed_by(tmp_path, "docs/lightning.md", 0, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def test_a_trainer_of_another_kind_gossips() -> None:

@@ -13,16 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_modules import NUM_BATCHES, Net, batches, flat, network, trainer_of
 from loguru import logger
-from torch import nn
 
 from gossip import launch
 from gossip.integrations.lightning import GossipStrategy
@@ -89,44 +84,6 @@ def signalled() -> tuple[int, list[str]]:
     return len(module.trained), texts
 
 
-class Plateau(Net):
-    """Whose rate follows what is validated."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validated"}}
-
-
-def stopped_early() -> tuple[int, float]:
-    trainer = trainer_of(
-        GossipStrategy("ring"), max_epochs=9, callbacks=[EarlyStopping("validated", min_delta=10.0, patience=2)]
-    )
-    module = Plateau()
-    trainer.fit(module, batches(), batches())
-    return trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
-
-
-def evaluated() -> tuple[torch.Tensor, torch.Tensor, int, dict[str, float]]:
-    """What test and predict see after training."""
-
-    class Tested(Net):
-        def test_step(self, *_: Any) -> None:
-            self.validated.append(flat(self))
-
-        def predict_step(self, batch: Any, _: int) -> torch.Tensor:
-            return self.net(batch[0])
-
-    module = Tested()
-    trainer = trainer_of(GossipStrategy("ring"), max_epochs=1)
-    trainer.fit(module, batches())
-    average = flat(module)
-    trainer.test(module, batches(), verbose=False)
-    predictions = trainer.predict(module, batches())
-    found = trainer.validate(module, batches(), verbose=False)
-    return average, module.validated[0], sum(map(len, predictions)), found[0]
-
-
 class Found(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -136,22 +93,15 @@ class Found(Net):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
-def rate_found(folder: str, options: dict[str, Any]) -> tuple[float, bool, list[str], int]:
+def rate_found(folder: str) -> tuple[float, bool, list[str], int]:
     module = Found()
-    trainer = trainer_of(GossipStrategy("ring", **options), default_root_dir=folder, max_epochs=8)
+    trainer = trainer_of(GossipStrategy("ring"), default_root_dir=folder, max_epochs=8)
     found = Tuner(trainer).lr_find(module, batches(), min_lr=1e-3, max_lr=0.5, num_training=30)
     assert found is not None
     is_initial = torch.allclose(flat(module), flat(network()), rtol=0, atol=0)
     suggestion = module.lr
     trainer.fit(module, batches())
     return suggestion, is_initial, sorted(os.listdir(folder)), module.num_steps
-
-
-def rate_found_on_the_way(folder: str) -> tuple[float, int]:
-    module = Found()
-    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=30)
-    trainer_of(GossipStrategy("ring"), default_root_dir=folder, max_epochs=8, callbacks=[finder]).fit(module, batches())
-    return module.lr, module.num_steps
 
 
 class Epochs(pl.Callback):
@@ -164,49 +114,31 @@ class Epochs(pl.Callback):
         self.seen.append(flat(module))
 
 
-def weights_averaged(norm: bool, options: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)] if norm else [network()]
-    torch.manual_seed(0)
-    module = Net(nn.Sequential(*layers).double())
-    epochs = Epochs()
+def weights_averaged() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    module, epochs = Net(), Epochs()
     averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
-    trainer = trainer_of(GossipStrategy("ring", **options), max_epochs=4, callbacks=[epochs, averaging])
-    trainer.fit(module, batches())
-    buffers = [buffer.double().flatten() for buffer in module.buffers()]
-    return flat(module), epochs.seen, torch.cat(buffers) if buffers else torch.empty(0)
+    trainer_of(GossipStrategy("ring"), max_epochs=4, callbacks=[epochs, averaging]).fit(module, batches())
+    return flat(module), epochs.seen
 
 
 def everything(folder: str) -> dict[str, Any]:
     return {
         "validated": validated({}),
-        "plain, validated": validated({"step_in_backward": False}),
-        "atc, validated": validated({"algorithm": "atc"}),
         "own": validated({"evaluate_averaged": False}),
         "stopped": stopped(),
         "signalled": signalled(),
-        "early": stopped_early(),
-        "evaluated": evaluated(),
-        "rate": rate_found(os.path.join(folder, "a"), {}),
-        "plain, rate": rate_found(os.path.join(folder, "b"), {"step_in_backward": False}),
-        "rate on the way": rate_found_on_the_way(folder),
-        "swa": weights_averaged(False, {}),
-        "swa, plain": weights_averaged(False, {"step_in_backward": False}),
-        "swa, norm": weights_averaged(True, {}),
-        "swa, atc": weights_averaged(False, {"algorithm": "atc"}),
+        "rate": rate_found(folder),
+        "swa": weights_averaged(),
     }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("trainer")
-    (folder / "a").mkdir()
-    (folder / "b").mkdir()
-    return launch(everything, str(folder), world_size=2)
+    return launch(everything, str(tmp_path_factory.mktemp("trainer")), world_size=2)
 
 
-@pytest.mark.parametrize("name", ["validated", "plain, validated", "atc, validated"])
-def test_validation_is_of_the_average(outcomes: list[dict[str, Any]], name: str) -> None:
-    (trained, seen, found), (of_second, seen_by_second, found_by_second) = (ranks[name] for ranks in outcomes)
+def test_validation_is_of_the_average(outcomes: list[dict[str, Any]]) -> None:
+    (trained, seen, found), (of_second, seen_by_second, found_by_second) = (ranks["validated"] for ranks in outcomes)
     assert found == found_by_second
     assert found[1] == 2
     assert len(seen) == 2
@@ -239,47 +171,16 @@ def test_signal_ends_training_after_the_batch(outcomes: list[dict[str, Any]]) ->
         assert re.match(f"rank {rank}: signal {signal.SIGUSR1:d}: the job is not requeued", text)
 
 
-def test_early_stopping_and_plateau(outcomes: list[dict[str, Any]]) -> None:
-    for ranks in outcomes:
-        epochs, rate = ranks["early"]
-        assert epochs == 3
-        assert rate == pytest.approx(0.1 * 0.1**epochs)
-
-
-def test_after_training_the_average_is_tested_and_predicts(outcomes: list[dict[str, Any]]) -> None:
-    (average, seen, num_predictions, metrics), second = (ranks["evaluated"] for ranks in outcomes)
-    assert torch.equal(average, seen)
-    assert torch.equal(average, second[0])
-    assert num_predictions == 3 * NUM_BATCHES
-    assert metrics == second[3]
-
-
-@pytest.mark.parametrize("name", ["rate", "plain, rate"])
-def test_rate_finder_leaves_nothing_behind(outcomes: list[dict[str, Any]], name: str) -> None:
-    (rate, is_initial, files, num_steps), (of_second, _, _, _) = (ranks[name] for ranks in outcomes)
+def test_rate_finder_leaves_nothing_behind(outcomes: list[dict[str, Any]]) -> None:
+    (rate, is_initial, files, num_steps), (of_second, _, _, _) = (ranks["rate"] for ranks in outcomes)
     assert rate == of_second != 0.1
     assert is_initial
     assert not any("lr_find" in file for file in files)
     assert num_steps == 8 * NUM_BATCHES
 
 
-def test_rate_finder_as_a_callback(outcomes: list[dict[str, Any]]) -> None:
-    (rate, num_steps), (of_second, _) = (ranks["rate on the way"] for ranks in outcomes)
-    assert rate == of_second != 0.1
-    assert num_steps == 8 * NUM_BATCHES
-
-
-@pytest.mark.parametrize("name", ["swa", "swa, plain", "swa, atc"])
-def test_stochastic_weight_averaging_is_over_epochs_and_ranks(outcomes: list[dict[str, Any]], name: str) -> None:
-    (weights, epochs, _), (of_second, epochs_of_second, _) = (ranks[name] for ranks in outcomes)
+def test_stochastic_weight_averaging_is_over_epochs_and_ranks(outcomes: list[dict[str, Any]]) -> None:
+    (weights, epochs), (of_second, epochs_of_second) = (ranks["swa"] for ranks in outcomes)
     assert torch.equal(weights, of_second)
     expected = torch.stack([*epochs[1:4], *epochs_of_second[1:4]]).mean(0)
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-15)
-
-
-def test_stochastic_weight_averaging_estimates_batch_norm_anew(outcomes: list[dict[str, Any]]) -> None:
-    (weights, _, statistics), (of_second, _, statistics_of_second) = (ranks["swa, norm"] for ranks in outcomes)
-    assert torch.equal(weights, of_second)
-    assert torch.equal(statistics, statistics_of_second)
-    assert statistics.isfinite().all()
-    assert float(statistics[-1]) == NUM_BATCHES, "of the last pass over the data"

@@ -1,4 +1,4 @@
-"""accelerate, transformers and peft save every weight of a model, wrapped, bare and after close."""
+"""transformers and peft save every weight of a model, wrapped, bare and after close."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import accelerate
 import peft
-import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -19,25 +17,6 @@ from gossip import GossipDataParallel, launch
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 TOKENS = torch.arange(12).view(2, 6)
-
-
-class Tied(nn.Module):
-    """Several small tensors, of which two are one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 4)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-        self.head = nn.Linear(4, 12)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.embedding(input_ids)))
-
-
-def tied() -> nn.Module:
-    torch.manual_seed(0)
-    return Tied()
 
 
 def gpt() -> transformers.GPT2LMHeadModel:
@@ -70,8 +49,8 @@ def stages(make: Callable[[], nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_first() -> bool:
-    """accelerate and transformers write on rank 0 alone."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """transformers writes on rank 0 alone."""
+    return dist.get_rank() == 0
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -86,22 +65,6 @@ def distinct(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: values for name, values in module.state_dict().items() if name in names}
 
 
-def save_with_accelerate(folder: Path) -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    assert accelerator.num_processes == (dist.get_world_size() if dist.is_initialized() else 1)
-    for name, model in stages(tied):
-        path = folder / name
-        accelerator.save_model(model, path / "model")
-        accelerator.prepare_model(model, evaluation_mode=True)  # makes it one of those that save_state saves
-        accelerator.save_state(str(path / "state"))
-        accelerator.free_memory()
-        if is_first():
-            wanted = distinct(model)
-            assert len(wanted) == 6
-            for each in ("model", "state"):
-                assert_same(safetensors.torch.load_file(path / each / "model.safetensors"), wanted)
-
-
 def save_with_transformers(folder: Path) -> None:
     for name, model in stages(gpt):
         path = folder / name
@@ -114,7 +77,7 @@ def save_with_transformers(folder: Path) -> None:
 
 def save_with_peft(folder: Path) -> None:
     for name, model in stages(adapted):
-        path = folder / name / str(dist.get_rank() if dist.is_initialized() else 0)  # every rank writes
+        path = folder / name / str(dist.get_rank())  # every rank writes
         model.save_pretrained(path)
         adapters = {key: each for key, each in model.state_dict().items() if "lora" in key}
         assert len(adapters) == 4
@@ -124,23 +87,7 @@ def save_with_peft(folder: Path) -> None:
         assert_same(found.state_dict(), model.state_dict())
 
 
-@pytest.fixture
-def _no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A progress bar's stays, and transformers does not wait for the end of those that read weights."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
-
-
-LIBRARIES = [save_with_accelerate, save_with_transformers, save_with_peft]
-
-
-@pytest.mark.usefixtures("_no_threads")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's, of transformers
-@pytest.mark.parametrize("save", LIBRARIES)
-def test_library_saves_every_weight_in_one_process(save: Callable[[Path], None], tmp_path: Path) -> None:
-    save(tmp_path)
+LIBRARIES = [save_with_transformers, save_with_peft]
 
 
 def save_with_each(folder: Path) -> None:

@@ -17,7 +17,6 @@ from gossip import GossipDataParallel, GossipError, launch
 
 OPTIMIZERS = {
     "AdamW": functools.partial(AdamWScheduleFree, lr=0.05, foreach=False),
-    "AdamW, foreach": functools.partial(AdamWScheduleFree, lr=0.05, foreach=True),
     "SGD": functools.partial(SGDScheduleFree, lr=0.5, foreach=False),
 }
 

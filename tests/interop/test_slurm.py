@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import pytest
 from repository import REPOSITORY
 from slurm_cluster import cluster, why_not
 
-from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
 from gossip.lab.experiments.records import read_jsonl
 
 TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
@@ -167,28 +165,6 @@ def test_requeued_job_goes_on_in_the_first_attempts_folder(tmp_path: Path, slurm
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("completed", 2)
     assert [record["step"] for record in read_jsonl(folder / "rank1.jsonl")] == list(range(summary["steps"]))
-
-
-def test_usr1_to_the_tasks_saves_first(tmp_path: Path, slurm: dict[str, str]) -> None:
-    long = ("training.epochs=2000", "training.evaluate_every_epochs=0", "checkpoint.every=1000000")
-    command = ["srun", "-n", "2", "--job-name=long", *TRAIN, *TINY[1:], *long]
-    srun = subprocess.Popen(command, cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(path.stat().st_size for path in tmp_path.glob("outputs/*/rank0.jsonl")):
-        assert srun.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    run(slurm, tmp_path, "scancel", "--signal=USR1", "--name=long")
-    _, errors = srun.communicate(timeout=TIMEOUT_S)
-    assert srun.returncode == 128 + signal.SIGUSR1, errors
-    (folder,) = (tmp_path / "outputs").iterdir()
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    step = int(checkpoint.name.removeprefix("step_"))
-    check_sizes(checkpoint, read_manifest(checkpoint))
-    assert [len(read_jsonl(folder / f"rank{rank}.jsonl")) for rank in range(2)] == [step, step]
-    assert [line for line in errors.splitlines() if "resume=" in line] == [
-        f"go on from step {step} with resume={folder.relative_to(tmp_path)}"
-    ]
 
 
 def test_the_batch_script_of_the_page_about_several_nodes(tmp_path: Path, slurm: dict[str, str]) -> None:

@@ -1,0 +1,58 @@
+"""What users of another library pass on to GossipDataParallel, and what is refused in common, each by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from gossip import GossipDataParallel, GossipError
+
+_DISTRIBUTED_TYPES = ("NO", "MULTI_")  # prefixes of accelerate's: one process, or one per device
+
+
+def check_options(owner: str, options: Mapping[str, Any], taken: Mapping[str, str]) -> None:
+    """Refuse what is not an argument of GossipDataParallel, or is ``taken`` from elsewhere. Local."""
+    known = sorted(inspect.signature(GossipDataParallel).parameters.keys() - taken.keys())
+    for name, value in options.items():
+        if name in taken:
+            raise TypeError(f"{owner} got {name}={value!r}; leave it out, and {taken[name]}")
+        if name not in known:
+            raise TypeError(
+                f"{owner} got {name!r}, which is not an argument of GossipDataParallel; choose from {', '.join(known)}"
+            )
+
+
+def steps_in_backward(options: Mapping[str, Any]) -> bool:
+    """Return whether backward passes make the steps, as they do by default."""
+    return bool(options.get("step_in_backward", True))
+
+
+def released_gradients(call: str, remedy: str) -> GossipError:
+    """Return the error of a call that comes when the gradients have been released."""
+    return GossipError(
+        f"{call} finds no gradients: the update was made inside backward; {remedy}, or choose step_in_backward=False, "
+        "which keeps gradients until optimizer.step()"
+    )
+
+
+def check_accelerator(accelerator: Any, *, steps_in_backward: bool) -> None:
+    """Refuse what Accelerate, its launcher or the environment has set up and gossip cannot train with. Local."""
+    kind = accelerator.distributed_type.value
+    syncs_each_batch = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    refused = {
+        f"distributed_type {kind}, which divides or steps the model in its own way": (
+            not kind.startswith(_DISTRIBUTED_TYPES)
+        ),
+        "a parallelism_config, whose groups of ranks hold parts of one model": (
+            accelerator.parallelism_config is not None
+        ),
+        'mixed_precision="fp8", which replaces layers': accelerator.mixed_precision == "fp8",
+        "sync_each_batch=True, with which every backward pass would be a step": steps_in_backward and syncs_each_batch,
+    }
+    for what, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                f"the accelerator is set up with {what}: gossip trains one whole replica on each rank; leave it out of "
+                "Accelerator(...), TrainingArguments(...) and `accelerate config`"
+            )
