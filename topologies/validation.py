@@ -62,6 +62,7 @@ _INTERVALS: dict[str, Callable[[float], bool]] = {
     "between 0 and 1, both excluded": lambda number: 0.0 < number < 1.0,
     "above 0 and at most 1": lambda number: 0.0 < number <= 1.0,
     "at least 0 and below 1": lambda number: 0.0 <= number < 1.0,
+    "above 0": lambda number: number > 0.0,
     "above 0 and finite": lambda number: 0.0 < number < math.inf,
     "at least 0 and finite": lambda number: 0.0 <= number < math.inf,
 }

@@ -10,26 +10,16 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
 from gossip.errors import CheckpointError, reason
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and hash that a file must have.
-
-    Attributes
-    ----------
-    size : int
-        The size in bytes.
-    sha256 : str
-        The SHA-256 hash in hexadecimal digits.
-    """
+class FileRecord(NamedTuple):
+    """The size in bytes that a file must have, and its SHA-256 hash in hexadecimal digits."""
 
     size: int
     sha256: str
@@ -38,10 +28,7 @@ class FileRecord:
 class HashingFile:
     """A new file under construction, written only sequentially.
 
-    Attributes
-    ----------
-    error : OSError or None
-        The first error that writing raised: torch's own writer hides it behind one of its own.
+    ``error`` is the first that writing raised: torch's own writer hides it behind one of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,10 +71,8 @@ class HashingFile:
 def write_file(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
     """Create ``path`` with what ``write`` writes, and flush it to disk. Local.
 
-    Raises
-    ------
-    OSError
-        The file exists or cannot be written; the error has its path. What has been written is left in place.
+    Raises OSError: the file exists or cannot be written; the error has its path. What has been written is left in
+    place.
     """
     file = HashingFile(path)
     try:
@@ -111,10 +96,7 @@ def read_tensors(path: Path, record: FileRecord) -> Any:
 
     Nothing is unpickled before size and hash have been verified.
 
-    Raises
-    ------
-    CheckpointError
-        The file is missing, differs from its record, or holds more than tensors and plain data.
+    Raises CheckpointError: the file is missing, differs from its record, or holds more than tensors and plain data.
     """
     try:
         with open(path, "rb") as file:

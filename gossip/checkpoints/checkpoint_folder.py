@@ -24,7 +24,6 @@ from loguru import logger
 
 from gossip.checkpoints.checkpoint_files import FileRecord, sync_folder, write_file
 from gossip.errors import CheckpointError, reason
-from gossip.parameters.names import bare_names
 
 MANIFEST = "manifest.json"
 FORMAT = "gossip checkpoint"
@@ -32,19 +31,6 @@ FORMAT_VERSION = 2
 _STEP = re.compile(r"step_(\d{10,})(\.replaced)?")
 _PARTIAL = re.compile(r"\.step_\d{10,}(\.replaced)?\.partial")
 _OURS = re.compile(r"rank\d+\.pt|manifest\.json")
-_FIELDS: Mapping[str, type] = {
-    "step": int,
-    "world_size": int,
-    "files": dict,
-    "module": dict,
-    "optimizers": dict,
-    "buckets": list,
-    "topology": str,
-}
-
-
-#: Fields with names of parameters and buffers; earlier versions wrote those of compiled modules.
-_WITH_NAMES = ("module", "optimizers", "buckets", "unfrozen", "shard")
 
 
 def rank_file(rank: int) -> str:
@@ -87,7 +73,7 @@ def age_key(name: str) -> tuple[int, bool]:
 
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest, which completes a checkpoint; ``content`` is plain data, see ``_FIELDS``."""
+    """Write the manifest, which completes a checkpoint; ``content`` is plain data."""
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
     text = json.dumps(body | {"manifest_sha256": _digest(body)}, indent=1)
     write_file(checkpoint / MANIFEST, lambda file: file.write(text.encode()))
@@ -96,10 +82,7 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, verified.
 
-    Raises
-    ------
-    CheckpointError
-        There is no manifest, or it is damaged, of another program or of another format version.
+    Raises CheckpointError: there is no manifest, or it is damaged, of another program or of another format version.
     """
     path = checkpoint / MANIFEST
     try:
@@ -120,25 +103,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         )
     if body.pop("manifest_sha256", None) != _digest(body):
         raise CheckpointError(f"{path} is damaged: its hash does not match its contents")
-    for field, kind in _FIELDS.items():
-        if type(body.get(field)) is not kind:
-            raise CheckpointError(f"{path} is damaged: {field!r} is not of type {kind.__name__}")
-    records(body, path)
-    body |= bare_names({field: body[field] for field in _WITH_NAMES if field in body})
-    return body
+    manifest: dict[str, Any] = body
+    return manifest
 
 
-def records(manifest: Mapping[str, Any], path: Path | str = MANIFEST) -> list[FileRecord]:
+def records(manifest: Mapping[str, Any]) -> list[FileRecord]:
     """Return the records of the ranks' files, by rank."""
-    found = []
-    for rank in range(manifest["world_size"]):
-        entry = manifest["files"].get(rank_file(rank))
-        if not isinstance(entry, dict) or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
-            raise CheckpointError(f"{path} is damaged: it does not describe {rank_file(rank)}")
-        found.append(FileRecord(entry["size"], entry["sha256"]))
-    if not found:
-        raise CheckpointError(f"{path} is damaged: world_size is {manifest['world_size']}")
-    return found
+    return [FileRecord(**manifest["files"][rank_file(rank)]) for rank in range(manifest["world_size"])]
 
 
 def check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
@@ -164,10 +135,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Prevent other runs from saving into ``folder`` within the block; the lock ends with its process.
 
-    Raises
-    ------
-    CheckpointError
-        Another run is saving there at the moment.
+    Raises CheckpointError: another run is saving there at the moment.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -18,22 +18,14 @@ def run_on_all_ranks(replicas: Replicas, what: str, action: Callable[[], Any]) -
     No process continues before all have finished or failed. So no rank is left waiting for one that has failed, and all
     remain in step.
 
+    Raises CheckpointError: the action failed on some rank; raised on every rank, with rank and reason. A rank whose own
+    caller passed an invalid argument raises that ``TypeError`` or ``ValueError`` instead; ExchangeError: a rank did not
+    take part in time, and the ranks are no longer in step.
+
     Parameters
     ----------
-    replicas : Replicas
-        The replicas of this process.
-    what : str
-        What is being done, for error texts.
     action : callable
         Local; returns something that JSON can represent, since only JSON is sent.
-
-    Raises
-    ------
-    CheckpointError
-        The action failed on some rank; raised on every rank, with rank and reason. A rank whose own caller passed an
-        invalid argument raises that ``TypeError`` or ``ValueError`` instead.
-    ExchangeError
-        A rank did not take part in time, and the ranks are no longer in step.
     """
     answer, failure = None, None
     try:
@@ -56,17 +48,12 @@ def run_on_all_ranks(replicas: Replicas, what: str, action: Callable[[], Any]) -
     return [message["answer"] for message in messages]
 
 
-def compare(replicas: Replicas, entries: dict[str, str], what: str) -> None:
-    """Raise on every rank if any two ranks' ``entries`` differ. Collective.
-
-    Raises
-    ------
-    ManifestError
-        The text names the first entry that differs and both values.
-    """
+def compare(replicas: Replicas, entries: dict[str, str], what: str, advice: str = "") -> None:
+    """Raise ManifestError on every rank if any two ranks' ``entries`` differ, with the first that does. Collective."""
     digests = run_on_all_ranks(replicas, what, lambda: hashlib.sha256(json.dumps(entries).encode()).hexdigest())
     if len(set(digests)) > 1:
-        raise_on_all_ranks(replicas, ManifestError(first_difference(run_on_all_ranks(replicas, what, lambda: entries))))
+        found = first_difference(run_on_all_ranks(replicas, what, lambda: entries))
+        raise_on_all_ranks(replicas, ManifestError(f"{what}: {found}{advice}"))
 
 
 def raise_on_all_ranks(replicas: Replicas, error: Exception, cause: Exception | None = None) -> NoReturn:

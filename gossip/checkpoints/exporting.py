@@ -89,12 +89,8 @@ def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
 def write_module(module: nn.Module, path: Path) -> None:
     """Write the module as it is, in the format of :func:`export`. Local.
 
-    Raises
-    ------
-    OSError
-        The file cannot be written. An existing file is intact.
-    CheckpointError
-        The folder does not exist, or the format does not have the dtype of a tensor.
+    Raises OSError: the file cannot be written. An existing file is intact; CheckpointError: the folder does not exist,
+    or the format does not have the dtype of a tensor.
     """
     tensors = dict(exported_tensors(module))
     with SafetensorsFile(path, tensors, _metadata(module)) as file:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -24,14 +24,12 @@ from gossip.checkpoints.checkpoint_folder import (
     records,
 )
 from gossip.checkpoints.collective_errors import raise_on_all_ranks, run_on_all_ranks
-from gossip.checkpoints.model_description import first_difference
 from gossip.checkpoints.random_states import restore_rng_states
-from gossip.checkpoints.rank_state import SECTIONS_WITH_NAMES, check_sections
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import mean_state
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError
-from gossip.parameters.names import bare_names
+from gossip.parameters.manifest import first_difference
 from gossip.step.state.kept_objects import KeptObjects, Stateful, is_stateful
 
 
@@ -57,8 +55,7 @@ class Checkpoint:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Contents:
+class _Contents(NamedTuple):
     """What this process needs of a checkpoint, verified and read: the states of its ranks."""
 
     path: Path
@@ -160,14 +157,9 @@ def _restore(replicas: Replicas, contents: _Contents, parts: Mapping[str, Statef
     for name, part in parts.items():
         part.load_state_dict(contents.common["stateful"][name])
     numbers = contents.common.get("rng")
-    if numbers is not None and _num_processes(contents.manifest) == replicas.num_processes:
+    if numbers is not None and contents.manifest["num_processes"] == replicas.num_processes:
         left_out += restore_rng_states(numbers)  # last, because the calls above may have drawn random numbers
     return left_out
-
-
-def _num_processes(manifest: Mapping[str, Any]) -> int:
-    found: int = manifest.get("num_processes", manifest["world_size"])
-    return found
 
 
 def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool:
@@ -176,8 +168,7 @@ def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool
         if not is_stateful(part):
             raise TypeError(
                 f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out: plain data are "
-                "returned in the "
-                "result's data"
+                "returned in the result's data"
             )
     return is_step_folder(path)
 
@@ -186,17 +177,10 @@ def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool
 
 
 def _read_one(replicas: Replicas, path: Path) -> _Contents:
-    contents: list[_Contents] = []
-
-    def read() -> str:
-        contents.append(_read(path, replicas))
-        return _digest(contents[0])
-
-    digests = run_on_all_ranks(replicas, "this checkpoint cannot be loaded", read)
-    if len(set(digests)) > 1:
-        text = f"the ranks see different checkpoints under {path}; all ranks must share the folder"
-        raise_on_all_ranks(replicas, CheckpointError(text))
-    return contents[0]
+    contents, reason = _read_together(replicas, path)
+    if contents is None:
+        raise_on_all_ranks(replicas, CheckpointError(f"this checkpoint cannot be loaded: {reason}"))
+    return contents
 
 
 def _read_newest(replicas: Replicas, path: Path) -> _Contents:
@@ -212,33 +196,34 @@ def _read_newest(replicas: Replicas, path: Path) -> _Contents:
         name = max((proposal for proposal in proposals if proposal), key=age_key)
         if names and names[0] == name:
             names.pop(0)
-        contents: list[_Contents] = []
-        findings = run_on_all_ranks(replicas, f"reading {path / name}", lambda: _find(path / name, replicas, contents))  # noqa: B023
-        reasons = list(dict.fromkeys(finding["reason"] for finding in findings if finding["reason"]))
-        if not reasons and len({finding["digest"] for finding in findings}) > 1:
-            reasons = [f"the ranks see different checkpoints under {path / name}"]
-        if not reasons:
-            return contents[0]
-        rejected.append("; ".join(reasons))
+        contents, reason = _read_together(replicas, path / name, age_key(name)[0])
+        if contents is not None:
+            return contents
+        rejected.append(reason)
         if replicas.process == 0:
-            logger.warning("checkpoint {} is skipped: {}", name, rejected[-1])
+            logger.warning("checkpoint {} is skipped: {}", name, reason)
 
 
-def _find(path: Path, replicas: Replicas, contents: list[_Contents]) -> dict[str, str | None]:
-    """Return what is wrong with a checkpoint, or a digest that identifies it."""
-    try:
-        contents.append(_read(path, replicas))
-        saved_at = contents[0].manifest["step"]
-        if age_key(path.name)[0] != saved_at:
-            raise CheckpointError(f"{path} was renamed: it was saved at step {saved_at}")
-    except CheckpointError as error:
-        is_one_of_many = replicas.num_processes > 1
-        return {"reason": f"rank {replicas.process}: {error}" if is_one_of_many else str(error), "digest": None}
-    return {"reason": None, "digest": _digest(contents[0])}
+def _read_together(replicas: Replicas, path: Path, step: int | None = None) -> tuple[_Contents | None, str]:
+    """Read a checkpoint, of ``step`` by its name, in every process; or return what is wrong with it. Collective."""
+    contents: _Contents | None = None
 
+    def read() -> dict[str, str]:
+        nonlocal contents
+        try:
+            contents = _read(path, replicas)
+            saved_at = contents.manifest["step"]
+            if step not in (None, saved_at):
+                raise CheckpointError(f"{path} was renamed: it was saved at step {saved_at}")
+        except CheckpointError as error:
+            return {"reason": f"rank {replicas.process}: {error}" if replicas.num_processes > 1 else str(error)}
+        return {"digest": hashlib.sha256(json.dumps(contents.manifest, sort_keys=True).encode()).hexdigest()}
 
-def _digest(contents: _Contents) -> str:
-    return hashlib.sha256(json.dumps(contents.manifest, sort_keys=True).encode()).hexdigest()
+    findings = run_on_all_ranks(replicas, f"reading {path}", read)
+    reasons = list(dict.fromkeys(finding["reason"] for finding in findings if "reason" in finding))
+    if not reasons and any(finding != findings[0] for finding in findings):
+        reasons = [f"the ranks see different checkpoints under {path}; all ranks must share the folder"]
+    return None if reasons else contents, "; ".join(reasons)
 
 
 # ---------------------------------------------------------------------- reading
@@ -247,7 +232,7 @@ def _digest(contents: _Contents) -> str:
 def _read(path: Path, replicas: Replicas) -> _Contents:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    num_ranks, num_shards = manifest["world_size"], manifest.get("num_shards", 1)
+    num_ranks, num_shards = manifest["world_size"], manifest["num_shards"]
     is_same_shard = _is_divided_alike(replicas, manifest)
     if _has_same_ranks(replicas, manifest):
         states = [_read_rank(path, manifest, rank) for rank in replicas.ranks]
@@ -261,7 +246,7 @@ def _read(path: Path, replicas: Replicas) -> _Contents:
 
 def _is_divided_alike(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
     """Return whether the shards of the checkpoint are the shards that there are now."""
-    if manifest.get("num_shards", 1) != replicas.num_shards:
+    if manifest["num_shards"] != replicas.num_shards:
         return False
     return replicas.num_shards == 1 or manifest.get("shard") == json.loads(json.dumps(replicas.describe()["shard"]))
 
@@ -270,24 +255,14 @@ def _has_same_ranks(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
     """Return whether every rank here continues as the rank of its number in the checkpoint."""
     return (
         manifest["world_size"] == replicas.world_size
-        and _group_size(manifest) == replicas.group_size
+        and manifest["group_size"] == replicas.group_size
         and _is_divided_alike(replicas, manifest)
     )
 
 
-def _group_size(manifest: Mapping[str, Any]) -> int:
-    found: int = manifest.get("group_size", manifest.get("num_shards", 1))
-    return found
-
-
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    file = path / rank_file(rank)
-    state = read_tensors(file, records(manifest)[rank])
-    if isinstance(state, dict):
-        state |= bare_names({section: state[section] for section in SECTIONS_WITH_NAMES if section in state})
-    check_sections(state, manifest, str(file))
-    checked: dict[str, Any] = state
-    return checked
+    state: dict[str, Any] = read_tensors(path / rank_file(rank), records(manifest)[rank])
+    return state
 
 
 # ---------------------------------------------------------------------- compatibility
@@ -296,9 +271,11 @@ def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
 def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]) -> None:
     here = replicas.describe()
     for section in ("module", "optimizers"):
-        difference = first_difference(contents.manifest[section], here[section])
-        if difference is not None:
-            raise CheckpointError(f"{difference}; construct the same model as when it was saved")
+        if found := first_difference([contents.manifest[section], here[section]]):
+            raise CheckpointError(
+                f"{found.key} is {found.first} in the checkpoint, but {found.other} here; construct the same model as "
+                "when it was saved"
+            )
     saved = contents.common["stateful"]
     for name in parts:
         if name not in saved:
@@ -310,35 +287,30 @@ def _check_fit(replicas: Replicas, contents: _Contents, parts: Mapping[str, Any]
 
 def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Return in words what the run loses because of what has changed, and whether the messages in flight are kept."""
-    num_shards = manifest.get("num_shards", 1)
-    is_divided_alike = _is_divided_alike(replicas, manifest)
     if not _has_same_ranks(replicas, manifest):
-        before, now = manifest["world_size"] // _group_size(manifest), replicas.world_size // replicas.group_size
+        before, now = manifest["world_size"] // manifest["group_size"], replicas.world_size // replicas.group_size
         changes = [
             f"the replicas themselves: there were {before} and are now {now}, which all start from the mean of "
             "parameters, float buffers and optimizer state",
             "the states of the random number generators, and data and parts of all ranks but 0",
             "the messages in flight, and accumulated gradients",
         ]
-        if not is_divided_alike:
+        if not _is_divided_alike(replicas, manifest):
+            num_shards = manifest["num_shards"]
             changes.append(
                 f"the state of the algorithm: a replica was divided into {num_shards} shards, and is now divided into "
                 f"{replicas.num_shards}{' others' * (num_shards == replicas.num_shards)}"
             )
         return changes, False
     changes, here = [], replicas.describe()
-    if _num_processes(manifest) != replicas.num_processes:
+    if (before := manifest["num_processes"]) != replicas.num_processes:
         changes.append(
             f"the states of the random number generators, and data and parts of all ranks but 0: {replicas.world_size} "
-            f"ranks were trained in {_num_processes(manifest)} process{'es' * (_num_processes(manifest) > 1)} and are "
-            f"now in {replicas.num_processes}"
+            f"ranks were trained in {before} process{'es' * (before > 1)} and are now in {replicas.num_processes}"
         )
-    for section, are_others in (
-        ("buckets", "the buckets differ"),
-        ("topology", "the topology differs"),
-        ("compression", "the compression differs"),
-    ):
+    for section in ("buckets", "topology", "compression"):
         if manifest[section] != here[section]:
+            are_others = f"the {section} differ{'s' * (section != 'buckets')}"
             return [*changes, f"the messages in flight: {are_others}"], False
     return changes, True
 

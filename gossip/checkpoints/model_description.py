@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -30,15 +30,7 @@ def describe_module(module: nn.Module) -> dict[str, str]:
 def describe_optimizers(
     groups: Sequence[tuple[str, Sequence[Sequence[torch.Tensor]]]], named: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Describe types, groups and the place of each parameter, as state_dict() numbers parameters without their names.
-
-    Parameters
-    ----------
-    groups : sequence of (str, sequence of sequence of Tensor)
-        The type of each optimizer, and the parameters of its groups.
-    named : iterable of (str, Tensor)
-        The parameters that have a name.
-    """
+    """Describe types, groups and the place of each parameter, which state_dict() numbers without their names."""
     names = {id(parameter): repr(name) for name, parameter in named}
     entries = {"number of optimizers": str(len(groups))}
     for number, (kind, parameters_by_group) in enumerate(groups, 1):
@@ -61,14 +53,6 @@ def describe_buckets(buckets: Iterable[Bucket | BufferBucket]) -> list[str]:
         places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
         lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
     return lines
-
-
-def first_difference(saved: Mapping[str, str], present: Mapping[str, str]) -> str | None:
-    """Return the first entry that differs between a checkpoint and here, with both values, or None."""
-    for key in dict.fromkeys([*saved, *present]):
-        if saved.get(key) != present.get(key):
-            return f"{key} is {saved.get(key, 'nothing')} in the checkpoint, but {present.get(key, 'nothing')} here"
-    return None
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

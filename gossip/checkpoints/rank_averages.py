@@ -54,10 +54,7 @@ class Mean(NamedTuple):
 def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> Iterator[Mean]:
     """Return the mean of each exported tensor, to be taken in turn, every one completely. Collective.
 
-    Raises
-    ------
-    ManifestError
-        The ranks' tensors differ in shape, dtype or strides.
+    Raises ManifestError: the ranks' tensors differ in shape, dtype or strides.
     """
     module = engine.module
     engine.frozen.compare()

@@ -29,13 +29,7 @@ from gossip.wrapper import GossipDataParallel
 
 
 class RankReplica(Replicas):
-    """The replica of a model and its optimizers.
-
-    Parameters
-    ----------
-    model : GossipDataParallel
-        The model of this rank.
-    """
+    """The replica of a model and its optimizers."""
 
     def __init__(self, model: GossipDataParallel) -> None:
         self._model = model

@@ -50,13 +50,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def gather(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the payloads of all processes, in their order. Collective.
-
-        Raises
-        ------
-        ExchangeError
-            A process did not take part in time.
-        """
+        """Return the payloads of all processes, in their order. Collective."""
 
     @abstractmethod
     def check_between_steps(self) -> None:
@@ -78,10 +72,7 @@ class Replicas(ABC):
     def settle(self) -> None:
         """Await the messages in flight, and compare what must be equal on all ranks. Collective; before :meth:`states`.
 
-        Raises
-        ------
-        ExchangeError
-            A message did not arrive.
+        Raises ExchangeError: a message did not arrive.
         """
 
     @abstractmethod
@@ -95,10 +86,7 @@ class Replicas(ABC):
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of the shard here, from those of the shards of another division, in order. Local.
 
-        Raises
-        ------
-        CheckpointError
-            They are not those of this model, or cannot be had here.
+        Raises CheckpointError: they are not those of this model, or cannot be had here.
         """
 
     @abstractmethod
@@ -123,10 +111,6 @@ class Replicas(ABC):
         All processes must run through it to the end. No mean is computed before it is asked for; who drops each before
         the next holds a single one at a time.
 
-        Raises
-        ------
-        ManifestError
-            The ranks' tensors differ in shape; raised in every process, before the iterator is returned.
-        ExchangeError
-            A process did not take part in time.
+        Raises ManifestError: the ranks' tensors differ in shape; raised in every process, before the iterator is
+        returned.
         """

@@ -22,10 +22,7 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     that have it. Integers, step counters, parameter groups and parts are those of the old rank 0. Gradients, messages
     in flight and the states of random number generators belong to single ranks, and are left out.
 
-    Raises
-    ------
-    CheckpointError
-        The states do not match each other.
+    Raises CheckpointError: the states do not match each other.
     """
     mean = _Mean()
     for rank, state in enumerate(states):

@@ -54,8 +54,6 @@ class SafetensorsFile:
         The path of the complete file. Until then it is ``.NAME.partial`` in the same folder.
     tensors : mapping of str to Tensor
         Shape and dtype by name of all that will be written; values are not read, so the device "meta" will do.
-    metadata : mapping of str to str
-        What else the header holds.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -70,12 +68,8 @@ class SafetensorsFile:
     def begin(self) -> None:
         """Create the file and write its header.
 
-        Raises
-        ------
-        CheckpointError
-            The folder does not exist, or the format has no name for the dtype of a tensor.
-        OSError
-            The file cannot be written.
+        Raises CheckpointError: the folder does not exist, or the format has no name for the dtype of a tensor; OSError:
+        the file cannot be written.
         """
         if not self._path.parent.is_dir():
             raise CheckpointError(f"{self._path.parent} is not a folder; create it first")
@@ -86,10 +80,7 @@ class SafetensorsFile:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one of the tensors that were announced, on any device and of any strides, in pieces of up to 16 MiB.
 
-        Raises
-        ------
-        OSError
-            The file cannot be written.
+        Raises OSError: the file cannot be written.
         """
         announced = self._tensors[name]
         assert (tensor.shape, tensor.dtype) == (announced.shape, announced.dtype), name
@@ -104,10 +95,7 @@ class SafetensorsFile:
     def finish(self) -> None:
         """Flush the file to disk, and give it its name.
 
-        Raises
-        ------
-        OSError
-            The file cannot be written. An older file is intact.
+        Raises OSError: the file cannot be written. An older file is intact.
         """
         assert self._descriptor is not None
         assert not self._starts, f"{sorted(self._starts)} were not written"

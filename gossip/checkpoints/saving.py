@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,11 +13,11 @@ from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
-from gossip.checkpoints.collective_errors import compare, raise_on_all_ranks, run_on_all_ranks
-from gossip.checkpoints.rank_state import parts_state
+from gossip.checkpoints.collective_errors import compare, run_on_all_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError, reason
+from gossip.parameters.serializable_state import state_of, to_serializable
 from gossip.step.state.kept_objects import is_stateful
 from gossip.version import __version__
 
@@ -58,8 +57,10 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
         An argument, or something in a part's state, cannot be saved, or a part has the name of an object that the model
         keeps; nothing has been written.
     CheckpointError
-        A rank could not write (disk full, no permission), or the ranks are at different steps; raised on every rank,
-        with rank, path and reason. Earlier checkpoints are intact, and training can continue.
+        A rank could not write (disk full, no permission); raised on every rank, with rank, path and reason. Earlier
+        checkpoints are intact, and training can continue.
+    ManifestError
+        The ranks are at different steps, or do not save the same thing; raised on every rank.
     ExchangeError
         A rank did not take part within the model's ``timeout``.
 
@@ -104,36 +105,29 @@ def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> P
 def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> dict[str, Any]:
     """Check everything that can be checked before writing, here and between the processes.
 
-    Returns the sections that all ranks here have in common, the parts.
+    Returns the sections that all ranks here have in common: the states of the parts that have one, and plain data.
     """
-    shared: dict[str, Any] = {}
+    shared: dict[str, Any] = {"stateful": {}, "data": {}}
+    entries = {"step": str(replicas.step), "folder": os.path.abspath(path)}
 
-    def check() -> dict[str, Any]:
+    def check() -> None:
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
-        everything = replicas.kept.with_parts(parts)
-        shared.update(parts_state(everything))
+        for name, part in replicas.kept.with_parts(parts).items():
+            if is_stateful(part):
+                where = f"{name}.state_dict()"
+                shared["stateful"][name] = to_serializable(state_of(part, where), where)
+            else:
+                shared["data"][name] = to_serializable(part, name)
         replicas.check_savable()
-        return {
-            "step": replicas.step,
-            "folder": os.path.abspath(path),
-            "parts": [f"{name} ({'stateful' if is_stateful(part) else 'data'})" for name, part in everything.items()],
-        }
 
-    announced = run_on_all_ranks(replicas, f"gossip.save at step {replicas.step}", check)
-    for rank, described in enumerate(announced):
-        for what, value in described.items():
-            if value != announced[0][what]:
-                text = (
-                    f"the ranks do not save the same thing: {what} is {announced[0][what]} on rank 0, but {value} on "
-                    f"rank {rank}; call gossip.save on every rank after the same number of steps, with the same "
-                    "arguments"
-                )
-                raise_on_all_ranks(replicas, CheckpointError(text))
+    run_on_all_ranks(replicas, f"gossip.save at step {replicas.step}", check)
+    entries["parts"] = str({kind: list(named) for kind, named in shared.items()})
     description = replicas.describe()
-    entries = description["module"] | description["optimizers"]
+    entries |= description["module"] | description["optimizers"]
     entries |= {f"bucket {index}": text for index, text in enumerate(description["buckets"])}
-    compare(replicas, entries, "comparing what is saved")
+    advice = "; call gossip.save on every rank after the same number of steps, with the same arguments"
+    compare(replicas, entries, "comparing what is saved", advice)
     return shared
 
 
@@ -149,7 +143,7 @@ def _write_ranks(replicas: Replicas, path: Path, shared: dict[str, Any]) -> dict
     files = {}
     for rank, state in zip(replicas.ranks, replicas.states(), strict=True):
         name = layout_on_disk.rank_file(rank)
-        files[name] = dataclasses.asdict(write_tensors(partial / name, state | shared))
+        files[name] = write_tensors(partial / name, state | shared)._asdict()
     sync_folder(partial)
     return files
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from gossip.checkpoints.rank_averages import Mean
 from gossip.parameters import digests
+from gossip.sharding.local_group import LocalGroup
 
 
 def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
@@ -16,15 +17,7 @@ def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
     return [length if place == dimension else size for place, size in enumerate(shape)]
 
 
-def gather_shards(
-    mean: Mean,
-    dimension: int,
-    length: int,
-    gather: Callable[[torch.Tensor, int, int, str], torch.Tensor | None],
-    num_shards: int,
-    *,
-    is_first: bool,
-) -> torch.Tensor | None:
+def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) -> torch.Tensor | None:
     """Return the shards as one, without what pads them, on the group's first rank. Collective over the group.
 
     Parameters
@@ -33,13 +26,8 @@ def gather_shards(
         Of this rank's shard, padded to the size of the first rank's; every rank of the group has its own.
     dimension, length : int
         The dimension along which the tensor is divided, and its length there.
-    gather : callable
-        The method of the group.
-    num_shards : int
-        The number of ranks in the group.
-    is_first : bool
-        Whether this is the group's first rank.
     """
+    num_shards, is_first = group.num_shards, group.world.rank == 0
     shape = mean.tensor.shape
     whole = torch.empty(whole_shape(shape, dimension, length) if is_first else [0], dtype=mean.tensor.dtype)
     rows = whole.view(math.prod(shape[:dimension]), -1) if whole.numel() else whole
@@ -48,9 +36,9 @@ def gather_shards(
     start = 0
     for chunk in mean.chunks:
         for piece in chunk.split(piece_numel):
-            gathered = gather(piece, 0, num_shards * len(piece), f"gathering {mean.name!r}")
-            if gathered is not None and len(piece):
-                _place_(rows, gathered.view(num_shards, -1), start, math.prod(shape[dimension:]))
+            gathered = group.gather(piece.cpu(), f"gathering {mean.name!r}") if len(piece) else None
+            if gathered is not None:
+                _place_(rows, gathered, start, math.prod(shape[dimension:]))
             start += len(piece)
     return whole if is_first else None
 

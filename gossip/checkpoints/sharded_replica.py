@@ -18,12 +18,7 @@ from gossip.wrapper import GossipDataParallel
 
 
 class ShardedReplica(RankReplica):
-    """That of a model with ``mesh=``: the ranks of a checkpoint are all ranks of all groups, group by group.
-
-    Parameters
-    ----------
-    model : GossipDataParallel
-    """
+    """That of a model with ``mesh=``: the ranks of a checkpoint are all ranks of all groups, group by group."""
 
     def __init__(self, model: GossipDataParallel) -> None:
         super().__init__(model)
@@ -80,7 +75,7 @@ class ShardedReplica(RankReplica):
             return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
             if divided is not None:
-                return gather_shards(mean, *divided, self._shards.gather, self.num_shards, is_first=is_first)
+                return gather_shards(mean, *divided, self._shards)
             tensor = mean.assemble(is_kept=True)
             assert tensor is not None
             if is_averaged(tensor):

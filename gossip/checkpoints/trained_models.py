@@ -19,10 +19,7 @@ TrainedModel = GossipDataParallel | VirtualWorkers
 def replicas_of(model: TrainedModel) -> Replicas:
     """Return the replicas of ``model`` that this process holds.
 
-    Raises
-    ------
-    TypeError
-        ``model`` is neither a GossipDataParallel nor VirtualWorkers.
+    Raises TypeError: ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
     if isinstance(model, GossipDataParallel):
         return RankReplica(model) if model._live().shards is None else ShardedReplica(model)
@@ -36,10 +33,7 @@ def replicas_of(model: TrainedModel) -> Replicas:
 def collectively(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
     """Run ``operation`` on the replicas here; if a rank is lost meanwhile, the remaining ranks may repeat it.
 
-    Raises
-    ------
-    TypeError
-        ``model`` is neither a GossipDataParallel nor VirtualWorkers.
+    Raises TypeError: ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
     if not isinstance(model, GossipDataParallel):
         return operation(replicas_of(model))

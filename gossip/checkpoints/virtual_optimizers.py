@@ -24,8 +24,6 @@ class StackedOptimizer:
     ----------
     optimizer : Optimizer
         An optimizer over stacks, [k, *shape]; the stacks of one parameter are consecutive.
-    shards : sequence of Shard
-        The shards, in the order of the stacks of a parameter.
     """
 
     def __init__(self, optimizer: Optimizer, shards: Sequence[Shard]) -> None:

@@ -27,13 +27,7 @@ from gossip.virtual.workers import VirtualWorkers
 
 
 class VirtualReplicas(Replicas):
-    """The replicas of virtual workers.
-
-    Parameters
-    ----------
-    workers : VirtualWorkers
-        The workers that hold the replicas.
-    """
+    """The replicas of virtual workers."""
 
     process, num_processes = 0, 1
 
@@ -65,8 +59,7 @@ class VirtualReplicas(Replicas):
         if self._workers._replay is not None:
             raise GossipError(
                 f"step {self.step}: a replay can be neither saved nor loaded, because its replicas are at different "
-                "steps; "
-                "run it again, which gives the same result"
+                "steps; run it again, which gives the same result"
             )
         self._updater.stack_new_groups()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +10,13 @@ import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks
+from gossip.compression.random_draws import check_seed
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages
-from gossip.compression.stacked_codec import Edges, KnownEdges, StackedArrival, StackedCodec, message_rows
+from gossip.compression.stacked_codec import Edges, KnownRounds, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
+from topologies.validation import check_real
 
 #: The factor between the ratio and gamma, which is at most 1. With twice the factor some topologies diverge.
 _GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}
@@ -82,12 +83,10 @@ class Choco(Compression):
     ) -> None:
         if sparsifier not in SPARSIFIERS:
             raise ValueError(f"there is no sparsifier {sparsifier!r}; choose one of {', '.join(SPARSIFIERS)}")
-        if ratio is not None and (not isinstance(ratio, int | float) or not 0 < ratio <= 1):
-            raise ValueError(f"ratio must be a number above 0 and at most 1, or None for the default, got {ratio!r}")
-        if gamma is not None and (not isinstance(gamma, int | float) or not math.isfinite(gamma) or not 0 < gamma <= 1):
-            raise ValueError(f"gamma must be a number above 0 and at most 1, or None for the default, got {gamma!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"seed must be an integer, got {seed!r}")
+        for name, given in (("ratio", ratio), ("gamma", gamma)):
+            if given is not None:
+                check_real(name, given, "above 0 and at most 1", example=0.1)
+        check_seed(seed)
         self.sparsifier = sparsifier
         self.ratio = _RATIO[sparsifier] if ratio is None else ratio
         self.gamma = _default_gamma(sparsifier, self.ratio) if gamma is None else gamma
@@ -200,7 +199,7 @@ class StackedChocoCodec(StackedCodec):
         bucket = sparsifier.bucket
         self._sparsifier = sparsifier
         self._gamma = gamma
-        self._edges = KnownEdges(bucket.numel, bucket.device)
+        self._edges = KnownRounds(partial(Edges, numel=bucket.numel, device=bucket.device))
         shape = world_size, bucket.numel
         self.known = torch.zeros(shape, dtype=bucket.accumulation_dtype, device=bucket.device)
         self.total = torch.zeros(shape, dtype=torch.float64, device=bucket.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -158,6 +158,16 @@ class BucketShape:
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype in which messages are summed: float64 for float64 values, otherwise float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def gaps(numel: int, views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[slice]:
+    """Return the ranges of ``numel`` flat values that none of the views (shape, stride, offset) has."""
+    outside = torch.ones(numel + 2, dtype=torch.int8)
+    outside[0] = outside[-1] = 0
+    for shape, stride, offset in views:
+        outside.as_strided(shape, stride, 1 + offset).fill_(0)
+    changes = outside.diff().nonzero().flatten().tolist()
+    return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
 
 
 class Codec(ABC):

@@ -68,13 +68,6 @@ class CompiledPasses(EagerPasses):
     """The same as :class:`EagerPasses`, bit for bit, in host memory.
 
     Each pass is one call that releases Python's lock. It works on a block while the block is in the nearest cache.
-
-    Parameters
-    ----------
-    layout : Layout
-        The layout of the messages.
-    library : ctypes.CDLL
-        The compiled functions.
     """
 
     def __init__(self, layout: Layout, library: ctypes.CDLL) -> None:

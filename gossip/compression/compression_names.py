@@ -30,10 +30,8 @@ COMPRESSIONS: Registry[Callable[..., Compression]] = Registry(
 def resolve_compression(compression: str | Compression | None) -> Compression:
     """Return ``compression`` itself, or the one of that name; None means that the values are sent as they are.
 
-    Raises
-    ------
-    ValueError, TypeError
-        There is no compression of that name, or the argument is neither a name nor a compression.
+    Raises ValueError, TypeError: there is no compression of that name, or the argument is neither a name nor a
+    compression.
     """
     if compression is None:
         return Uncompressed()

@@ -235,6 +235,9 @@ def _no_gradients() -> AbstractContextManager[object]:
 def carry(conversations: Mapping[int, Conversation]) -> int:
     """Carry conversations between ranks in one process, to their end.
 
+    Raises GossipError: a rank sends what its peer does not expect: the codec's turns differ between the two ends of an
+    edge.
+
     Parameters
     ----------
     conversations : mapping of int to Conversation
@@ -244,11 +247,6 @@ def carry(conversations: Mapping[int, Conversation]) -> int:
     -------
     int
         The number of bytes sent.
-
-    Raises
-    ------
-    GossipError
-        A rank sends what its peer does not expect: the codec's turns differ between the two ends of an edge.
     """
     turns = {rank: conversation.opening for rank, conversation in conversations.items()}
     num_bytes = _hand_over(turns)

@@ -36,13 +36,6 @@ class EagerPasses:
     """Passes over the blocks of one bucket, on one device.
 
     All tensors may have a leading dimension, which is ranks: few enough to fit a CPU's cache together.
-
-    Parameters
-    ----------
-    layout : Layout
-        The layout of the messages.
-    device : torch.device
-        The device of the tensors.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -149,19 +142,10 @@ class EagerPasses:
             The lattice constants of which the differences are multiples.
         """
         left, right = self._layout.fields(own), self._layout.fields(peers)
-        shifts = None
-        if torch.equal(left.levels, right.levels):
-            coarser = finer = left.levels
-            is_raw = finer == RAW
-            steps = exponents(finer).masked_fill_(is_raw, 0)
-        else:
-            coarser, finer = torch.maximum(left.levels, right.levels), torch.minimum(left.levels, right.levels)
-            is_raw = finer == RAW
-            steps = exponents(finer).masked_fill_(is_raw, 0)
-            own_coarser, peers_coarser = (
-                (exponents(side) - steps).masked_fill_(is_raw, 0) for side in (left.levels, right.levels)
-            )
-            shifts = own_coarser, peers_coarser
+        coarser, finer = torch.maximum(left.levels, right.levels), torch.minimum(left.levels, right.levels)
+        is_raw = finer == RAW
+        steps = exponents(finer).masked_fill_(is_raw, 0)
+        shifts = [(exponents(side) - steps).masked_fill_(is_raw, 0) for side in (left.levels, right.levels)]
         slower = (coarser - PATIENCE).clamp_(FINEST, COARSEST).masked_fill_(coarser == RAW, RAW)
         fits, peaks = self._subtract(left, right, shifts, differences)
         resent = fits.logical_not_().logical_or_(is_raw)
@@ -174,39 +158,36 @@ class EagerPasses:
         self,
         own: Fields,
         peers: Fields,
-        shifts: tuple[torch.Tensor, torch.Tensor] | None,
+        shifts: Sequence[torch.Tensor],
         differences: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill ``differences``, and return where they match the checksums and the largest of each block.
 
         The former is [num_blocks], bool, the latter int32. ``shifts`` are the octaves by which this rank's lattice, and
-        the peer's, are coarser than the finer of the two, [num_blocks], int32; None if they are equal.
+        the peer's, are coarser than the finer of the two, [num_blocks], int32.
         """
         digests = torch.empty_like(own.checksums)
         largest, smallest = torch.empty((2, *digests.shape), dtype=torch.int8, device=self._device)
         num_blocks, block_numel = self._layout.num_blocks, self._layout.block_numel
         dim = digests.dim() - 1
         weights = self._weights[:block_numel]
-        own_checksums, peer_checksums = own.checksums, peers.checksums
-        near: torch.Tensor | None = None
-        if shifts is not None:
-            near = torch.maximum(*shifts) <= MAX_SHIFT
-            own_shifts, peer_shifts = (shift.clamp(max=MAX_SHIFT) for shift in shifts)
-            is_shifted = (own_shifts + peer_shifts).ne(0)
-            own_checksums, peer_checksums = own_checksums << own_shifts, peer_checksums << peer_shifts
+        near = torch.maximum(*shifts) <= MAX_SHIFT
+        own_shifts, peer_shifts = (shift.clamp(max=MAX_SHIFT) for shift in shifts)
+        is_shifted = (own_shifts + peer_shifts).ne(0)
         for blocks in block_ranges(num_blocks, block_numel, self._device):
             left, right = _some(own.codes, blocks, dim), _some(peers.codes, blocks, dim)
-            if shifts is not None and bool(is_shifted[..., blocks].any()):
+            if bool(is_shifted[..., blocks].any()):
                 left = (left.to(torch.int32) << own_shifts[..., blocks, None]).to(torch.uint8)
                 right = (right.to(torch.int32) << peer_shifts[..., blocks, None]).to(torch.uint8)
             out = (_some(each, blocks, dim) for each in (differences, digests, largest, smallest))
             _subtract_codes(left, right, weights, self._layout.bits, *out)
         unit = self.unit
-        fits = digests == (peer_checksums - own_checksums) * unit
+        expected = (peers.checksums << peer_shifts) - (own.checksums << own_shifts)
+        fits = (digests == expected * unit) & near
         peaks = torch.maximum(largest.to(torch.int32), smallest.to(torch.int32).neg_())
         if unit > 1:
             peaks //= unit
-        return fits if near is None else fits & near, peaks
+        return fits, peaks
 
     def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
         """Yield the sum of differences [num_blocks, block_numel] times scales [num_blocks], some blocks at a time."""

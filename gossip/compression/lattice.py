@@ -49,30 +49,19 @@ def eighths(device: torch.device) -> torch.Tensor:
     return torch.tensor(powers, dtype=torch.float64, device=device)
 
 
-class Tables(NamedTuple):
-    """Random numbers that are equal on every rank.
-
-    Attributes
-    ----------
-    noise : Tensor, [NOISE_PERIOD + CHUNK_NUMEL], float32
-        Each number of a grid once: from a random place on, every value is equally likely, and neighbouring values are
-        independent of each other.
-    weights : Tensor, [BLOCK_NUMEL], int32
-        Odd factors by which checksums multiply integers.
-    """
-
-    noise: torch.Tensor
-    weights: torch.Tensor
-
-
 @functools.cache
-def tables(device: torch.device) -> Tables:
-    """Return the tables in the memory of this device."""
+def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random numbers that are equal on every rank: noise and weights.
+
+    Noise, [NOISE_PERIOD + CHUNK_NUMEL], float32, has each number of a grid once: from a random place on, every value is
+    equally likely, and neighbouring values are independent of each other. Weights, [BLOCK_NUMEL], int32, are odd
+    factors by which checksums multiply integers.
+    """
     source = torch.Generator().manual_seed(0x6C617474696365)
     grid = (torch.randperm(NOISE_PERIOD, generator=source) + 0.5) / NOISE_PERIOD
     noise = torch.cat([grid, grid[:CHUNK_NUMEL]]).to(device)
     weights = torch.randint(-(2**30), 2**30, (BLOCK_NUMEL,), generator=source, dtype=torch.int32)
-    return Tables(noise, (2 * weights + 1).to(device))
+    return noise, (2 * weights + 1).to(device)
 
 
 class Fields(NamedTuple):

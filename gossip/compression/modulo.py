@@ -16,9 +16,10 @@ from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turn
 from gossip.compression.eager_passes import block_ranges, largest_distances
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
-from gossip.compression.random_draws import generator
+from gossip.compression.random_draws import check_seed, generator
 from gossip.compression.stacked_codec import (
-    KnownEdges,
+    Edges,
+    KnownRounds,
     Readers,
     StackedArrival,
     StackedCodec,
@@ -70,8 +71,7 @@ class ModuloQuantization(Compression):
             raise ValueError(f"bits must be 4 or 8, got {bits!r}")
         if not isinstance(headroom, int | float) or not 1 <= headroom < math.inf:
             raise ValueError(f"headroom must be a number of at least 1, got {headroom!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"seed must be an integer, got {seed!r}")
+        check_seed(seed)
         self.bits = bits
         self.headroom = headroom
         self.seed = seed
@@ -113,13 +113,6 @@ class ModuloArithmetic:
 
     All tensors may have leading dimensions, which are ranks.
 
-    Parameters
-    ----------
-    compression : ModuloQuantization
-        The constants.
-    bucket : BucketShape
-        The bucket.
-
     Attributes
     ----------
     layout : Layout
@@ -157,8 +150,6 @@ class ModuloArithmetic:
             The values.
         levels : Tensor, [num_blocks], int16
             The finest level allowed for each block.
-        step : int
-            The step, from which the noise is drawn.
         points : Tensor, [num_blocks, block_numel]
             Filled with the lattice points.
         message : Tensor, [num_bytes], uint8
@@ -399,7 +390,7 @@ class StackedModuloCodec(StackedCodec):
         self._arithmetic = ModuloArithmetic(compression, bucket)
         self._layout = layout = self._arithmetic.layout
         device = bucket.device
-        self._edges = KnownEdges(bucket.numel, device)
+        self._edges = KnownRounds(partial(Edges, numel=bucket.numel, device=device))
         self._points = torch.zeros((world_size, layout.numel), dtype=bucket.accumulation_dtype, device=device)
         self._blocks = self._points.view(world_size, layout.num_blocks, layout.block_numel)
         self._messages = message_rows(world_size, layout.num_bytes, device)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec, gaps
 from gossip.compression.conversation import Arrival, Messages, Turn, Turns, arrived
-from gossip.compression.random_draws import generator
+from gossip.compression.random_draws import check_seed, generator
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
+from topologies.validation import check_integer
 
 
 class PowerGossip(Compression):
@@ -47,11 +48,8 @@ class PowerGossip(Compression):
     """
 
     def __init__(self, rank: int = 1, *, seed: int = 0) -> None:
-        for name, value in (("rank", rank), ("seed", seed)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}; 1 or 2 is usual")
+        check_integer("rank", rank, minimum=1)
+        check_seed(seed)
         self.rank = rank
         self.seed = seed
 
@@ -120,7 +118,7 @@ class PowerCodec(WholeCodec):
         self._matrices = [
             Matrix(*view) for view in bucket.views if len(view[0]) > 1 and _is_worth_it(view[0], compression.rank)
         ]
-        self._plain = _segments_outside(self._matrices, bucket)
+        self._plain = gaps(bucket.numel, ((each.shape, each.stride, each.offset) for each in self._matrices))
         self._num_plain = sum(segment.stop - segment.start for segment in self._plain)
         self._receive_buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._step = 0
@@ -243,16 +241,6 @@ def _is_worth_it(shape: Sequence[int], num_vectors: int) -> bool:
     """Return whether a message of either kind is at most half as large as the matrix."""
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     return min(rows, columns) >= 2 * num_vectors
-
-
-def _segments_outside(matrices: Sequence[Matrix], bucket: BucketShape) -> list[slice]:
-    """Return the ranges of the flat values that belong to no matrix."""
-    outside = torch.ones(bucket.numel + 2, dtype=torch.int8)
-    outside[0] = outside[-1] = 0
-    for matrix in matrices:
-        matrix.view(outside[1:-1]).fill_(0)
-    changes = outside.diff().nonzero().flatten().tolist()
-    return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
 
 
 def _orthonormal(vectors: torch.Tensor, fallbacks: Callable[[], Sequence[torch.Tensor]], number: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from gossip.compression.codec import BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, arrived
 from gossip.compression.sparsifiers import Part, parts_of
 from topologies import Round
+from topologies.validation import check_real
 
 BLOCK_NUMEL = 4096
 
@@ -23,22 +24,18 @@ class SparseQuantization(Compression):
     each value its place, 16 bits, and its point, b bits, and for each block s, 32 bits (64 for float64). No state is
     kept: it is for messages whose senders keep what the messages leave out, such as :class:`gossip.SparseLoCo`'s.
 
+    Raises ValueError: an argument is outside its range.
+
     Parameters
     ----------
     ratio : float
         The share of the values that is sent, above 0 and at most 1.
     bits : int
         b, which is 2, 4 or 8.
-
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
     """
 
     def __init__(self, ratio: float = 1 / 64, bits: int = 2) -> None:
-        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"ratio must be a number above 0 and at most 1, got {ratio!r}")
+        check_real("ratio", ratio, "above 0 and at most 1", example=1 / 64)
         if bits not in (2, 4, 8):
             raise ValueError(f"bits must be 2, 4 or 8, got {bits!r}")
         self.ratio, self.bits = ratio, bits

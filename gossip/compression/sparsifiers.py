@@ -58,15 +58,6 @@ class Sparsifier(ABC):
     The decoded result depends only on the payload, ``seed``, step and bucket, so it is equal on all ranks that read it.
     All tensors may have leading dimensions, which are ranks; payloads are then rows of :func:`message_rows`.
 
-    Parameters
-    ----------
-    bucket : BucketShape
-        The bucket.
-    ratio : float
-        The share of the values that is kept.
-    seed : int
-        The seed of random places.
-
     Attributes
     ----------
     block_numel : int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from topologies import Round
 _DEVICE_NUMEL = 2**24
 """The number of elements processed at a time on a device other than the CPU, enough to keep it busy."""
 _MAX_KNOWN = 128
+Made = TypeVar("Made")
 
 
 class StackedArrival(NamedTuple):
@@ -44,19 +45,12 @@ class StackedCodec(ABC):
     def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
         """Make one exchange of all ranks.
 
+        Raises GossipError: a rank sends what its peer does not expect.
+
         Parameters
         ----------
         stacks : sequence of Tensor, [k, numel]
             The values of consecutive ranks, one stack per device.
-        round_ : Round
-            The round.
-        step : int
-            The step that the exchange belongs to.
-
-        Raises
-        ------
-        GossipError
-            A rank sends what its peer does not expect.
         """
 
     @abstractmethod
@@ -96,12 +90,8 @@ class Edges:
 
     Parameters
     ----------
-    round_ : Round
-        The round.
     numel : int
         The length of a row; only as many rows are processed together as fit a CPU's cache.
-    device : torch.device
-        The device of the stack.
 
     Attributes
     ----------
@@ -137,22 +127,19 @@ class Edges:
                 )
 
 
-class KnownEdges:
-    """The edges of recent rounds, for rows of one length."""
+class KnownRounds(Generic[Made]):
+    """What ``make`` makes of recent rounds, by id: comparing two rounds takes as long as making it."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self._numel = numel
-        self._device = device
-        self._known: dict[int, tuple[Round, Edges]] = {}  # by id: comparing two rounds takes as long as making them
+    def __init__(self, make: Callable[[Round], Made]) -> None:
+        self._make = make
+        self._known: dict[int, tuple[Round, Made]] = {}  # with the round, so that its id is not reused
 
-    def of(self, round_: Round) -> Edges:
-        known = self._known.get(id(round_))
-        if known is None:
+    def of(self, round_: Round) -> Made:
+        if id(round_) not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            # Keep the round, so that its id is not reused.
-            known = self._known[id(round_)] = round_, Edges(round_, self._numel, self._device)
-        return known[1]
+            self._known[id(round_)] = round_, self._make(round_)
+        return self._known[id(round_)][1]
 
 
 def rows_at_a_time(numel: int, device: torch.device) -> int:

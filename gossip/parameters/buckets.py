@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import to_dlpack
 
-from gossip.compression.codec import BucketShape
+from gossip.compression.codec import BucketShape, gaps
 from gossip.errors import GossipError
 from gossip.parameters.names import named_buffers, named_parameters
 
@@ -66,11 +66,8 @@ class Bucket:
     def reclaim(self) -> None:
         """Copy back the values of parameters whose data were replaced (``p.data = ...``, a parametrization's write).
 
-        Raises
-        ------
-        GossipError
-            The new data have another dtype, device or shape, so the parameter would be trained but never mixed; the
-            text names it.
+        Raises GossipError: the new data have another dtype, device or shape, so the parameter would be trained but
+        never mixed; the text names it.
         """
         addresses = list(map(torch.Tensor.data_ptr, self.parameters))
         if addresses == self._addresses:
@@ -85,8 +82,7 @@ class Bucket:
             raise GossipError(
                 f"parameter {name!r} has left its bucket: it is now {describe_tensor(values)}, but was "
                 f"{describe_tensor(home)} when the module was wrapped (module.to(), .half() or p.data = ...); convert "
-                "the module "
-                "before wrapping it, and write values of the same dtype, device and shape"
+                "the module before wrapping it, and write values of the same dtype, device and shape"
             )
         if values.is_cpu and values.is_shared():
             self._tell_of_shared_memory(name)
@@ -113,12 +109,7 @@ class Bucket:
     @cached_property
     def padding(self) -> list[slice]:
         """The ranges of the block that hold no value of a parameter."""
-        is_padding = torch.ones(self.block.numel() + 2, dtype=torch.int8)
-        is_padding[0] = is_padding[-1] = 0
-        for view in self.views(is_padding[1:-1]):
-            view.fill_(0)
-        changes = is_padding.diff().nonzero().flatten().tolist()
-        return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
+        return gaps(self.block.numel(), self._slots)
 
     @torch.no_grad()
     def written(self) -> None:
@@ -154,10 +145,6 @@ def make_buckets(
     ----------
     parameters : iterable of (str, Parameter)
         Floating point parameters that do not overlap in memory; the ``data`` of each is replaced.
-    cap_bytes : int
-        The size of a bucket in bytes.
-    first_index : int
-        The index of the first bucket.
 
     Returns
     -------
@@ -187,11 +174,9 @@ def make_buckets(
 def check_parameters(module: nn.Module) -> None:
     """Refuse tensors that cannot be in a bucket or be averaged, by name and with the reason.
 
-    Raises
-    ------
-    ValueError
-        A lazy, meta or sparse parameter, one that requires a gradient and is complex or float8, a lazy or meta buffer,
-        a tensor whose elements overlap or that was made in inference mode, or two parameters that share memory.
+    Raises ValueError: a lazy, meta or sparse parameter, one that requires a gradient and is complex or float8, a lazy
+    or meta buffer, a tensor whose elements overlap or that was made in inference mode, or two parameters that share
+    memory.
     """
     for name, buffer in named_buffers(module):
         if refusal := _refusal(buffer):
@@ -215,6 +200,14 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
+def check_dense(module: nn.Module, why: str) -> None:
+    """Refuse, by ValueError, parts that give sparse gradients to parameters that are trained."""
+    for name, part in module.named_modules():
+        is_trained = any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+        if getattr(part, "sparse", False) is True and is_trained:
+            raise ValueError(f"module {name or 'itself'!r} has sparse=True, {why}; build it with sparse=False")
+
+
 def is_mixable(parameter: torch.Tensor) -> bool:
     """Return whether ranks can mix the values; a parameter of another dtype can only be frozen."""
     return parameter.dtype in MIXABLE_DTYPES
@@ -223,10 +216,7 @@ def is_mixable(parameter: torch.Tensor) -> bool:
 def check_unfrozen(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse parameters that are to be exchanged from now on, but that cannot be mixed.
 
-    Raises
-    ------
-    GossipError
-        A parameter is refused; the text names it.
+    Raises GossipError: a parameter is refused; the text names it.
     """
     for name, parameter in parameters.items():
         if not is_mixable(parameter):

@@ -51,10 +51,7 @@ class BufferBucket:
     def reclaim(self) -> None:
         """Copy the buffers' values into the block.
 
-        Raises
-        ------
-        GossipError
-            A buffer is gone, or has another size or dtype; the text names it.
+        Raises GossipError: a buffer is gone, or has another size or dtype; the text names it.
         """
         for name, part in zip(self.names, self.block.split(self._numels), strict=True):
             buffer = self._buffer(name, part)

@@ -28,15 +28,7 @@ class Outermost(nn.Module):
     def check_outermost(self, *, is_sharded_inside: bool = False) -> None:
         """Raise if this forward pass belongs to another wrapper. Local.
 
-        Parameters
-        ----------
-        is_sharded_inside : bool
-            Whether the module is sharded with this wrapper's knowledge.
-
-        Raises
-        ------
-        GossipError
-            It does; the text says what to do, also with libraries that wrap models.
+        Raises GossipError: it does; the text says what to do, also with libraries that wrap models.
         """
         outer = active_ddp()
         if outer is not None and any(part is self for part in outer.modules()):

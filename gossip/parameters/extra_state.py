@@ -13,8 +13,7 @@ from torch import nn
 
 from gossip.communication.world import World
 from gossip.parameters.names import bare
-from gossip.parameters.serializable_state import to_serializable
-from gossip.parameters.state_serialization import deserialize, serialize
+from gossip.parameters.serializable_state import deserialize, serialize, to_serializable
 
 _KEY = "_extra_state"  # as in a state_dict, after the module's name
 
@@ -22,10 +21,7 @@ _KEY = "_extra_state"  # as in a state_dict, after the module's name
 def extra_states(module: nn.Module) -> dict[str, Any]:
     """Return the extra state of every part of the module that has one, by its key in a state_dict. Local.
 
-    Raises
-    ------
-    TypeError
-        A state is not plain data; the text names its module.
+    Raises TypeError: a state is not plain data; the text names its module.
     """
     return {key: to_serializable(part.get_extra_state(), _named(key)) for key, part in _parts(module)}
 
@@ -67,11 +63,6 @@ def broadcast_extra_states(module: nn.Module, world: World) -> None:
     """Set the extra states of rank 0 on every rank. Collective; the parts that have one must be the same on all ranks.
 
     A state that is not plain data stays as it is, and a warning names its module.
-
-    Raises
-    ------
-    ExchangeError
-        A rank did not take part in time.
     """
     if next(_parts(module), None) is None or world.world_size == 1:
         return

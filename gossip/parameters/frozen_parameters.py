@@ -16,7 +16,7 @@ from gossip.communication.world import World
 from gossip.errors import ManifestError
 from gossip.parameters.buckets import check_unfrozen, describe_tensor, is_mixable
 from gossip.parameters.digests import bytes_of, digest_of
-from gossip.parameters.manifest import compare_manifests
+from gossip.parameters.manifest import compare_manifests, first_difference
 
 _NUM_SAMPLES = 16
 _MAX_NAMES_LISTED = 3
@@ -29,13 +29,6 @@ class FrozenParameters:
     carries them. A rank that has written to one reports this at the next collective operation (a checkpoint, a global
     average), and only then are its values compared. If they differ, the parameter is averaged with the others from then
     on, or, if its dtype cannot be mixed, rank 0's values are taken.
-
-    Parameters
-    ----------
-    parameters : iterable of (str, Parameter)
-        The frozen parameters.
-    world : World
-        The ranks.
 
     Attributes
     ----------
@@ -79,12 +72,7 @@ class FrozenParameters:
     def agree_to_unfreeze(self, names: Sequence[str], step: int) -> None:
         """Compare the names, and the values that somebody has written to. Collective.
 
-        Raises
-        ------
-        ManifestError
-            The ranks have unfrozen different parameters; raised on every rank.
-        ExchangeError
-            A rank did not take part in time.
+        Raises ManifestError: the ranks have unfrozen different parameters; raised on every rank.
         """
         advice = "unfreeze the same parameters on every rank before the same step"
         what = f"step {step}: comparing the parameters that were unfrozen ({advice})"
@@ -94,10 +82,7 @@ class FrozenParameters:
     def release(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
         """Remove those of these parameters that are frozen and return them; they are exchanged from now on. Local.
 
-        Raises
-        ------
-        GossipError
-            One cannot be mixed; nothing is removed.
+        Raises GossipError: one cannot be mixed; nothing is removed.
         """
         names = [name for name in self._parameters if name in names]
         check_unfrozen({name: self._parameters[name] for name in names})
@@ -114,12 +99,7 @@ class FrozenParameters:
     def compare(self) -> None:
         """Compare the parameters that some rank has written to since the last time. Collective.
 
-        Raises
-        ------
-        ManifestError
-            A parameter has another dtype or shape on some rank; raised on every rank.
-        ExchangeError
-            A rank did not take part in time.
+        Raises ManifestError: a parameter has another dtype or shape on some rank; raised on every rank.
         """
         if not self._parameters or self._world.world_size == 1:
             return
@@ -131,7 +111,11 @@ class FrozenParameters:
             return
         entries = {name: self._describe(name) for name in self._parameters if name in suspects}
         found = [json.loads(data) for data in self._world.gather_bytes(json.dumps(entries).encode(), what)]
-        _check_kinds(found)
+        if other := first_difference([{name: kind for name, (kind, _) in each.items()} for each in found]):
+            raise ManifestError(
+                f"frozen parameter {other.key!r} is {other.first} on rank 0, but {other.other} on rank {other.number}; "
+                "convert it equally on every rank"
+            )
         different = {name for name in entries if len({by_name[name][1] for by_name in found}) > 1}
         self.differing = [
             name for name in self._parameters if name in different or (name in self.differing and name not in suspects)
@@ -242,13 +226,3 @@ def _sample(parameter: nn.Parameter) -> torch.Tensor:
         return bytes_of(values).clone()
     places = torch.linspace(0, values.numel() - 1, _NUM_SAMPLES, dtype=torch.float64, device=values.device).long()
     return bytes_of(values[torch.unravel_index(places, values.shape)])
-
-
-def _check_kinds(found: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    for name, (kind, _) in found[0].items():
-        for rank, entries in enumerate(found):
-            if entries[name][0] != kind:
-                raise ManifestError(
-                    f"frozen parameter {name!r} is {kind} on rank 0, but {entries[name][0]} on rank {rank}; convert it "
-                    "equally on every rank"
-                )

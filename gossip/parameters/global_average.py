@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,9 @@ def average_module_(
     ``weights`` is how much this rank's values of each parameter count, the same for all in a bucket; 1 if not named.
     Over ranks they sum to the number of ranks.
 
-    Raises
-    ------
-    ExchangeError
-        Every single value is either the mean (or rank 0's), or still this rank's own; the text says which, unless the
-        caller restores all values. Values that fit into 64 MiB are never mixed: they are all this rank's own, or, if
-        the error occurred when another rank was about to assign them, all the mean.
+    Raises ExchangeError: every single value is either the mean (or rank 0's), or still this rank's own; the text says
+    which, unless the caller restores all values. Values that fit into 64 MiB are never mixed: they are all this rank's
+    own, or, if the error occurred when another rank was about to assign them, all the mean.
     """
     scratch = StagedCollectives(world)
     with torch.no_grad():
@@ -140,14 +137,10 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
 
     Each rank's statistics are plain means over its batches; ranks are weighted by their numbers of batches.
 
-    Raises
-    ------
-    ValueError
-        No rank has a batch.
+    Raises ValueError: no rank has a batch.
     """
     norms = {name: part for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)}
-    counted = _Counted(batches)
-    cause: Exception | None = None
+    num_batches, failure = 0, None
     modes = {part: part.training for part in module.modules()}
     module.eval()  # dropout stays off, as in the evaluation
     momenta = {norm: norm.momentum for norm in norms.values()}
@@ -155,45 +148,34 @@ def recalibrate_(module: nn.Module, batches: Iterable[Any], world: World) -> Non
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean
         norm.train()
-    failure = ""
     try:
-        for batch in counted:
+        for batch in batches:
+            num_batches += 1
             if isinstance(batch, Mapping):
                 module(**batch)
             else:
                 module(batch[0] if isinstance(batch, list | tuple) else batch)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        cause = error
+        failure = error
     finally:
         for part, mode in modes.items():
             part.training = mode
         for norm, momentum in momenta.items():
             norm.momentum = momentum
-    failures = world.gather_bytes(failure.encode(), "recalibrating: comparing what went wrong")
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = world.gather_bytes(text.encode(), "recalibrating: comparing what went wrong")
     for rank, found in enumerate(failures):
         if found:
             raise GossipError(
                 f"recalibrate failed on rank {rank}: {found.decode()}; its batches must be inputs, tuples that begin "
                 "with the inputs, or mappings of the module's arguments"
-            ) from (cause if failure else None)
-    total = torch.tensor([float(counted.num_batches)], dtype=torch.float64)
+            ) from failure
+    total = torch.tensor([float(num_batches)], dtype=torch.float64)
     world.sum_(total, "counting batches for recalibration")
     if not total.item():
         raise ValueError("recalibrate has no batch on any rank; pass a loader with at least one, fresh each time")
     for name, norm in norms.items():
         for statistic in (norm.running_mean, norm.running_var):
             if statistic is not None:
-                statistic.mul_(counted.num_batches * world.world_size / total.item())
+                statistic.mul_(num_batches * world.world_size / total.item())
                 world.average_(statistic, f"recalibrating {name!r}")
-
-
-class _Counted:
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-        self.num_batches = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            self.num_batches += 1
-            yield batch

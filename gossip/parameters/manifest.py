@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +30,6 @@ def build_manifest(module: nn.Module, topology: Topology, settings: Mapping[str,
 
     ``settings`` are the wrapper's other arguments, in words, and ``replica`` says who holds one.
     """
-
     manifest = {
         CONSTRUCTION: "accepted",
         "gossip version": __version__,
@@ -54,48 +54,44 @@ def compare_manifests(
 ) -> None:
     """Raise on every rank if any two ranks' manifests differ. Collective.
 
-    Raises
-    ------
-    ManifestError
-        Two ranks differ; the text names the first entry that differs and both values.
+    Raises ManifestError: two ranks differ; the text names the first entry that differs and both values.
     """
     payload = json.dumps(manifest).encode()
     digests = world.gather_bytes(hashlib.sha256(payload).digest(), what)
-    if len(set(digests)) == 1:
-        return
-    everyone = [json.loads(data) for data in world.gather_bytes(payload, what)]
-    raise ManifestError(f"{first_difference(everyone)}; {advice}")
+    if len(set(digests)) > 1:
+        found = first_difference([json.loads(data) for data in world.gather_bytes(payload, what)])
+        raise ManifestError(f"the ranks do not train the same thing: {found}; {advice}")
 
 
 def check_manifest(published: Manifest, manifest: Manifest, rank: int) -> None:
-    """Raise if a joining rank has built something different from the others. Local.
-
-    Raises
-    ------
-    ManifestError
-        They differ; the text names the first entry that differs and both values.
-    """
-    for key in dict.fromkeys([*published, *manifest]):
-        theirs, own = published.get(key, "nothing"), manifest.get(key, "nothing")
-        if theirs != own:
-            raise ManifestError(
-                f"rank {rank} cannot join: {key} is {own} here, but {theirs} on the ranks that train; build module, "
-                "optimizer and topology the same way everywhere"
-            )
+    """Raise ManifestError if a joining rank has built something different from the others. Local."""
+    if found := first_difference([published, manifest]):
+        raise ManifestError(
+            f"rank {rank} cannot join: {found.key} is {found.other} here, but {found.first} on the ranks that train; "
+            "build module, optimizer and topology the same way everywhere"
+        )
 
 
-def first_difference(manifests: Sequence[Manifest]) -> str:
-    """Return in words the first entry in which some rank differs from rank 0, and both values."""
-    keys = list(dict.fromkeys(key for manifest in manifests for key in manifest))
-    for key in keys:
-        expected = manifests[0].get(key, "nothing")
-        for rank, manifest in enumerate(manifests):
-            found = manifest.get(key, "nothing")
-            if found != expected:
-                return (
-                    f"the ranks do not train the same thing: {key} is {expected} on rank 0, but {found} on rank {rank}"
-                )
-    raise AssertionError("the manifests are equal")
+class Difference(NamedTuple):
+    """An entry in which a manifest differs from the first one, with both values, and the number of that manifest."""
+
+    key: str
+    first: str
+    other: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.key} is {self.first} on rank 0, but {self.other} on rank {self.number}"
+
+
+def first_difference(manifests: Sequence[Mapping[str, str]]) -> Difference | None:
+    """Return the first entry in which some manifest differs from the first one, or None."""
+    for key in dict.fromkeys(key for manifest in manifests for key in manifest):
+        values = [manifest.get(key, "nothing") for manifest in manifests]
+        for number, value in enumerate(values):
+            if value != values[0]:
+                return Difference(key, values[0], value, number)
+    return None
 
 
 def describe_topology(topology: Topology) -> str:

@@ -55,14 +55,3 @@ def buffer_named(module: nn.Module, name: str) -> torch.Tensor | None:
             return None
         owner = bare_module(child)
     return own_buffers(owner).get(key)
-
-
-def bare_names(tree: Any) -> Any:
-    """Return plain data in which all keys and texts have bare names."""
-    if isinstance(tree, str):
-        return bare(tree)
-    if isinstance(tree, dict):
-        return {bare_names(key): bare_names(branch) for key, branch in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(bare_names, tree))
-    return tree

@@ -19,13 +19,7 @@ from gossip.private_torch import is_sharded, own_children, own_parameters
 
 
 class ModuleSnapshot:
-    """The parameters and submodules of a module and their places; cheap to compare with the module's present ones.
-
-    Parameters
-    ----------
-    module : Module
-        The module.
-    """
+    """The parameters and submodules of a module and their places; cheap to compare with the module's present ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -34,34 +28,22 @@ class ModuleSnapshot:
     def remember(self) -> None:
         """Record the present parameters and submodules."""
         owners = [entry for entry in self._module.named_modules() if not isinstance(entry[1], torch.jit.ScriptModule)]
-        self._all_owners = [own_parameters(owner) for _, owner in owners]
-        self._sizes = [len(owned) for owned in self._all_owners]
+        self._tables = [table for _, owner in owners for table in (own_parameters(owner), own_children(owner))]
+        self._held = self._present()
         self._places = [
             (own_parameters(owner), key, parameter, bare(f"{prefix}.{key}" if prefix else key))
             for prefix, owner in owners
             for key, parameter in own_parameters(owner).items()
             if parameter is not None
         ]
-        named = [(own_children(owner), key, child) for _, owner in owners for key, child in own_children(owner).items()]
-        self._all_parents = [own_children(owner) for _, owner in owners]
-        self._num_children = [len(children) for children in self._all_parents]
-        self._parents = [parent for parent, _, _ in named]
-        self._child_keys = [key for _, key, _ in named]
-        self._children = [child for _, _, child in named]
-        self._owners = [place[0] for place in self._places]
-        self._keys = [place[1] for place in self._places]
-        self._parameters = [place[2] for place in self._places]
+
+    def _present(self) -> list[nn.Parameter | nn.Module | None]:
+        return [held for table in self._tables for held in table.values()]
 
     def has_changed(self) -> bool:
         """Return whether a parameter or a submodule was added, replaced or removed since."""
-        found = map(dict.get, self._owners, self._keys)
-        children = map(dict.get, self._parents, self._child_keys)
-        return (
-            not all(map(operator.is_, found, self._parameters))
-            or not all(map(operator.is_, children, self._children))
-            or list(map(len, self._all_owners)) != self._sizes
-            or list(map(len, self._all_parents)) != self._num_children
-        )
+        present = self._present()
+        return len(present) != len(self._held) or not all(map(operator.is_, present, self._held))
 
 
 class ParameterSlots(ModuleSnapshot):
@@ -75,8 +57,6 @@ class ParameterSlots(ModuleSnapshot):
 
     Parameters
     ----------
-    module : Module
-        The module that is trained.
     wrapped : Module, optional
         The module that the user wrapped, if a part of it is trained as another module.
 
@@ -99,10 +79,8 @@ class ParameterSlots(ModuleSnapshot):
     def check(self) -> None:
         """Put the original parameters back, with the new values; cheap if nothing has changed.
 
-        Raises
-        ------
-        GossipError
-            A parameter has another dtype, device or shape now, was removed, or is new; the text names it.
+        Raises GossipError: a parameter has another dtype, device or shape now, was removed, or is new; the text names
+        it.
         """
         if self.has_changed() and not _inside_functional_call():
             self._settle()
@@ -174,10 +152,7 @@ _open_places: weakref.WeakSet[ParameterSlots] = weakref.WeakSet()
 def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> None:
     """Refuse a module whose parameters a model already trains, or that another wrapper synchronises.
 
-    Raises
-    ------
-    ValueError
-        A parameter or submodule is refused; the text names it.
+    Raises ValueError: a parameter or submodule is refused; the text names it.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):

@@ -1,8 +1,10 @@
-"""The data that a checkpoint can hold: what torch loads with ``weights_only=True``, that is, without running code."""
+"""The data that a checkpoint or a message can hold: what torch loads without running code (``weights_only=True``)."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,13 +13,33 @@ from torch import nn
 
 from gossip.errors import reason
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
-_MAPPINGS = (dict, OrderedDict, Counter)
-_SEQUENCES = (list, tuple, set)
+_ALIGNMENT = 64  # in bytes, of each tensor's values
+_TENSOR = "tensor"
+_JSON = (type(None), bool, int, float, str)
+# The other atoms, by name: the type, its conversion to JSON, and the conversion back.
+_ATOMS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "complex": (complex, lambda value: [value.real, value.imag], lambda packed: complex(*packed)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "size": (torch.Size, list, torch.Size),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda packed: getattr(torch, packed)),
+    "device": (torch.device, str, torch.device),
+}
+_CONTAINERS: Mapping[str, type[Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+}
+_NAMES = {kind: name for name, kind in _CONTAINERS.items()} | {kind: name for name, (kind, *_) in _ATOMS.items()}
 
 
 def to_serializable(value: Any, where: str) -> Any:
     """Return ``value`` with containers copied, tensors compacted and NumPy's numbers converted to Python's. Local.
+
+    Raises TypeError: something cannot be saved; the text names its place.
 
     Parameters
     ----------
@@ -26,26 +48,21 @@ def to_serializable(value: Any, where: str) -> Any:
         have exactly these types, because a pickled subclass is refused on loading.
     where : str
         The name of the value, for the error text.
-
-    Raises
-    ------
-    TypeError
-        Something cannot be saved; the text names its place.
     """
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _JSON or _NAMES.get(kind) in _ATOMS:
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if kind in (torch.Tensor, nn.Parameter):
         return compact(value, where)
-    if kind in _MAPPINGS:
+    if kind in _NAMES and issubclass(kind, dict):
         items = {
             to_serializable(key, f"a key of {where}"): to_serializable(item, f"{where}[{key!r}]")
             for key, item in value.items()
         }
         return kind(items)
-    if kind in _SEQUENCES:
+    if kind in _NAMES:
         return kind(to_serializable(item, f"{where}[{index}]") for index, item in enumerate(value))
     hint = "; torch.from_numpy makes a tensor of it" if kind is np.ndarray else ""
     raise TypeError(
@@ -64,10 +81,7 @@ class HasState(Protocol):
 def state_of(stateful: HasState, where: str) -> dict[str, Any]:
     """Return ``stateful.state_dict()``, which ``where`` names. Local.
 
-    Raises
-    ------
-    ValueError
-        It raised an exception; the text says which.
+    Raises ValueError: it raised an exception; the text says which.
     """
     try:
         return stateful.state_dict()
@@ -91,3 +105,59 @@ def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
     tensor = tensor.detach()
     is_view = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     return tensor.clone() if is_view else tensor
+
+
+def serialize(state: Any) -> tuple[str, torch.Tensor]:
+    """Return what :func:`to_serializable` returned as text and tensor values. Local; copies.
+
+    Returns
+    -------
+    text : str
+        The structure as JSON, with the place of each tensor.
+    values : Tensor, [nbytes], uint8, on the CPU
+        The bytes of the tensors.
+    """
+    tensors: dict[int, torch.Tensor] = {}  # by offset
+    end = 0
+
+    def pack(value: Any) -> Any:
+        nonlocal end
+        if type(value) in _JSON:
+            return value
+        if isinstance(value, torch.Tensor):
+            offset, end = end, end + -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+            tensors[offset] = value
+            return {_TENSOR: [offset, _ATOMS["dtype"][1](value.dtype), list(value.shape)]}
+        name = _NAMES[type(value)]
+        if name in _ATOMS:
+            return {name: _ATOMS[name][1](value)}
+        if isinstance(value, dict):
+            return {name: [[pack(key), pack(item)] for key, item in value.items()]}
+        return {name: [pack(item) for item in value]}
+
+    text = json.dumps(pack(state))
+    values = torch.zeros(end, dtype=torch.uint8)
+    for offset, tensor in tensors.items():
+        if tensor.numel():
+            values[offset : offset + tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return text, values
+
+
+def deserialize(text: str, values: torch.Tensor) -> Any:
+    """Return what :func:`serialize` was given; its tensors are views of ``values``. Local."""
+
+    def unpack(packed: Any) -> Any:
+        if not isinstance(packed, dict):
+            return packed
+        ((name, content),) = packed.items()
+        if name == _TENSOR:
+            offset, dtype_name, shape = content
+            dtype = _ATOMS["dtype"][2](dtype_name)
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            return values[offset : offset + nbytes].view(dtype).view(shape)
+        if name in _ATOMS:
+            return _ATOMS[name][2](content)
+        kind = _CONTAINERS[name]
+        return kind({unpack(k): unpack(v) for k, v in content} if issubclass(kind, dict) else map(unpack, content))
+
+    return unpack(json.loads(text))

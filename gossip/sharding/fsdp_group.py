@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gossip.communication.device_operations import Ended
+from gossip.communication.waiting import is_lost_connection
 from gossip.communication.world import World
+from gossip.errors import ExchangeError
 from gossip.parameters.buckets import Bucket
-from gossip.private_torch import fsdp_modules, fsdp_parameters, gather_by, sum_by
-from gossip.sharding.collective_timeouts import in_words, unwatch_collectives, watch_collectives
-from gossip.sharding.fsdp_shards import FSDPShards, unsharded_parameters
-from gossip.sharding.local_group import Steps
-from gossip.sharding.partitioned_group import PartitionedGroup
+from gossip.parameters.names import named_parameters
+from gossip.private_torch import bound_waits, fsdp_modules, fsdp_parameters, gather_by, guard_collectives, sum_by
+from gossip.sharding.fsdp_shards import FSDPShards
+from gossip.sharding.local_group import PartitionedGroup, Steps
 
 
 class FSDPGroup(PartitionedGroup):
@@ -25,10 +27,6 @@ class FSDPGroup(PartitionedGroup):
     ----------
     module : Module
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
-    mesh : DeviceMesh
-        The mesh, with the dimensions "gossip" and "shard".
-    world : World
-        The ranks of the group.
     """
 
     replica: FSDPShards
@@ -59,13 +57,7 @@ class FSDPGroup(PartitionedGroup):
         self.rows.begin_sum(rows, f"step {self._step}: reducing gradients {in_words(self.world)}", out=total)()
 
     def before_forward(self, step: int) -> None:
-        """Drop what was gathered before the newest step. Local.
-
-        Raises
-        ------
-        GossipError
-            A parameter is no longer where it is exchanged from.
-        """
+        """Drop what was gathered before the newest step; GossipError if a parameter is elsewhere now. Local."""
         self.replica.check()
         if step != self._step:
             self._step = step
@@ -81,7 +73,7 @@ class FSDPGroup(PartitionedGroup):
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._on_state_dict is not None:
             self._on_state_dict.remove()
-            unwatch_collectives(self.module)
+            guard_collectives(self.module, None)
             gather_by(self.module, None, self.world.world_size)
             sum_by(self.module, None, self.world.world_size)
         self.replica.close()
@@ -114,8 +106,39 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
                 "mesh: the module was sharded with CPUOffloadPolicy, which moves shards while they are exchanged; "
                 "leave offload_policy out"
             )
-    for name in unsharded_parameters(module):
-        raise ValueError(
-            f"mesh: parameter {name!r} is not sharded, so nothing would average its gradients within the shard group; "
-            'apply fully_shard(module, mesh=mesh["shard"]) to the whole module last, without ignored_params'
-        )
+    managed = {id(each.sharded) for each in fsdp_parameters(module)}
+    for name, parameter in named_parameters(module):
+        if id(parameter) not in managed:
+            raise ValueError(
+                f"mesh: parameter {name!r} is not sharded, so nothing would average its gradients within the shard "
+                'group; apply fully_shard(module, mesh=mesh["shard"]) to the whole module last, without ignored_params'
+            )
+
+
+def watch_collectives(module: nn.Module, world: World, where: Callable[[], str]) -> None:
+    """Bound the waits of a sharded module's collectives by the world's time-out, and name who lets them fail. Local.
+
+    torch's own time-out is half an hour, and its errors name addresses. ``where`` returns the step, in words.
+    ``guard_collectives(module, None)`` ends it, but for the time-out.
+    """
+    if world.is_alone:
+        return
+    membership = world.membership
+    assert membership is not None
+    bound_waits(membership.group, world.timeout)
+
+    def failed(what: str, error: RuntimeError) -> ExchangeError | None:
+        if isinstance(error, ExchangeError) or not is_lost_connection(error):
+            return None
+        text = f"{where()}: {what} {in_words(world)}"
+        failure = world.wait_for(Ended(error), text, lambda: world.others)
+        assert failure is not None, "what it waits for has failed"
+        return world.lost(failure, text)
+
+    guard_collectives(module, failed)
+
+
+def in_words(world: World) -> str:
+    """Return where a collective of a shard group takes place, for error texts. Local."""
+    assert world.membership is not None
+    return f"within the shard group (ranks {list(world.membership.ranks)} of the default process group)"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,15 +22,8 @@ class FSDPShards(nn.Module):
     which FSDP gathers. Its buffers are the module's. A gradient that FSDP has reduced over the shard group becomes the
     gradient of the plain parameter, whose hooks are then called.
 
-    Parameters
-    ----------
-    module : Module
-        With all parameters managed by ``fully_shard``, over one mesh dimension.
-
-    Raises
-    ------
-    ValueError
-        The gradients of a parameter cannot be reduced: they are of another dtype than a bucket may have.
+    All parameters are managed by ``fully_shard`` over one mesh dimension. ValueError if the gradients of one cannot be
+    reduced, because they are of another dtype than a bucket may have.
     """
 
     _module: nn.Module
@@ -51,7 +45,7 @@ class FSDPShards(nn.Module):
         for _, each, local in self._shards:
             each.place(local.data)
             if local.requires_grad:
-                self._handles.append(each.sharded.register_post_accumulate_grad_hook(_Receiver(each, local)))
+                self._handles.append(each.sharded.register_post_accumulate_grad_hook(partial(_receive, each, local)))
 
     def reshard(self) -> None:
         """Drop what FSDP has gathered: values are about to change. Local."""
@@ -59,13 +53,7 @@ class FSDPShards(nn.Module):
             part.reshard()
 
     def check(self) -> None:
-        """Raise if a parameter was replaced (``load_state_dict(assign=True)``, ``module.to()``) or unfrozen. Local.
-
-        Raises
-        ------
-        GossipError
-            Names the parameter.
-        """
+        """Raise GossipError if a parameter was replaced (``assign=True``, ``module.to()``) or unfrozen. Local."""
         for name, each, local in self._shards:
             if each.sharded.requires_grad and not local.requires_grad:
                 raise GossipError(
@@ -91,42 +79,23 @@ class FSDPShards(nn.Module):
             each.place(local.data)
 
 
-class _Receiver:
-    """Hands a reduced gradient to the plain parameter."""
-
-    def __init__(self, source: FSDPParameter, local: nn.Parameter) -> None:
-        self._source, self._local = source, local
-
-    @torch.no_grad()
-    def __call__(self, _: torch.Tensor) -> None:
-        gradient = self._source.take_gradient()
-        if gradient is None:
-            return
-        if self._local.grad is None:
-            self._local.grad = gradient
-        else:
-            self._local.grad += gradient
-        call_gradient_hooks(self._local)
+@torch.no_grad()
+def _receive(source: FSDPParameter, local: nn.Parameter, _: torch.Tensor) -> None:
+    """Hand a reduced gradient to the plain parameter."""
+    gradient = source.take_gradient()
+    if gradient is not None:
+        local.grad = gradient if local.grad is None else local.grad.add_(gradient)
+        call_gradient_hooks(local)
 
 
 def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
     """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
     for name, parameter in named_parameters(module):
-        if not parameter.requires_grad:
-            continue
-        each = sources.get(id(parameter))
-        for option, dtype in zip(
-            ("param_dtype", "reduce_dtype"), each.dtypes if each is not None else (), strict=False
-        ):
+        dtypes = sources[id(parameter)].dtypes if parameter.requires_grad else ()
+        for option, dtype in zip(("param_dtype", "reduce_dtype"), dtypes, strict=False):
             if dtype not in MIXABLE_DTYPES:
                 names = ", ".join(str(allowed).removeprefix("torch.") for allowed in MIXABLE_DTYPES)
                 raise ValueError(
                     f"parameter {name!r} is sharded with {option} {dtype}; only {names} can be gathered and reduced "
                     "over a shard group: choose one of them in its MixedPrecisionPolicy"
                 )
-
-
-def unsharded_parameters(module: nn.Module) -> Iterator[str]:
-    """Return the names of the parameters that ``fully_shard`` does not manage."""
-    managed = {id(each.sharded) for each in fsdp_parameters(module)}
-    return (name for name, parameter in named_parameters(module) if id(parameter) not in managed)

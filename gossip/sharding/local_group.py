@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NoReturn, Protocol
 
@@ -15,7 +16,7 @@ from gossip.compression.codec import Compression
 from gossip.exchange.transport import Transport
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
-from gossip.parameters.names import named_buffers, named_parameters
+from gossip.parameters.names import named_buffers
 from gossip.sharding.shard_mesh import DIMENSIONS
 
 
@@ -39,15 +40,6 @@ class LocalGroup:
     """The group of this rank, and what of its replica this rank trains and exchanges.
 
     The methods here are those of a group whose ranks each have the whole replica and equal gradients.
-
-    Parameters
-    ----------
-    module : Module
-        The module that is wrapped.
-    replica : Module
-        What this rank trains and exchanges of it.
-    world : World
-        The ranks of the group.
 
     Attributes
     ----------
@@ -85,15 +77,7 @@ class LocalGroup:
         return (parameter.data for parameter in self.module.parameters())
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
-        """Begin to train. Collective over the group.
-
-        Parameters
-        ----------
-        buckets : iterable of Bucket
-            Of what this rank trains.
-        steps : Steps
-            What makes the steps.
-        """
+        """Begin to train ``buckets``, in launch order, by these ``steps``. Collective over the group."""
 
     def divided(self, compression: Compression) -> Compression:
         """Return how a rank of this group encodes a bucket of the replica. Local."""
@@ -114,12 +98,7 @@ class LocalGroup:
     def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
         """Give the replica the gradients of a backward pass that has ended. Collective over the group.
 
-        Parameters
-        ----------
-        where : str
-            The step, for error texts.
-        is_idle : bool
-            Whether this rank has made no backward pass for the step.
+        ``is_idle``: this rank has made none for the step. ``where`` names the step in error texts.
         """
 
     def drop_gradients(self) -> bool:
@@ -146,8 +125,6 @@ class LocalGroup:
         parameters : iterable of Parameter
             The same on all ranks of the group; those without a gradient on some ranks count as zero there, and those
             without one on all ranks stay without.
-        what : str
-            What it is done for, for error texts.
         """
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
@@ -177,20 +154,13 @@ class LocalGroup:
         """Return by a divided parameter's name the dimension along which it is, and its length there. Local."""
         return {}
 
-    def gather(self, shard: torch.Tensor, dimension: int, length: int, what: str) -> torch.Tensor | None:
-        """Return all shards of a tensor as one on the group's first rank, None elsewhere. Collective over the group.
+    def gather(self, piece: torch.Tensor, what: str) -> torch.Tensor | None:
+        """Return pieces of one length, [n], of all ranks' shards as [num_shards, n] on the first, else None.
 
-        Parameters
-        ----------
-        shard : Tensor
-            This rank's, padded to the size of the first rank's.
-        dimension, length : int
-            The dimension along which the tensor is divided, and its length there.
-        what : str
-            What it is done for, for error texts.
+        On the CPU. Collective over the group; ``what`` it is done for goes into error texts.
         """
-        del dimension, length, what
-        return shard if self.world.rank == 0 else None
+        del what
+        return piece[None] if self.world.rank == 0 else None
 
     def average_buffers_(self) -> None:
         """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
@@ -206,14 +176,51 @@ class LocalGroup:
         self.world.close()
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse anything that is not a mesh of the two dimensions.
+class PartitionedGroup(LocalGroup):
+    """A group whose ranks each train and exchange a shard, the ``replica``, with its gradients and optimizer state."""
 
-    Raises
-    ------
-    TypeError, ValueError
-        It is refused; the text says how to make one.
-    """
+    def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
+        super().__init__(module, replica, world)
+        self.num_shards, self.place = world.world_size, world.rank
+
+    def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+        if not order > 0:
+            raise ValueError(
+                f"norm_type must be a positive number or inf with mesh, got {order}: the norm is that of what the "
+                "ranks of a group have together"
+            )
+        if self.world.is_alone:
+            return norm
+        if order == math.inf:
+            norms = self.world.gather_bytes(norm.to(torch.float64).cpu().numpy().tobytes(), "the norm of all gradients")
+            largest = torch.stack([torch.frombuffer(bytearray(each), dtype=torch.float64) for each in norms]).max()
+            return largest.to(norm)
+        power = norm.to(torch.float64) ** order
+        self.world.sum_(power, "the norm of all gradients", holds_host=power.is_cpu)
+        return (power ** (1.0 / order)).to(norm.dtype)
+
+    def any(self, flag: bool) -> bool:
+        if self.world.is_alone:
+            return flag
+        count = torch.tensor(float(flag))
+        self.world.sum_(count, "agreeing within the shard group")
+        return bool(count)
+
+    def sums(self, values: Iterable[float], what: str) -> list[float]:
+        summed = torch.tensor(list(values), dtype=torch.float64)
+        self.world.sum_(summed, what)
+        return summed.tolist()
+
+    def gather(self, piece: torch.Tensor, what: str) -> torch.Tensor | None:
+        payloads = self.world.gather_bytes(bytes(piece.contiguous().view(torch.uint8).numpy()), what)
+        if self.world.rank:
+            return None
+        rows = [torch.frombuffer(bytearray(payload), dtype=torch.uint8) for payload in payloads]
+        return torch.stack(rows).view(piece.dtype)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse, by TypeError or ValueError, anything that is not a mesh of the two dimensions."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     if mesh.mesh_dim_names != DIMENSIONS:
@@ -226,20 +233,3 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"mesh: this rank is not among its ranks, {mesh.mesh.tolist()}; wrap the module only on these, or make a "
             "mesh of all ranks"
         )
-
-
-def check_dense(module: nn.Module) -> None:
-    """Refuse sparse gradients, which cannot be averaged over a group.
-
-    Raises
-    ------
-    ValueError
-        Names the parameter.
-    """
-    for prefix, part in module.named_modules():
-        for key, parameter in named_parameters(part, prefix, recurse=False):
-            if getattr(part, "sparse", False) is True and parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {key!r} has sparse gradients, which cannot be averaged over the ranks of a group; "
-                    f"build module {prefix or 'itself'!r} with sparse=False"
-                )

@@ -16,15 +16,7 @@ from topologies import Round, Topology
 
 
 class PartitionedCompression(Compression):
-    """Encodes one of several equal parts of each bucket, as another compression does.
-
-    Parameters
-    ----------
-    compression : Compression
-        Encodes the part.
-    place, num_parts : int
-        Which part, and of how many; the last ones may be shorter.
-    """
+    """Encodes one of several equal parts of each bucket, as another compression does; the last may be shorter."""
 
     def __init__(self, compression: Compression, place: int, num_parts: int) -> None:
         self._compression = compression
@@ -79,17 +71,7 @@ class _PartConversation(Conversation):
 
 
 class GatheringTransport(Transport):
-    """Carries messages as another transport does, and gathers what has arrived at the ranks of a group.
-
-    Parameters
-    ----------
-    transport : Transport
-        Carries the messages of this rank.
-    world : World
-        The ranks of the group.
-    rows : RowCollectives
-        Gathers their rows.
-    """
+    """Carries messages as another transport does, and gathers what has arrived at the ranks of a group by ``rows``."""
 
     def __init__(self, transport: Transport, world: World, rows: RowCollectives) -> None:
         self._transport, self._world, self._rows = transport, world, rows

@@ -16,15 +16,7 @@ from gossip.sharding.partitioned_messages import GatheringTransport, Partitioned
 
 
 class ReplicaGroup(LocalGroup):
-    """A group whose ranks hold equal replicas and make equal updates, each from the group's mean gradient.
-
-    Parameters
-    ----------
-    module : Module
-        Not sharded.
-    world : World
-        The ranks of the group.
-    """
+    """A group whose ranks hold equal replicas and make equal updates, each from the group's mean gradient."""
 
     averages_gradients = True
 

@@ -25,18 +25,16 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the state of one of ``num_shards`` shards. Local.
 
+    Raises CheckpointError: the shards do not make up a parameter of that length.
+
     Parameters
     ----------
     states : sequence of mapping
         The sections of the files of the old shards, in order. Rows that pad them are zeros.
-    shapes : mapping of str to torch.Size
-        By a parameter's name, the shape of the whole.
     lengths : mapping of str to (int, int)
         By the name of a parameter that is divided now, the dimension along which it is, and its whole length there.
     names : sequence of sequence of str
         For each optimizer the names of its parameters, in the order of its groups.
-    place, num_shards : int
-        Which shard, and of how many.
 
     Returns
     -------
@@ -44,11 +42,6 @@ def reshard(
         Parameters, and those tensors of the optimizers that have a parameter's shape, are divided anew. Float buffers
         are the means over the old shards, all else is the first one's. Accumulated gradients, what was in flight and
         what the algorithm keeps are left out.
-
-    Raises
-    ------
-    CheckpointError
-        The shards do not make up a parameter of that length.
     """
     first = states[0]
 

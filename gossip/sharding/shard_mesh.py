@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gossip.communication.host.local_size import started_local_size
 from gossip.communication.world import World
+from gossip.parameters.manifest import compare_manifests
 
 DIMENSIONS = ("gossip", "shard")
 _TIMEOUT = timedelta(minutes=5)
@@ -38,8 +39,9 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
     RuntimeError
         ``torch.distributed`` is not initialised.
     ValueError
-        ``local_size`` does not divide the number of ranks, is not the same on all of them, or is not known, or there is
-        no such device. Raised on every rank if ranks differ.
+        ``local_size`` does not divide the number of ranks, or is not known, or there is no such device.
+    ManifestError
+        The arguments are not the same on all ranks; raised on every rank.
 
     Examples
     --------
@@ -69,20 +71,14 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
             f'device_type must be "cpu", or "cuda" where torch finds a GPU, got {device_type!r}; leave it out for the '
             "one that there is"
         )
-    _compare(f"local_size={local_size}, device_type={device_type!r}")
-    return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)
-
-
-def _compare(chosen: str) -> None:
-    """Refuse meshes that differ between ranks, whose ranks would wait for each other. Collective."""
     world = World(_TIMEOUT)
     try:
-        found = [each.decode() for each in world.gather_bytes(chosen.encode(), "comparing meshes")]
+        compare_manifests(
+            world,
+            {"local_size": str(local_size), "device_type": device_type},
+            "comparing meshes",
+            "call make_shard_mesh alike on all ranks, and start as many on every node",
+        )
     finally:
         world.close()
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise ValueError(
-                f"make_shard_mesh must be called alike on all ranks, but rank 0 has {found[0]}, and rank {rank} has "
-                f"{other}; pass the same arguments, and start as many ranks on every node"
-            )
+    return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from gossip.communication.world import World
+from gossip.communication.world import World, accumulation_dtype
 from gossip.parameters.buckets import Bucket, check_parameters
-from gossip.private_torch import fsdp_modules
-from gossip.sharding.local_group import Steps
-from gossip.sharding.partitioned_group import PartitionedGroup
-from gossip.sharding.zero_shards import GradientDivision, RowGathering, ZeroShards
+from gossip.private_torch import call_gradient_hooks, fsdp_modules
+from gossip.sharding.local_group import PartitionedGroup, Steps
+from gossip.sharding.zero_shards import ZeroShards, rows_of
+
+_MAX_PENDING = 1  # operations that run beside the backward pass; each holds the whole values of a bucket
 
 
 class ZeroGroup(PartitionedGroup):
     """A group whose ranks each update and exchange some rows of every parameter, and gather them after each step.
 
-    Gradients are averaged over the group by a reduce-scatter of each bucket, and rows are gathered by an all-gather;
-    both run beside the backward pass. Between steps the module's parameters are whole, current and ordinary tensors;
-    with algorithms that combine before the next forward pass, reading them through the model is collective.
-
-    Parameters
-    ----------
-    module : Module
-        Not sharded.
-    world : World
-        The ranks of the group.
+    Gradients are averaged over the group by a reduce-scatter of each bucket, and rows are gathered by an all-gather. A
+    bucket's reduction begins as soon as all of its gradients are complete, in the order of the buckets; both run beside
+    the backward pass. Between steps the module's parameters are whole, current and ordinary tensors; with algorithms
+    that combine before the next forward pass, reading them through the model is collective.
     """
 
     replica: ZeroShards
+    _steps: Steps
 
     def __init__(self, module: nn.Module, world: World) -> None:
         if fsdp_modules(module):
@@ -41,20 +39,25 @@ class ZeroGroup(PartitionedGroup):
             )
         check_parameters(module)
         super().__init__(module, ZeroShards(module, world), world)
-        self._division: GradientDivision | None = None
-        self._gathering: RowGathering | None = None
-        self._on_state_dict: Any = None
+        self._buckets: list[Bucket] = []
+        self._reductions: deque[Callable[[], None]] = deque()
+        self._gatherings: deque[Callable[[], None]] = deque()
+        self._handles: list[RemovableHandle] = []
+        self._begin_pass()
 
     def start_equal_(self) -> None:
         super().start_equal_()
         self.replica.pull()
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
-        buckets = list(buckets)
-        self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
-        self._division = GradientDivision(self.replica, buckets, self.world, self.rows, steps)
-        self._gathering = RowGathering(self.replica, buckets, self.world, self.rows)
-        self._gathering.gather()
+        self._buckets, self._steps = list(buckets), steps
+        self._handles.append(self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due()))
+        for bucket in self._buckets:
+            for name in bucket.names:
+                hook = partial(self._on_whole_gradient, bucket.index, name)
+                self._handles.append(self.replica.wholes[name].register_post_accumulate_grad_hook(hook))
+        self._begin_pass()
+        self.changed()
 
     def take_edits(self) -> None:
         self.replica.pull()
@@ -63,24 +66,99 @@ class ZeroGroup(PartitionedGroup):
         del step
         self.replica.check()
 
+    # ------------------------------------------------------------------ gradients
+
+    def _begin_pass(self) -> None:
+        self._awaited = [set(bucket.names) for bucket in self._buckets]
+        self._num_begun = 0
+        self._has_gradients = False
+
+    def _on_whole_gradient(self, index: int, name: str, _: torch.Tensor) -> None:
+        if not self._steps.on_shared_gradient():
+            return
+        if index < self._num_begun:
+            self._steps.refuse_late_gradient(index, name)
+        self._has_gradients = True
+        self._awaited[index].discard(name)
+        while self._num_begun < len(self._buckets) and not self._awaited[self._num_begun]:
+            self._reduce_next()
+
     def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
-        if self._division is not None:
-            self._division.complete(where, is_idle=is_idle)
+        """Those that this rank does not have are zeros. A backward pass that reached no parameter is no step."""
+        if not self._has_gradients and not is_idle:
+            return
+        while self._num_begun < len(self._buckets):
+            self._reduce_next(where)
+        _end(self._reductions)
+        self._begin_pass()
 
     def drop_gradients(self) -> bool:
-        return self._division is None or self._division.drop()
+        if self._num_begun:
+            return False
+        self.replica.restore_unreduced({})
+        self._begin_pass()
+        return True
+
+    @torch.no_grad()
+    def _reduce_next(self, where: str = "in the backward pass") -> None:
+        bucket = self._buckets[self._num_begun]
+        self._num_begun += 1
+        block, size = bucket.block, self.num_shards
+        shape, dtype = (size, block.numel() + len(bucket.names)), accumulation_dtype(block.dtype)
+        rows = torch.zeros(shape, dtype=dtype, device=block.device)
+        values, has_gradient = rows[:, : block.numel()], rows[:, block.numel() :]
+        has_all = True
+        for number, name in enumerate(bucket.names):
+            whole = self.replica.wholes[name]
+            if whole.grad is None:
+                has_all = False
+                continue
+            has_gradient[:, number] = 1.0
+            for place in range(size):
+                bucket.views(values[place])[number].copy_(rows_of(whole.grad, place, size))
+            whole.grad = None
+        what = f"bucket {bucket.index}, {where}: averaging gradients over the ranks of the group"
+        self._reductions.append(partial(self._hand_over, bucket, self.rows.begin_sum(rows, what), has_all))
+        _end(self._reductions, _MAX_PENDING)
+
+    @torch.no_grad()
+    def _hand_over(self, bucket: Bucket, wait: Callable[[], torch.Tensor], has_all: bool) -> None:
+        row = wait()
+        mean, counts = row[: bucket.block.numel()].div_(self.num_shards), row[bucket.block.numel() :]
+        is_found = [True] * len(bucket.names) if has_all else (counts > 0).tolist()
+        for parameter, gradient, found in zip(bucket.parameters, bucket.views(mean), is_found, strict=True):
+            if not found:
+                continue
+            gradient = gradient.to(parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            call_gradient_hooks(parameter)
+
+    # ------------------------------------------------------------------ rows
 
     def updated(self, index: int) -> None:
-        if self._gathering is not None:
-            self._gathering.begin(index)
+        if index >= len(self._buckets):
+            return  # of buffers
+        bucket = self._buckets[index]
+        rows = bucket.block.new_empty(self.num_shards, bucket.block.numel())
+        rows[self.place].copy_(bucket.block)
+        wait = self.rows.begin_gather(rows, f"bucket {index}: gathering parameters from the ranks of the group")
+        self._gatherings.append(partial(self._push, bucket, rows, wait))
+        _end(self._gatherings, _MAX_PENDING)
+
+    def _push(self, bucket: Bucket, rows: torch.Tensor, wait: Callable[[], None]) -> None:
+        wait()
+        self.replica.push(bucket.names, [bucket.views(row) for row in rows])
 
     def finish_step(self) -> None:
-        if self._gathering is not None:
-            self._gathering.finish()
+        _end(self._gatherings)
 
     def changed(self) -> None:
-        if self._gathering is not None:
-            self._gathering.gather()
+        self.finish_step()
+        for bucket in self._buckets:
+            self.updated(bucket.index)
+        self.finish_step()
+
+    # ------------------------------------------------------------------ between steps
 
     def unreduced(self) -> dict[str, torch.Tensor]:
         return self.replica.unreduced()
@@ -92,8 +170,12 @@ class ZeroGroup(PartitionedGroup):
         return self.replica.lengths()
 
     def close(self) -> None:
-        if self._on_state_dict is not None:
-            self._on_state_dict.remove()
-        if self._division is not None:
-            self._division.close()
+        for handle in self._handles:
+            handle.remove()
         super().close()
+
+
+def _end(pending: deque[Callable[[], None]], most_left: int = 0) -> None:
+    """End operations in the order in which they began, until so many are left. Collective."""
+    while len(pending) > most_left:
+        pending.popleft()()

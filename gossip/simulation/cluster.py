@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from gossip.simulation.simulation_checks import check_amount
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Cluster:
         check_integer("num_nodes", self.num_nodes, minimum=1)
         check_integer("local_size", self.local_size, minimum=1)
         for name in ("latency_us", "local_latency_us"):
-            check_amount(name, getattr(self, name))
+            check_real(name, getattr(self, name), "at least 0 and finite", example=50.0)
         for name in ("bandwidth_gbps", "local_bandwidth_gbps"):
-            check_amount(name, getattr(self, name), positive=True, finite=False)
+            check_real(name, getattr(self, name), "above 0", example=10.0)
 
     @property
     def world_size(self) -> int:

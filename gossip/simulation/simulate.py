@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +9,10 @@ import numpy as np
 from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, GossipSteps, LocalSteps, Steps
-from gossip.simulation.simulation_checks import check_amount
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology
 from topologies.matrix_storage import FloatArray
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,21 +89,22 @@ def simulate_time(
     0.8
     """
     num_steps = check_integer("num_steps", num_steps, minimum=1)
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster must be a gossip.Cluster, got {cluster!r} ({type(cluster).__name__})")
-    if not isinstance(workload, Workload):
-        raise TypeError(f"workload must be a gossip.Workload, got {workload!r} ({type(workload).__name__})")
+    for name, given, kind in (("cluster", cluster, Cluster), ("workload", workload, Workload)):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"{name} must be a gossip.{kind.__name__}, got {given!r} ({type(given).__name__}); make one"
+            )
     workload.check_ranks(cluster.world_size)
-    ratio = check_amount("compression_ratio", compression_ratio, positive=True)
+    ratio = check_real("compression_ratio", compression_ratio, "above 0 and finite", example=4.0)
     steps = _steps(method, cluster, workload, ratio, resolve_algorithm(algorithm))
     return _run(steps, workload, cluster, num_steps, seed)
 
 
 def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, algorithm: Algorithm) -> Steps:
-    kinds: dict[str, Callable[[], Steps]] = {
-        "ddp": lambda: AllReduceSteps(cluster, workload, ratio),
-        "none": lambda: LocalSteps(workload),
-    }
+    if method == "ddp":
+        return AllReduceSteps(cluster, workload, ratio)
+    if method == "none":
+        return LocalSteps(workload)
     if isinstance(method, Topology):
         if method.world_size != cluster.world_size:
             raise ValueError(
@@ -115,12 +114,10 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
         if isinstance(algorithm, Asynchronous):
             return AsynchronousSteps(method, cluster, workload, ratio, algorithm)
         return GossipSteps(method, cluster, workload, ratio, algorithm)
-    if method not in kinds:
-        raise ValueError(
-            f"method must be a topology, 'ddp' or 'none', got {method!r}; build a topology with "
-            f"topologies.build(name, {cluster.world_size})"
-        )
-    return kinds[method]()
+    raise ValueError(
+        f"method must be a topology, 'ddp' or 'none', got {method!r}; build a topology with "
+        f"topologies.build(name, {cluster.world_size})"
+    )
 
 
 def _run(steps: Steps, workload: Workload, cluster: Cluster, num_steps: int, seed: int) -> SimulatedRun:

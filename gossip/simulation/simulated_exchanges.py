@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +21,12 @@ Mask = npt.NDArray[np.bool_]
 _MOST_REACHED = 64  # ranks reached by one rank in one pass, on average
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The edges of a round, and the traffic over each, in ``messages`` of the bucket's size. Shape ``[edges]``."""
 
     senders: IntArray
     receivers: IntArray
     messages: FloatArray
-
-    @classmethod
-    def together(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return all edges as one object."""
-        return cls(
-            np.concatenate([part.senders for part in parts]),
-            np.concatenate([part.receivers for part in parts]),
-            np.concatenate([part.messages for part in parts]),
-        )
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,6 @@ class ExchangePlan:
         ----------
         posted_s
             When each rank is ready to exchange, shape ``[n]``; irrelevant for ranks that do not take part.
-        num_bytes
-            The size of one message.
         """
         pauses_s = (self.coupling.num_turns(num_bytes) - 1.0) * self.latency_s
         sent_s = self.coupling.latest(posted_s, num_bytes) + pauses_s + self.seconds_per_byte * num_bytes
@@ -89,12 +78,8 @@ class Groups:
 
     Parameters
     ----------
-    groups : sequence of tuple of int
-        Disjoint groups of at least two ranks.
     turns : sequence of int
         By group: the number of successive messages, each sent after the previous one has arrived.
-    world_size : int
-        The number of ranks.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]], turns: Sequence[int], world_size: int) -> None:
@@ -106,11 +91,10 @@ class Groups:
         self._turns[self._order] = np.repeat(turns, sizes)
 
     def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:  # noqa: ARG002
-        """Return the largest value in each rank's group, shape ``[n]``; a rank in no group keeps its own."""
         return self.latest_of_peers(values)
 
     def latest_of_peers(self, values: FloatArray) -> FloatArray:
-        """Return the same as :meth:`latest`, which does not depend on the size."""
+        """Return the largest value in each rank's group, shape ``[n]``; a rank in no group keeps its own."""
         latest = values.copy()
         latest[self._order] = np.maximum.reduceat(values[self._order], self._starts)[self._groups_of]
         return latest
@@ -130,8 +114,6 @@ class Neighbourhoods:
     ----------
     senders, receivers : array, [edges]
         The ranks at the two ends of each edge.
-    world_size : int
-        The number of ranks.
     """
 
     def __init__(self, senders: IntArray, receivers: IntArray, world_size: int) -> None:
@@ -211,10 +193,6 @@ def plan_exchange(
 
     Parameters
     ----------
-    round_ : Round
-        The round.
-    cluster : Cluster
-        The cluster.
     all_reduces : collection of tuple of int
         The uniform groups that exchange by ring all-reduce in the order of their ranks; all others use point-to-point
         messages.
@@ -261,7 +239,8 @@ def _plan_groups(
         return None
     senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
     messages = _messages(senders, receivers, cluster, reads_memory)
-    return _plan(Groups(groups, turns, cluster.world_size), Traffic.together([*rings, messages]), cluster)
+    traffic = Traffic(*map(np.concatenate, zip(*rings, messages, strict=True)))
+    return _plan(Groups(groups, turns, cluster.world_size), traffic, cluster)
 
 
 def _ring(group: tuple[int, ...]) -> Traffic:

@@ -20,21 +20,9 @@ class Steps(Protocol):
     """Moves the clocks of all ranks through their steps, in order."""
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
-        """Make one step.
+        """Make one step that the ranks begin at ``clock``, [n], in seconds.
 
-        Parameters
-        ----------
-        step : int
-            The step.
-        clock : array, [n]
-            When each rank begins, in seconds.
-        draw : StepDraw
-            The random part of the step.
-
-        Returns
-        -------
-        tuple of array, [n]
-            When each rank has ended, and how long it has waited; undefined for ranks that are absent.
+        Returns when each rank has ended, and how long it has waited, [n] each; undefined for ranks that are absent.
         """
 
 
@@ -94,14 +82,6 @@ class GossipSteps:
 
     Parameters
     ----------
-    topology : Topology
-        The topology.
-    cluster : Cluster
-        The cluster.
-    workload : Workload
-        What each rank computes.
-    compression_ratio : float
-        The factor by which messages are smaller than the buckets.
     algorithm : Algorithm
         The algorithm, which determines the rounds that end the steps, how many messages a bucket sends, and whether
         they are needed at the start of the next forward pass instead of where the bucket is updated. (A bucket with

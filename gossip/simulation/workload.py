@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import get_args
 
 import numpy as np
 
-from gossip.simulation.simulation_checks import check_amount
 from topologies.matrix_storage import FloatArray
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SlowRank:
 
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, minimum=0)
-        check_amount("factor", self.factor, positive=True)
+        check_real("factor", self.factor, "above 0 and finite", example=2.0)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class RandomDelays:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        check_amount("mean_s", self.mean_s)
-        if check_amount("probability", self.probability) > 1:
-            raise ValueError(f"probability must be at most 1, got {self.probability!r}; correct it")
+        check_real("mean_s", self.mean_s, "at least 0 and finite", example=0.1)
+        check_real("probability", self.probability, "between 0 and 1", example=0.1)
 
 
 @dataclass(frozen=True)
@@ -106,24 +105,18 @@ class Workload:
     drop_outs: tuple[DropOut, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "update_s", "mix_s", "contention", "jitter"):
-            check_amount(name, getattr(self, name))
-        if self.contention > 1:
-            raise ValueError(f"contention must be at most 1, got {self.contention!r}; correct it")
-        for name in ("bucket_bytes", "stragglers", "drop_outs"):
-            if not isinstance(getattr(self, name), tuple):
-                raise TypeError(f"{name} must be a tuple, got {getattr(self, name)!r}; write (value,) for a single one")
+        for name in ("forward_s", "backward_s", "update_s", "mix_s", "jitter"):
+            check_real(name, getattr(self, name), "at least 0 and finite", example=0.1)
+        check_real("contention", self.contention, "between 0 and 1", example=0.5)
+        for name, kinds in (("bucket_bytes", int), ("stragglers", Straggler), ("drop_outs", DropOut)):
+            held = getattr(self, name)
+            if not isinstance(held, tuple) or not all(isinstance(each, kinds) for each in held):
+                allowed = " or ".join(kind.__name__ for kind in get_args(kinds) or (kinds,))
+                raise TypeError(f"{name} must be a tuple of {allowed}, got {held!r}; write (value,) for a single one")
         if not self.bucket_bytes:
             raise ValueError("bucket_bytes is empty; give the bytes of at least one bucket")
         for number, num_bytes in enumerate(self.bucket_bytes):
             check_integer(f"bucket_bytes[{number}]", num_bytes, minimum=1)
-        for name, kinds in (("stragglers", (SlowRank, RandomDelays)), ("drop_outs", (DropOut,))):
-            for delay in getattr(self, name):
-                if not isinstance(delay, kinds):
-                    allowed = " or ".join(kind.__name__ for kind in kinds)
-                    raise TypeError(
-                        f"{name} must hold {allowed}, got {delay!r} ({type(delay).__name__}); pass only those"
-                    )
 
     @property
     def model_bytes(self) -> int:
@@ -142,8 +135,7 @@ class Workload:
                 if not isinstance(delay, RandomDelays) and delay.rank >= world_size:
                     raise ValueError(
                         f"{name} names rank {delay.rank}, but ranks go from 0 to {world_size - 1}; name one of them, "
-                        "or "
-                        f"describe a larger cluster"
+                        "or describe a larger cluster"
                     )
 
 

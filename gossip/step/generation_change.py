@@ -22,7 +22,7 @@ from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
 from gossip.exchange.generation_transport import make_generation_transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
-from gossip.parameters.state_serialization import deserialize, serialize
+from gossip.parameters.serializable_state import deserialize, serialize
 from gossip.step.building.construction import Parts
 from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
 from gossip.step.engine import do_nothing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,9 @@ def divide(num_samples: int, world_size: int) -> tuple[Part, ...]:
 def count_samples(inputs: Any, dim: int) -> int:
     """Return the length along ``dim`` of all tensors within ``inputs`` that have this dimension.
 
-    Raises
-    ------
-    ValueError
-        The lengths differ, no tensor has the dimension, or there is no sample.
+    Raises ValueError: the lengths differ, no tensor has the dimension, or there is no sample.
     """
-    lengths = {leaf.shape[dim] for leaf in _splittable(inputs, dim)}
+    lengths = {leaf.shape[dim] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > dim}
     if not lengths:
         raise ValueError(
             f"the inputs have no tensor with a dimension dim={dim} to split over the replicas; pass a batch, or "
@@ -63,8 +60,7 @@ def count_samples(inputs: Any, dim: int) -> int:
     if len(lengths) > 1:
         raise ValueError(
             f"the inputs' tensors have different lengths {sorted(lengths)} along dim={dim}, and cannot be split "
-            "equally "
-            "over the replicas; give all of them the same batch dimension (expand what is equal for all samples)"
+            "equally over the replicas; give all the same batch dimension (expand what is equal for all samples)"
         )
     (length,) = lengths
     if length == 0:
@@ -91,7 +87,7 @@ def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.devic
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        is_split.append(_is_splittable(leaf, dim))
+        is_split.append(leaf.dim() > dim)
         if not is_split[-1]:
             return leaf.to(device)
         own = leaf.narrow(dim, begin, length).to(device)
@@ -112,11 +108,3 @@ def gather(outputs: Sequence[Any], dim: int | None, device: torch.device) -> Any
         return torch.cat([row.movedim(0, dim).flatten(dim, dim + 1) for row in rows], dim)
 
     return tree_map(join, *outputs)
-
-
-def _splittable(inputs: Any, dim: int) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and _is_splittable(leaf, dim))
-
-
-def _is_splittable(leaf: torch.Tensor, dim: int) -> bool:
-    return leaf.dim() > dim

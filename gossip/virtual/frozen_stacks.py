@@ -18,12 +18,6 @@ class FrozenStacks:
 
     Parameters
     ----------
-    module : Module
-        The bare module.
-    shards : sequence of Shard
-        The replicas.
-    cap_bytes : int
-        The size of a bucket of one replica's parameters.
     num_buckets : int
         The number of buckets that a process already has, including those of buffers, because noise depends on a
         bucket's index.

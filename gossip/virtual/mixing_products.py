@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from gossip.compression.stacked_codec import KnownRounds
 from gossip.virtual.shards import Shard
 from topologies import Round
 
@@ -20,7 +21,6 @@ _GROUPS_FROM = 8
 """From this size of uniform groups on, one mean per group is cheaper than a weighted sum per rank."""
 _CHUNK_ROWS = 64
 _CHUNK_NUMEL = 2**18
-_MAX_KNOWN = 128
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,13 @@ class Rows:
     """The amount by which the weights of a row exceed 1, [k, 1]; None if that is zero."""
 
 
-KnownRows = dict[tuple[int, range], tuple[Round, Rows]]
-"""By round and ranks; the round is identified by id, because comparing two rounds takes as long as making the rows."""
+KnownRows = KnownRounds[dict[range, Rows]]
+"""By round, the rows of the ranks of each shard."""
+
+
+def known_rows(shards: Sequence[Shard]) -> KnownRows:
+    """Return a memory of the rows of rounds among these shards."""
+    return KnownRounds(lambda round_: {shard.ranks: _rows_of(round_, shard.ranks) for shard in shards})
 
 
 def weighted_differences(
@@ -50,16 +55,8 @@ def weighted_differences(
 
     Parameters
     ----------
-    round_ : Round
-        The round.
-    shards : sequence of Shard
-        The replicas.
     messages : sequence of Tensor, [k, numel]
         The messages of each shard's ranks, on its device.
-    wide : torch.dtype
-        The accumulation dtype.
-    known : dict
-        Rows of earlier rounds, kept for reuse.
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
@@ -103,7 +100,7 @@ def _from_sums(
     differences = []
     origin = messages[0][0].to(wide)
     for shard, message in zip(shards, messages, strict=True):
-        rows, device = _rows_of(round_, shard.ranks, known), message.device
+        rows, device = known.of(round_)[shard.ranks], message.device
         places, offsets, weights = rows.places.to(device), rows.offsets.to(device), rows.weights.to(device, wide)
         total = torch.empty_like(message, dtype=wide)
         for part in _columns(message):
@@ -126,26 +123,20 @@ def _columns(message: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, numel, size))
 
 
-def _rows_of(round_: Round, ranks: range, known: KnownRows) -> Rows:
-    if (id(round_), ranks) in known:
-        return known[id(round_), ranks][1]
+def _rows_of(round_: Round, ranks: range) -> Rows:
     rows = round_.sparse().tocsr()[ranks.start : ranks.stop]
     if len(ranks) == round_.world_size:
         sources, places = np.arange(len(ranks)), rows.indices
     else:
         sources, places = np.unique(rows.indices, return_inverse=True)
     surplus = np.asarray(rows.sum(1)).reshape(-1, 1) - 1
-    made = Rows(
+    return Rows(
         sources,
         torch.from_numpy(places.astype(np.int64)),
         torch.from_numpy(rows.indptr[:-1].astype(np.int64)),
         torch.from_numpy(rows.data.astype(np.float64)),
         torch.from_numpy(surplus) if np.abs(surplus).max(initial=0) > 1e-12 else None,
     )
-    if len(known) >= _MAX_KNOWN:
-        known.clear()
-    known[id(round_), ranks] = round_, made  # with the round, so that its id is not reused
-    return made
 
 
 def _table(

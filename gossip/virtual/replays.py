@@ -65,21 +65,7 @@ class Replay:
     Each call of the workers gives all replicas gradients; a replica uses them if it has none yet for the step that it
     is about to make. Then updates and averages are made in the recording's order, as far as these gradients allow.
 
-    Parameters
-    ----------
-    recording : Recording
-        The recording.
-    shards : sequence of Shard
-        The replicas.
-    buckets : sequence of Bucket
-        The buckets.
-    optimizers : sequence of Optimizer
-        The optimizers, over the stacks.
-
-    Raises
-    ------
-    ValueError
-        The recording is for another number of ranks, or for other buckets.
+    Raises ValueError: the recording is for another number of ranks, or for other buckets.
     """
 
     def __init__(
@@ -115,15 +101,12 @@ class Replay:
     def make_steps(self, left_out: torch.Tensor) -> None:
         """Take the gradients of the stacks, and make what the recording says, as far as these allow.
 
+        Raises GossipError: the recording contradicts itself.
+
         Parameters
         ----------
         left_out : Tensor, [n], bool
             The ranks whose gradients are to be ignored; their steps change nothing.
-
-        Raises
-        ------
-        GossipError
-            The recording contradicts itself.
         """
         for shard in self._shards:
             for row, rank in enumerate(shard.ranks):

@@ -64,14 +64,13 @@ class ReplicaCalls:
     ) -> Any:
         """Return the outputs of some replicas.
 
+        Raises GossipError: the module's parameters differ from its replicas', or its parts from those of copies that
+        were made of it.
+
         Parameters
         ----------
-        ranks : sequence of int
-            The ranks of the k replicas.
         parameters, buffers : mapping of str to Tensor, [k, *shape]
             Their tensors. Buffers are changed in place where the module changes its own.
-        inputs : (tuple, dict)
-            The positional and keyword arguments of the call.
         is_split : list of bool
             For each tensor in the inputs, whether it has a leading dimension of replicas, or is equal for all.
 
@@ -79,11 +78,6 @@ class ReplicaCalls:
         -------
         Any
             The module's output, with tensors [k, ...].
-
-        Raises
-        ------
-        GossipError
-            The module's parameters differ from its replicas', or its parts from those of copies that were made of it.
         """
         self._snapshot.check(has_copies=bool(self._copies))
         if not self.is_vectorised:
@@ -116,10 +110,7 @@ class ReplicaCalls:
     def extra_states(self, rank: int) -> dict[str, Any]:
         """Return the extra states of one replica, which are the module's where replicas run at once.
 
-        Raises
-        ------
-        TypeError
-            One is not plain data; the text names its module.
+        Raises TypeError: one is not plain data; the text names its module.
         """
         return extra_states(self._copies[rank].module if rank in self._copies else self._module)
 
@@ -253,10 +244,7 @@ class _Copy:
 def _others(output: Sequence[Any]) -> dict[int, Any]:
     """Return the parts of an output that are not tensors, by place.
 
-    Raises
-    ------
-    TypeError
-        A part contains tensors that cannot be joined.
+    Raises TypeError: a part contains tensors that cannot be joined.
     """
     others = {place: leaf for place, leaf in enumerate(output) if not isinstance(leaf, torch.Tensor)}
     for leaf in others.values():

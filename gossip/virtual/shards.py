@@ -59,16 +59,10 @@ def make_shards(
 
     Parameters
     ----------
-    module : Module
-        The bare module.
     buckets : sequence of Bucket
         The buckets of its parameters, without frozen ones; every row has their layout.
-    world_size : int
-        The number of ranks.
     devices : sequence of torch.device
         At most one device per rank; a device may occur several times.
-    mixes_buffers : bool
-        Whether float buffers are exchanged too.
     """
     shards = []
     for place, device in enumerate(devices):

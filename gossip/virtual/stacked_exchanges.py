@@ -19,7 +19,7 @@ from gossip.errors import GossipError
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
-from gossip.virtual.mixing_products import KnownRows, weighted_differences
+from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
 from gossip.virtual.shards import Shard, joined, mixed_buffers, stacked_views
 from topologies import Round, Topology
@@ -44,11 +44,6 @@ class StackedInFlight(InFlight):
 
 class StackedMeter:
     """The cost of one step of all replicas.
-
-    Parameters
-    ----------
-    world_size : int
-        The number of replicas.
 
     Attributes
     ----------
@@ -77,20 +72,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
 
     Parameters
     ----------
-    shards : sequence of Shard
-        The replicas.
-    buckets : sequence of Bucket
-        The buckets whose layout the first blocks of a shard have.
     buffer_buckets : sequence of BufferBucket
         What a rank would have in place of the other blocks, which are float buffers and are never compressed.
-    optimizers : sequence of Optimizer
-        The optimizers, over the stacks.
-    topology : Topology
-        The rounds that end the steps.
-    algorithm : Algorithm
-        The algorithm.
-    compression : Compression
-        The compression.
 
     Attributes
     ----------
@@ -114,7 +97,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._buckets: dict[int, Bucket] = {}  # by block
         self._views: list[list[BucketView]] = []
         self.codecs: dict[tuple[int, str], StackedCodec] = {}
-        self._known_rows: KnownRows = {}
+        self._known_rows = known_rows(shards)
         self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
         self.add(buckets)
         first = len(buckets)

@@ -28,10 +28,8 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
 
     They are made over the module's own parameters, so a factory that inspects names and shapes works as usual.
 
-    Raises
-    ------
-    TypeError, ValueError
-        As for :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or an optimizer does not update elementwise.
+    Raises TypeError, ValueError: as for :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or an optimizer
+    does not update elementwise.
     """
     optimizers = build_optimizers(optimizer, module, in_backward=True, by_bucket=True)
     for optimizer in optimizers:
@@ -81,10 +79,7 @@ def num_held(optimizers: Sequence[Optimizer]) -> int:
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """Refuse a parameter that does not belong to the module, or that is held twice.
 
-    Raises
-    ------
-    ValueError
-        A parameter is refused; the text says which.
+    Raises ValueError: a parameter is refused; the text says which.
     """
     check_parameters_held(
         optimizers,
@@ -126,10 +121,7 @@ def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) 
 def _check_elementwise(optimizer: Optimizer) -> None:
     """Check on two small matrices, stacked and separate, that replicas do not affect each other through the optimizer.
 
-    Raises
-    ------
-    ValueError
-        The two results differ.
+    Raises ValueError: the two results differ.
     """
     source = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 2, 3, 3, generator=source, dtype=torch.float64).unbind()
@@ -207,8 +199,6 @@ def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torc
 
     Parameters
     ----------
-    optimizers : sequence of Optimizer
-        The optimizers.
     rows : mapping of Parameter to Tensor, [k], bool
         Which rows; their gradients are set to zero.
     """

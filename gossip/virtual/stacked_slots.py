@@ -24,15 +24,12 @@ class StackedSlots(ModuleSnapshot):
     def check(self, *, has_copies: bool) -> None:
         """Raise if the module has changed; cheap if nothing has.
 
+        Raises GossipError: a parameter or a part was changed; the text says which.
+
         Parameters
         ----------
         has_copies : bool
             Whether replicas are run by copies of the module, which must then have the same parts as when it was copied.
-
-        Raises
-        ------
-        GossipError
-            A parameter or a part was changed; the text says which.
         """
         if not self.has_changed():
             return
@@ -47,8 +44,7 @@ class StackedSlots(ModuleSnapshot):
         if has_copies:
             raise GossipError(
                 "parts of the module were added, replaced or removed after its replicas had been copied in order to "
-                "run "
-                "one after the other; change the module before making VirtualWorkers from it"
+                "run one after the other; change the module before making VirtualWorkers from it"
             )
         self.remember()
 

@@ -33,18 +33,8 @@ class StackedUpdater:
 
     Parameters
     ----------
-    shards : sequence of Shard
-        The replicas.
     buckets : sequence of Bucket
         The buckets by which the gradients of a replica are clipped and checked, unless all are clipped together.
-    optimizers : sequence of Optimizer
-        The optimizers, over the stacks.
-    stacks : mapping of int to sequence of Parameter
-        The stacks, see :data:`gossip.virtual.stacked_optimizers.Stacks`.
-    clip_grad_norm : float or None
-        The norm to which gradients are clipped.
-    clip : str
-        Which norm is clipped, "global" or "bucket".
 
     Attributes
     ----------
@@ -128,8 +118,6 @@ class StackedUpdater:
 
         Parameters
         ----------
-        step : int
-            The step.
         direct : callable, optional
             Called right before the optimizers step, with a function that returns which rows of a bucket are left
             unchanged; it replaces the gradients.

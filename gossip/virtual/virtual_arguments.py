@@ -7,24 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import check_parameters
+from gossip.parameters.buckets import check_dense, check_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 
 
 def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the module itself, or the one that a function makes, if its replicas can be stacked.
 
-    Raises
-    ------
-    ValueError, TypeError
-        It is not a module, has no parameters, or has some that cannot be used.
+    Raises ValueError, TypeError: it is not a module, has no parameters, or has some that cannot be used.
     """
     found = module if isinstance(module, nn.Module) or not callable(module) else module()
     if not isinstance(found, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module or a function that makes one, got {type(found).__name__}")
     check_parameters(found)
     check_not_wrapped(found)
-    _refuse_sparse_gradients(found)
+    check_dense(found, "and the gradients of stacked parameters are dense")
     if next(found.parameters(), None) is None:
         raise ValueError(f"module {type(found).__name__} has no parameters: there is nothing to train or to mix")
     return found
@@ -46,21 +43,3 @@ def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: in
         return [torch.device(device) for device in devices]
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
-
-
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True:
-            raise ValueError(
-                f"module {name or 'itself'!r} has sparse=True, and the gradients of stacked parameters are dense; "
-                "build it with sparse=False"
-            )
-
-
-def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Refuse a value that is not an integer, or is out of range."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise ValueError(f"{name} must be {allowed}, got {value}")

@@ -31,18 +31,18 @@ from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.frozen_stacks import FrozenStacks
-from gossip.virtual.own_attributes import OwnAttributes
 from gossip.virtual.replays import Replay
 from gossip.virtual.replica_calls import ReplicaCalls
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import StackedUpdater, along_rows
-from gossip.virtual.virtual_arguments import check_integer, make_module, resolve_devices
+from gossip.virtual.virtual_arguments import make_module, resolve_devices
 from topologies import Topology
+from topologies.validation import check_integer
 
 
-class VirtualWorkers(KeepsObjects, OwnAttributes):
+class VirtualWorkers(KeepsObjects):
     r"""Train ``world_size`` replicas in one process and mix them after every step, as in a distributed run.
 
     All replicas' parameters are stacked in tensors [n, ...]: one vectorised forward pass, one backward pass, one
@@ -159,8 +159,8 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
         loss_reduction: Literal["mean", "sum"] = "mean",
         devices: Sequence[torch.device | str] | None = None,
     ) -> None:
-        check_integer("world_size", world_size, 1)
-        check_integer("dim", dim, 0)
+        check_integer("world_size", world_size, minimum=1)
+        check_integer("dim", dim, minimum=0)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_update(clip, clip_grad_norm, buffers, bucket_cap_mb)
         module = make_module(module)
@@ -216,6 +216,15 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
             replace_step(each, self._note_step, by_bucket=False)
         self.module = module  # set last: from here on only existing attributes can be set
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "module" in own and name not in own and not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; if it is the module's, set it there "
+                f"(workers.module.{name} = ...) before the first call"
+            )
+        super().__setattr__(name, value)
+
     # ------------------------------------------------------------------ identity
 
     @property
@@ -241,7 +250,7 @@ class VirtualWorkers(KeepsObjects, OwnAttributes):
 
     def replica(self, rank: int) -> nn.Module:
         """Return a copy of the bare module with the values of one rank's replica."""
-        check_integer("rank", rank, 0, self.world_size - 1)
+        check_integer("rank", rank, minimum=0, maximum=self.world_size - 1)
         ((shard, rows),) = rows_of(self._shards, rank, rank + 1)
         copied = copy.deepcopy(self.module)
         load_into(copied, (shard,), lambda _, stacks: stacks[0][rows.start])

@@ -29,8 +29,7 @@ from torch import nn
 import topologies
 from gossip import GossipDataParallel
 from gossip.lab.faults.fault import Fault
-from gossip.parameters.serializable_state import to_serializable
-from gossip.parameters.state_serialization import serialize
+from gossip.parameters.serializable_state import serialize, to_serializable
 
 RATE = 0.1
 TIMEOUT = timedelta(seconds=60)

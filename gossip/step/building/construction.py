@@ -32,7 +32,7 @@ from gossip.exchange.transport_names import resolve_transport
 from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
-from gossip.parameters.buckets import check_parameters, make_buckets
+from gossip.parameters.buckets import check_dense, check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
@@ -217,12 +217,11 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
 def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
     """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
     from gossip.sharding.fsdp_group import FSDPGroup
-    from gossip.sharding.local_group import check_dense
     from gossip.sharding.replica_group import ReplicaGroup
     from gossip.sharding.zero_group import ZeroGroup
 
     assert arguments.mesh is not None
-    check_dense(module)
+    check_dense(module, "but sparse gradients cannot be averaged over the ranks of a group")
     if arguments.shard is None:
         return FSDPGroup(module, arguments.mesh, world)
     return ZeroGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,32 +164,3 @@ def test_run_that_began_as_processes_goes_on_virtually(name: str, of_processes: 
         np.testing.assert_allclose(stack.detach().numpy(), wanted, rtol=0, atol=CASES[name].tolerance, err_msg=key)
     assert ["5 ranks were trained in 5 processes and are now in 1" in line for line in lines] == [True]
     assert not any("in flight" in line for line in lines)
-
-
-@contextlib.contextmanager
-def of_one_rank(kind: str) -> Iterator[Any]:
-    torch.manual_seed(0)
-    if kind == "virtual":
-        yield VirtualWorkers(nn.Linear(4, 2), 1, SGD, "complete", compression="choco")
-    else:
-        with GossipDataParallel(nn.Linear(4, 2), SGD, "complete", compression="choco") as model:
-            yield model
-
-
-def train_one(model: Any, num_steps: int) -> list[torch.Tensor]:
-    for _ in range(num_steps):
-        batch = torch.arange(8.0).reshape(2, 4) / (model.step + 8)
-        model(batch if isinstance(model, GossipDataParallel) else batch[None]).square().mean().backward()
-    return [values.detach().reshape(-1).clone() for _, values in model.named_parameters()]
-
-
-@pytest.mark.parametrize(("before", "after"), [("virtual", "process"), ("process", "virtual")])
-def test_one_rank_goes_on_as_the_other_kind(before: str, after: str, tmp_path: Path) -> None:
-    with of_one_rank(after) as model:
-        whole = train_one(model, NUM_STEPS)
-    with of_one_rank(before) as model:
-        train_one(model, SAVED_AT)
-        gossip.save(model, tmp_path)
-    with of_one_rank(after) as model:
-        gossip.load(model, tmp_path)
-        torch.testing.assert_close(train_one(model, NUM_STEPS - SAVED_AT), whole, rtol=0, atol=1e-6)

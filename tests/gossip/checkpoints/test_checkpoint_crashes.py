@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import resource
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,6 @@ def load_and_save(folder: str, step: int) -> None:
     [
         (1, "write", 3, 2),  # in the middle of its file
         (1, "fsync", 1, 2),  # before its file is on the disk
-        (0, "fsync", 3, 2),  # before the manifest is: all files are
         (0, "replace", 1, 2),  # before the checkpoint has its name
         (0, "fsync", 5, 3),  # after it
         (0, "unlink", 2, 3),  # while an old one is removed
@@ -117,7 +114,7 @@ def test_killed_between_two_renames_of_one_step(tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------------- a disk that takes no more
 
 
-def fail_and_go_on(folder: str, how: str, reason: str) -> None:
+def fail_and_go_on(folder: str, reason: str) -> None:
     undisturbed = make_model()
     for _ in range(5):
         one_step(undisturbed)
@@ -127,18 +124,13 @@ def fail_and_go_on(folder: str, how: str, reason: str) -> None:
     model = saved_at(folder, 1)
     one_step(model)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if how == "limit" and model.rank == 1:
+    if model.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
-    filler = Path(folder) / "filler"
-    if how == "disk" and model.rank == 0:
-        free = shutil.disk_usage(folder).free
-        filler.write_bytes(bytes(free - 40_000))  # less than what the ranks write together
     with pytest.raises(CheckpointError, match=reason):
         gossip.save(model, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     torch.distributed.barrier()
     if model.rank == 0:
-        filler.unlink(missing_ok=True)
         assert names_in(folder) == ["step_0000000001"]
     one_step(model)
     gossip.save(model, folder)
@@ -153,26 +145,7 @@ def fail_and_go_on(folder: str, how: str, reason: str) -> None:
 
 def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(tmp_path: Path) -> None:
     reason = r"saving step 3: rank 1: File too large \(errno 27\): .*\.step_0000000003\.partial/rank1\.pt"
-    run_ranks(fail_and_go_on, str(tmp_path), "limit", reason, world_size=2)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], capture_output=True, text=True
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"a tmpfs cannot be mounted here: {mount.stderr.strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-@pytest.mark.root
-def test_full_disk_is_an_error_on_every_rank_and_training_goes_on(small_disk: Path) -> None:
-    reason = r"rank.*No space left on device \(errno 28\): .*rank\d\.pt"
-    run_ranks(fail_and_go_on, str(small_disk), "disk", reason, world_size=4)
+    run_ranks(fail_and_go_on, str(tmp_path), reason, world_size=2)
 
 
 def refuse_folders(folder: str) -> None:
@@ -189,9 +162,9 @@ def refuse_folders(folder: str) -> None:
         CheckpointError, match="step_0000000001 exists and holds files that do not belong to a checkpoint; move it"
     ):
         gossip.save(model, folder)
-    with pytest.raises(CheckpointError, match=r"the ranks do not save the same thing: parts is .* on rank 0, but .*'b"):
+    with pytest.raises(gossip.ManifestError, match=r"comparing what is saved: parts is .* on rank 0, but .*'b"):
         gossip.save(model, f"{folder}/x", **({"a": 1} if model.rank == 0 else {"b": 1}))
-    with pytest.raises(CheckpointError, match=r"folder is .*/x0 on rank 0, but .*/x1 on rank 1"):
+    with pytest.raises(gossip.ManifestError, match=r"folder is .*/x0 on rank 0, but .*/x1 on rank 1"):
         gossip.save(model, f"{folder}/x{model.rank}")
     with pytest.raises(TypeError if model.rank == 1 else CheckpointError, match=r"part is a builtins.object"):
         gossip.save(model, f"{folder}/x", part=object() if model.rank == 1 else 1)
@@ -270,23 +243,6 @@ def hostile(checkpoint: Path) -> None:
     reseal(checkpoint)
 
 
-def hostile_pickle(checkpoint: Path) -> None:
-    (checkpoint / "rank0.pt").write_bytes(pickle.dumps(Hostile(), protocol=2))
-    reseal(checkpoint)
-
-
-def other_tensors(checkpoint: Path) -> None:
-    content = torch.load(checkpoint / "rank0.pt", weights_only=True)
-    content["parameters"]["first.bias"] = torch.zeros(7)
-    torch.save(content, checkpoint / "rank0.pt")
-    reseal(checkpoint)
-
-
-def other_content(checkpoint: Path) -> None:
-    torch.save({"model": torch.ones(3)}, checkpoint / "rank0.pt")
-    reseal(checkpoint)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda c: os.truncate(c / "rank0.pt", 1000), r"rank0\.pt has 1000 bytes instead of \d+"),
     "flipped": (lambda c: flip(c / "rank0.pt"), r"rank0\.pt is not what was written: its SHA-256 differs"),
@@ -301,21 +257,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda c: (c / "manifest.json").write_text("[1]"),
         "is not the manifest of a gossip checkpoint",
     ),
-    "binary manifest": (lambda c: (c / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
     "other version": (
         lambda c: reseal(c, lambda manifest: manifest.update(format_version=1)),
         "has format version 1, but this gossip reads 2; load it with gossip 0",
     ),
-    "odd field": (lambda c: reseal(c, lambda m: m.update(step="3")), "damaged: 'step' is not of type int"),
-    "odd file": (lambda c: reseal(c, lambda m: m.update(files={"rank0.pt": 3})), r"does not describe rank0\.pt"),
-    "no ranks": (lambda c: reseal(c, lambda m: m.update(world_size=0)), "world_size is 0"),
     "hostile": (hostile, r"rank0\.pt holds something other than tensors.*: unsupported GLOBAL posix.system"),
-    "hostile pickle": (
-        hostile_pickle,
-        r"rank0\.pt holds something other than tensors.*: unsupported GLOBAL posix.system",
-    ),
-    "foreign tensors": (other_content, r"rank0\.pt has no 'parameters'"),
-    "other tensors": (other_tensors, r"parameter 'first.bias' is float32 \[7\], but float32 \[6\] in the manifest"),
 }
 
 
@@ -431,10 +377,6 @@ def see_different_things(folder: str) -> None:
         reseal(mine / "step_0000000001", lambda manifest: manifest.update(torch="another"))
     with pytest.raises(CheckpointError, match="the ranks see different checkpoints under"):
         gossip.load(model, mine / "step_0000000001")
-    with pytest.raises(CheckpointError, match="no valid checkpoint in"):
-        gossip.load(model, mine)
-    with pytest.raises(CheckpointError, match=r"rank 1: .*-nowhere/0 cannot be read"):
-        gossip.load(model, folder if rank != 1 else f"{folder}-nowhere/0")
     assert original is layout.read_manifest
     assert gossip.load(model, folder).step == 2
     one_step(model)

@@ -150,30 +150,14 @@ class DoubleBuffer(DroppingNet):
         self.level = self.level.double()
 
 
-class Untied(DroppingNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.third = nn.Linear(6, 6)
-
-
-def two_groups(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}])
-
-
 def reversed_order(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters[::-1])
 
 
 MISFITS = {
     "parameter": ({"module": Wider}, r"parameter 'first\.bias' is float32 \[6\] in the checkpoint, but nothing here"),
-    "untied": (
-        {"module": Untied},
-        r"parameter 'third\.weight' is nothing in the checkpoint, but float32 \[6, 6\] here",
-    ),
     "dtype": ({"module": DoubleBuffer}, r"buffer 'level' is bfloat16 \[5\] in the checkpoint, but float64 \[5\] here"),
     "type": ({"optimizer": functools.partial(torch.optim.Adam)}, "optimizer is AdamW in the checkpoint, but Adam here"),
-    "none": ({"optimizer": None}, "number of optimizers is 1 in the checkpoint, but 0 here"),
-    "groups": ({"optimizer": two_groups}, "optimizer, number of groups is 1 in the checkpoint, but 2 here"),
     "order": (
         {"optimizer": reversed_order},
         r"optimizer, group 1, parameter 1 is 'frozen' in the checkpoint, but 'narrow\.bias' here",
@@ -193,44 +177,5 @@ def load_into_others(folder: str) -> None:
         model.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_another_model_is_refused_naming_the_first_difference(world_size: int, tmp_path: Path) -> None:
-    run_ranks(load_into_others, str(tmp_path), world_size=world_size)
-
-
-class Caching(nn.Linear):
-    def __init__(self, length: int) -> None:
-        super().__init__(4, 2)
-        self.register_buffer("cache", torch.zeros(length), persistent=False)
-
-
-def test_cache_of_another_length_is_left_as_it_is(tmp_path: Path) -> None:
-    gossip.save(make_model(module=lambda: Caching(3)), tmp_path)
-    model = make_model(module=lambda: Caching(5))
-    with log_of() as lines:
-        gossip.load(model, tmp_path)
-    assert "buffer 'cache', which is not persistent and has another shape or dtype here" in lines[0]
-
-
-def test_two_optimizers_come_back_each_to_its_own(tmp_path: Path) -> None:
-    def build(seed: int) -> tuple[gossip.GossipDataParallel, tuple[torch.optim.Optimizer, ...]]:
-        module = nn.Linear(4, 2)
-        optimizers = (torch.optim.SGD([module.weight], lr=0.1, momentum=0.9), torch.optim.AdamW([module.bias]))
-        return make_model(seed, module=lambda: module, optimizer=optimizers), optimizers
-
-    model, optimizers = build(0)
-    with model.no_sync():
-        model(torch.ones(2, 4)).sum().backward()
-    model.idle_step()
-    with model.no_sync():
-        model(torch.ones(2, 4)).sum().backward()
-    gossip.save(model, tmp_path)
-    resumed, restored = build(1)
-    gossip.load(resumed, tmp_path)
-    assert torch.equal(resumed.module.weight, model.module.weight)
-    momentum = restored[0].state[resumed.module.weight]["momentum_buffer"]
-    assert torch.equal(momentum, optimizers[0].state[model.module.weight]["momentum_buffer"])
-    assert torch.equal(
-        restored[1].state[resumed.module.bias]["exp_avg"], optimizers[1].state[model.module.bias]["exp_avg"]
-    )
-    assert torch.equal(resumed.module.bias.grad, model.module.bias.grad)
+def test_another_model_is_refused_naming_the_first_difference(tmp_path: Path) -> None:
+    run_ranks(load_into_others, str(tmp_path), world_size=2)

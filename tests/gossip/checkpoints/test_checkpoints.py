@@ -24,7 +24,6 @@ NADAM = functools.partial(torch.optim.NAdam, lr=0.01)
 
 RUNS = {
     "ring": ({"topology": "ring"}, COSINE),
-    "matching": ({"topology": "random_matching", "optimizer": SGD}, COSINE),
     "groups": ({"topology": ("local_global", {"local_size": 2}), "optimizer": SGD}, MULTI_STEP),
     "one bucket": ({"topology": "directed_ring", "bucket_cap_mb": 25, "optimizer": NADAM}, MULTI_STEP),
     "then": ({"algorithm": gossip.AdaptThenCombine(0.5), "buffers": "average"}, COSINE),
@@ -86,17 +85,16 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> Non
     run_ranks(resume_at_every_step, str(tmp_path), list(RUNS), 4, world_size=4)
 
 
-def scaled_run(folder: str, resume: bool, passed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def scaled_run(folder: str, resume: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Rank 1 overflows in step 1, and the run is saved before the others have heard of it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if resume else 1024.0, growth_interval=100)
     model = make_model(scaler=scaler, module=lambda: nn.Linear(4, 2))
-    parts = {"scaler": scaler} if passed else {}
     if resume:
-        gossip.load(model, folder, **parts)
+        gossip.load(model, folder)
     scales = []
     for step in range(model.step, 6):
         if step == 2 and not resume:
-            gossip.save(model, folder, **parts)
+            gossip.save(model, folder)
         overflow = float("inf") if step == 1 and model.rank == 1 else 1.0
         scaler.scale(model(torch.randn(8, 4)).square().mean() * overflow).backward()
         scales.append(scaler.get_scale())
@@ -105,37 +103,13 @@ def scaled_run(folder: str, resume: bool, passed: bool) -> tuple[list[float], di
     return scales, state
 
 
-@pytest.mark.parametrize("passed", [False, True])
-def test_scale_and_overflow_that_is_under_way_go_through_a_checkpoint(tmp_path: Path, passed: bool) -> None:
-    whole = run_ranks(scaled_run, str(tmp_path), False, passed, world_size=2)
-    resumed = run_ranks(scaled_run, str(tmp_path), True, passed, world_size=2)
+def test_scale_and_overflow_that_is_under_way_go_through_a_checkpoint(tmp_path: Path) -> None:
+    whole = run_ranks(scaled_run, str(tmp_path), False, world_size=2)
+    resumed = run_ranks(scaled_run, str(tmp_path), True, world_size=2)
     for (scales, state), (later_scales, later_state) in zip(whole, resumed, strict=True):
         assert later_scales == scales[2:]
         assert min(scales) == 512.0
         assert_same(later_state, state)
-
-
-def measured_after(folder: str, algorithm: str, num_steps: int, resume: bool) -> list[dict[str, Any]]:
-    """What is measured in the steps after a checkpoint, but for times."""
-    model = make_model(algorithm=algorithm, topology="ring")
-    if resume:
-        gossip.load(model, folder)
-    measured = []
-    while model.step < num_steps:
-        if model.step == 2 and not resume:
-            gossip.save(model, folder)
-        one_step(model)
-        stats = model.stats()
-        assert stats is not None
-        assert stats.consensus_distance_estimate is not None or stats.step == 0
-        measured.append({key: value for key, value in stats.to_dict().items() if not key.endswith("_s")})
-    return measured[0 if resume else 2 :]
-
-
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
-def test_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path, algorithm: str) -> None:
-    wanted = run_ranks(measured_after, str(tmp_path), algorithm, 5, False, world_size=3)
-    assert run_ranks(measured_after, str(tmp_path), algorithm, 5, True, world_size=3) == wanted
 
 
 def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
@@ -172,31 +146,6 @@ def test_save_between_backward_passes_after_averaging_and_twice(tmp_path: Path) 
     run_ranks(resume_in_odd_places, str(tmp_path), world_size=3)
 
 
-def test_files_hold_each_value_once_under_bare_names(tmp_path: Path) -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(300, 300, bias=False)
-            self.tied = nn.Linear(300, 300, bias=False)
-            self.tied.weight = self.first.weight
-            self.small = nn.Linear(300, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.small(self.tied(self.first(x)))
-
-    model = make_model(module=Wide, bucket_cap_mb=25, optimizer=SGD)
-    model(torch.ones(2, 300)).sum().backward()
-    path = gossip.save(model, tmp_path, three=torch.zeros(10**6)[:3])
-    assert names_in(path) == ["manifest.json", "rank0.pt"]
-    content = torch.load(path / "rank0.pt", weights_only=True)
-    assert list(content["parameters"]) == ["first.weight", "small.weight", "small.bias"]
-    num_values = 300 * 300 + 300 * 3 + 3
-    assert 2 * 4 * num_values < (path / "rank0.pt").stat().st_size < 2 * 4 * num_values + 40_000
-    plain = Wide()
-    plain.load_state_dict(content["parameters"] | {"tied.weight": content["parameters"]["first.weight"]})
-    assert torch.equal(plain(torch.ones(2, 300)), model(torch.ones(2, 300)))
-
-
 def test_parts_keep_their_states_and_data(tmp_path: Path) -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=7.0)
@@ -230,10 +179,8 @@ class Sampler:
             TypeError,
             r"sampler\.state_dict\(\)\['seen'\]\[1\]\[2\] is a numpy.ndarray.*from_numpy",
         ),
-        ({"half": nn.Module}, TypeError, "half is a builtins.type"),
         ({"lazy": torch.ones(2, device="meta")}, TypeError, "lazy is a tensor without values"),
         ({"keep": 0}, ValueError, "keep must be a whole number of checkpoints, at least 1, got 0"),
-        ({"keep": 1.5}, ValueError, r"got 1\.5"),
     ],
 )
 def test_save_refuses_by_name_before_anything_is_written(
@@ -244,12 +191,6 @@ def test_save_refuses_by_name_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_save_load_and_export_need_a_wrapped_model(tmp_path: Path) -> None:
-    for function in (gossip.save, gossip.load, gossip.export):
-        with pytest.raises(TypeError, match="model must be a GossipDataParallel or VirtualWorkers, got Linear"):
-            function(nn.Linear(1, 1), tmp_path)
-
-
 def test_load_refuses_parts_that_cannot_take_a_state(tmp_path: Path) -> None:
     model = make_model()
     gossip.save(model, tmp_path, position=1)
@@ -257,22 +198,3 @@ def test_load_refuses_parts_that_cannot_take_a_state(tmp_path: Path) -> None:
         gossip.load(model, tmp_path, position=1)
     with pytest.raises(gossip.CheckpointError, match="holds no state for 'sampler', only for no part at all"):
         gossip.load(model, tmp_path, sampler=Sampler())
-
-
-def test_wide_optimizer_state_of_narrow_parameters_keeps_its_dtype(tmp_path: Path) -> None:
-    class WideMomentum(torch.optim.Optimizer):
-        def step(self) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32)).add_(parameter.grad)
-                    parameter.data.sub_(0.01 * state["momentum"])
-
-    optimizer = functools.partial(WideMomentum, defaults={})
-    model = make_model(optimizer=optimizer)
-    one_step(model)
-    one_step(model)
-    gossip.save(model, tmp_path)
-    resumed = make_model(1, optimizer=optimizer)
-    gossip.load(resumed, tmp_path)
-    assert_same(everything(resumed), everything(model))

@@ -105,17 +105,6 @@ def export_and_fail(folder: str) -> None:
     one_step(model)
     with pytest.raises(CheckpointError, match=r"rank 0: .*/nowhere is not a folder; create it first"):
         gossip.export(model, f"{folder}/nowhere/model.safetensors")
-    fsync = os.fsync
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    os.fsync = fail
-    with pytest.raises(
-        CheckpointError, match=r"exporting to .*: rank 0: No space left on device \(errno 28\): .*model.sa"
-    ):
-        gossip.export(model, path)
-    os.fsync = fsync
     pwrite, places = os.pwrite, []
 
     def fill(descriptor: int, data: memoryview, place: int) -> int:
@@ -129,15 +118,6 @@ def export_and_fail(folder: str) -> None:
         gossip.export(model, path)
     os.pwrite = pwrite
     assert len(places) == (3 if model.rank == 0 else 0)
-    torch.distributed.barrier()
-    assert names_in(folder) == ["model.safetensors"]
-    torch.distributed.barrier()
-    if model.rank == 0:
-        (Path(folder) / ".model.safetensors.partial").mkdir()
-    with pytest.raises(CheckpointError, match=r"exporting to .*: rank 0: Is a directory .*\.model.safetensors.partial"):
-        gossip.export(model, path)
-    if model.rank == 0:
-        (Path(folder) / ".model.safetensors.partial").rmdir()
     torch.distributed.barrier()
     assert names_in(folder) == ["model.safetensors"]
     assert path.read_bytes() == before

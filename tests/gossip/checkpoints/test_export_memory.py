@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gossip
-from gossip.checkpoints.exporting import write_module
 from gossip.parameters import digests
 
 CHUNK_BYTES = 2**14
@@ -80,16 +79,6 @@ def peak_of(export: Callable[[], object]) -> int:
     return peak.peak
 
 
-def test_memory_of_everything_at_once_would_be_noticed() -> None:
-    module = make_module()
-
-    def collect() -> None:
-        copies = [parameter.detach().clone() for parameter in module.parameters()]
-        torch.zeros(len(copies))
-
-    assert TOTAL_BYTES <= peak_of(collect) <= TOTAL_BYTES + SOME_BYTES
-
-
 def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -> int:
     module, arguments = make_module(), {}
     if shape is not None:
@@ -113,9 +102,3 @@ def test_rank_0_holds_a_tensor_and_the_others_chunks(shape: tuple[int, int] | No
 def test_virtual_workers_hold_a_mean_at_a_time(tmp_path: Path) -> None:
     workers = gossip.VirtualWorkers(make_module(), 2, partial(torch.optim.SGD, lr=0.1), "ring")
     assert peak_of(lambda: gossip.export(workers, tmp_path / "model.safetensors")) <= LARGEST_BYTES + SOME_BYTES
-
-
-def test_module_is_written_from_where_it_is(tmp_path: Path) -> None:
-    module = make_module()
-    module[0].weight = nn.Parameter(module[0].weight.detach().t())
-    assert peak_of(lambda: write_module(module, tmp_path / "model.safetensors")) <= SOME_BYTES

@@ -79,23 +79,6 @@ def test_an_object_that_the_checkpoint_does_not_hold_is_kept_afterwards(tmp_path
     assert_same(everything(model), before)
 
 
-@pytest.mark.parametrize("kept", [3, Ema, None, [1]])
-def test_what_has_no_state_is_refused_by_name(kept: Any) -> None:
-    with pytest.raises(TypeError, match=r"^keep\(odd=\.\.\.\) takes an object with state_dict\(\) and load_state_dict"):
-        make_model().keep(odd=kept)
-
-
-def test_an_object_of_the_same_name_takes_its_place(tmp_path: Path) -> None:
-    model, objects, _ = start("cosine", keeps=True)
-    other = Ema(model.module)
-    other.num_updates = 7
-    model.keep(ema=other)
-    gossip.save(model, tmp_path)
-    other.num_updates = 0
-    gossip.load(model, tmp_path)
-    assert (other.num_updates, objects["ema"].num_updates) == (7, 0)
-
-
 def test_virtual_workers_keep_objects_as_well(tmp_path: Path) -> None:
     states = []
     for is_first in (True, False):

@@ -19,7 +19,6 @@ from torch import nn
 
 import gossip
 from gossip import CheckpointError, GossipDataParallel, launch
-from gossip.checkpoints import rank_replica
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.step import engine
@@ -57,15 +56,12 @@ def lacking_memory(module: Any, what: str) -> Callable[[GossipDataParallel], obj
 CASES: dict[str, tuple[Callable[[GossipDataParallel], object], type[Exception], str]] = {
     "object": (keep_an_object, TypeError, "the state of parameter 'weight' in AdamW['mark'] is a builtins.object"),
     "state_dict": (hide_the_state, ValueError, "the state_dict() of AdamW failed: KeyError: 'position'"),
-    "part": (lambda _: None, ValueError, "part.state_dict() failed: KeyError: 'position'"),
     "copying": (lacking_memory(engine, "algorithm_state"), CheckpointError, "rank 1: MemoryError: no more"),
-    "module": (lacking_memory(rank_replica, "module_state"), CheckpointError, "rank 1: MemoryError: no more"),
 }
 
 
 def fail_to_save(folder: str, case: str, options: dict[str, Any]) -> None:
     break_, kind, text = CASES[case]
-    parts = {"part": Part()} if case == "part" else {}
     model = make_model(module=lambda: nn.Linear(4, 2), **options)
     one_step(model)
     is_failing = model.rank == FAILING
@@ -73,7 +69,7 @@ def fail_to_save(folder: str, case: str, options: dict[str, Any]) -> None:
         break_(model)
     for _ in range(2):
         with pytest.raises(kind if is_failing else CheckpointError) as caught:
-            gossip.save(model, folder, **parts)
+            gossip.save(model, folder)
         assert text in str(caught.value)
         assert is_failing or "rank 1: " in str(caught.value)
         one_step(model)  # with the others, as if nothing had happened

@@ -68,24 +68,6 @@ def test_replicas_follow_the_recursion_of_the_paper(name: str, sparsifier: str) 
     np.testing.assert_allclose(torch.stack(ranks.values).numpy(), x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.7, 1 / 3, 0.001])
-def test_random_places_are_all_drawn_alike_and_none_twice(ratio: float) -> None:
-    numel, num_steps = 40, 3000
-    sparsifier = RandomK(BucketShape(0, torch.zeros(numel)), ratio, 0)
-    counts = torch.zeros(numel)
-    for step in range(num_steps):
-        sparsifier.begin(step)
-        places = sparsifier._places
-        assert len(places) == len(places.unique()) == int(np.ceil(ratio * numel))
-        counts[places] += 1
-    expected = num_steps * np.ceil(ratio * numel) / numel
-    # The stretches differ in length by one: some places come a bit more often.
-    lengths = numel / np.ceil(ratio * numel)
-    low, high = num_steps / np.ceil(lengths), num_steps / np.floor(lengths)
-    assert low - 6 * expected**0.5 <= float(counts.min())
-    assert float(counts.max()) <= high + 6 * expected**0.5
-
-
 @pytest.mark.parametrize("sparsifier", SPARSIFIERS)
 def test_public_copies_stay_finite_and_go_on_where_a_value_was_not(sparsifier: str) -> None:
     topology = topologies.build("ring", 3)
@@ -102,29 +84,3 @@ def test_public_copies_stay_finite_and_go_on_where_a_value_was_not(sparsifier: s
     totals = [codec.total for codec in ranks.codecs if isinstance(codec, ChocoCodec)]
     assert len(totals) == 3
     assert float(sum(totals).abs().max()) <= 1e-14  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sparsifier": "top"}, "'top'; choose one of top_k, random_k, sign"),
-        ({"ratio": 0}, "ratio must be a number above 0 and at most 1, or None for the default, got 0"),
-        ({"ratio": 1.5}, "ratio must be a number above 0 and at most 1, or None for the default, got 1.5"),
-        ({"gamma": 0.0}, "gamma must be a number above 0 and at most 1"),
-        ({"gamma": float("nan")}, "gamma must be a number above 0 and at most 1"),
-    ],
-)
-def test_constants_that_cannot_work_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Choco(**arguments)  # type: ignore[arg-type]
-
-
-def test_directed_and_changing_topologies_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'directed_ring' has edges of one direction.*choose int8"):
-        Choco().check(topologies.build("directed_ring", 4))
-    ring = topologies.build("ring", 4)
-    Choco().check(ring.every(2).then(ring, after=6))  # the same edges and weights throughout
-    with pytest.raises(ValueError, match=r"another matrix.*choose int8"):
-        Choco().check(ring.then(topologies.build("complete", 4), after=6))
-    with pytest.raises(ValueError, match=r"never repeats.*choose int8"):
-        Choco().check(topologies.build("random_matching", 4))

@@ -16,10 +16,8 @@ from gossip import (
     Conversation,
     Delivery,
     GossipError,
-    ModuloQuantization,
     Turn,
     Turns,
-    Uncompressed,
 )
 from gossip.compression.conversation import carry
 from topologies import Round
@@ -70,14 +68,6 @@ def test_nothing_has_arrived_before_everything_is_delivered() -> None:
         conversation.arrival  # noqa: B018
 
 
-def test_a_conversation_proceeds_once() -> None:
-    pair = conversations(Counting(0), Counting(1))
-    carry(pair)
-    with pytest.raises(GossipError, match="proceeds once"):
-        next(pair[0].proceed(Delivery({}, {})))
-    assert pair[0].arrival.is_finite
-
-
 @pytest.mark.parametrize(
     ("other", "text"),
     [
@@ -90,18 +80,6 @@ def test_ends_of_an_edge_that_differ_are_named(other: Codec, text: str) -> None:
         carry(conversations(Counting(0), other))
 
 
-def test_buffers_that_nobody_asks_for_are_not_made() -> None:
-    def refuse() -> dict[int, torch.Tensor]:
-        raise AssertionError("asked for")
-
-    turn = Turn({}, refuse)
-    with pytest.raises(AssertionError, match="asked for"):
-        turn.receive_buffers  # noqa: B018
-    shape = BucketShape(0, torch.ones(100))
-    opening = ModuloQuantization(8).codec(shape, 0).exchange(torch.ones(100), PAIR, 0).opening
-    assert opening.receive_buffers is opening.receive_buffers
-
-
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_values_are_not_kept_while_their_message_is_under_way(name: str) -> None:
     values = torch.randn(300)
@@ -111,20 +89,3 @@ def test_values_are_not_kept_while_their_message_is_under_way(name: str) -> None
     del values
     assert gone() is None
     assert conversation.opening.sent
-
-
-def test_a_message_is_made_where_its_carrier_wants_it() -> None:
-    asked: list[int] = []
-    places = [torch.empty(4), torch.empty(4)]
-
-    def memory(message: torch.Tensor, step: int) -> torch.Tensor:
-        asked.append(step)
-        assert (message.shape, message.dtype) == ((4,), torch.float32)
-        return places[step]
-
-    codec = Uncompressed().codec(BucketShape(0, torch.ones(4), memory=memory), 0)
-    for step in range(2):
-        opening = codec.exchange(torch.full((4,), step + 1.0), PAIR, step).opening
-        assert opening.sent[1] is places[step]
-    assert asked == [0, 1]
-    assert [place.tolist() for place in places] == [[1.0] * 4, [2.0] * 4]

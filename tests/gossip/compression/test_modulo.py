@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from exchanging import Ranks
 
 from gossip import ModuloQuantization
-from gossip.compression import eager_passes, lattice
+from gossip.compression import lattice
 from gossip.compression.modulo import ModuloCodec
 from topologies import build
 
@@ -43,22 +41,6 @@ def move(ranks: Ranks, generator: torch.Generator) -> None:
 
 def num_resent(ranks: Ranks) -> list[int]:
     return [codec_of(ranks, rank).num_resent for rank in range(len(ranks.values))]
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_the_first_exchange_is_in_full_and_the_next_ones_are_not(bits: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(NUMEL, generator=generator)] * 2
-    ranks = Ranks(ModuloQuantization(bits), build("complete", 2), values)
-    move(ranks, generator)
-    ranks.mix(0)
-    assert num_resent(ranks) == [NUM_BLOCKS, NUM_BLOCKS]
-    assert ranks.num_bytes > 2 * 4 * NUMEL
-    for step in range(1, 30):
-        move(ranks, generator)
-        ranks.mix(step)
-    assert num_resent(ranks) == [NUM_BLOCKS, NUM_BLOCKS]
-    assert ranks.num_bytes < 2 * NUMEL * (bits / 8 + 0.03)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -160,71 +142,3 @@ def test_rounding_is_right_in_the_mean() -> None:
     size = 2.0 ** float(lattice.exponents(codec_of(ranks, 0).levels)[0])
     # The standard error of the mean of numbers that are spread over less than one step.
     assert (total / num_draws - values).abs().max() <= 5 * size / 2 / num_draws**0.5
-
-
-def test_ranks_round_alike() -> None:
-    values = torch.randn(1000)
-    ranks = Ranks(ModuloQuantization(4), build("complete", 3), [values, values + 0.1, values])
-    ranks.mix(0)
-    ranks.values[2].copy_(ranks.values[0])
-    codec_of(ranks, 2).levels.copy_(codec_of(ranks, 0).levels)
-    ranks.exchange(1)
-    sent = ranks.codecs[0].sent, ranks.codecs[2].sent
-    assert sent[0] is not None
-    assert sent[1] is not None
-    assert torch.equal(*sent)
-    assert not torch.equal(sent[0], ranks.values[0])
-
-
-def test_large_values_coarsen_the_lattice_and_huge_ones_are_sent_in_full() -> None:
-    base = torch.full((NUMEL,), 1e6)
-    ranks = Ranks(ModuloQuantization(8), build("complete", 2), [base, base + 0.125])
-    for step in range(60):
-        ranks.mix(step)
-        # Nothing that float32 does not hold: the finest difference at a million is a sixteenth.
-        assert all(torch.equal(codec.sent, codec.sent.float()) for codec in ranks.codecs if codec.sent is not None)
-    assert ranks.distance <= 0.125
-    huge = torch.full((NUMEL,), 1e38)
-    ranks = Ranks(ModuloQuantization(8), build("complete", 2), [huge, 1.5 * huge])
-    for step in range(3):
-        ranks.mix(step)
-    assert num_resent(ranks) == [3 * NUM_BLOCKS, 3 * NUM_BLOCKS]
-    assert torch.equal(ranks.values[0], ranks.values[1])
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_what_cannot_be_compiled_runs_uncompiled_and_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, warnings_told: list[str], works: bool
-) -> None:
-    def compile_(function: Callable[..., int], **_: object) -> Callable[..., int]:
-        def compiled(number: int) -> int:
-            if not works:
-                raise RuntimeError("no compiler")
-            return function(number) + 1000
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    double = eager_passes._compiled.__wrapped__(_double, torch.device("cuda"))
-    assert [double(3), double(4)] == ([1006, 1008] if works else [6, 8])
-    assert warnings_told == ([] if works else ["_double runs uncompiled on cuda: no compiler"])
-    assert eager_passes._compiled(_double, torch.device("cpu")) is _double
-
-
-def _double(number: int) -> int:
-    return 2 * number
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"bits": 5}, ValueError, "bits must be 4 or 8, got 5"),
-        ({"bits": "8"}, ValueError, "bits must be 4 or 8, got '8'"),
-        ({"headroom": 0.5}, ValueError, "headroom must be a number of at least 1, got 0.5"),
-        ({"headroom": float("nan")}, ValueError, "headroom must be a number of at least 1, got nan"),
-        ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5"),
-    ],
-)
-def test_bad_constants_are_refused(options: dict[str, object], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        ModuloQuantization(**options)

@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from covering import covering
-from exchanging import Ranks, StackedRanks
 
-from gossip import ModuloQuantization
 from gossip.compression import compiled_passes
 from gossip.compression.compiled_passes import passes
 from gossip.compression.eager_passes import EagerPasses
-from gossip.compression.lattice import BLOCK_NUMEL, COARSEST, FINEST, NOISE_PERIOD, PATIENCE, RAW, Layout, levels_of
-from topologies import build
+from gossip.compression.lattice import BLOCK_NUMEL, COARSEST, FINEST, NOISE_PERIOD, RAW, Layout, levels_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -165,22 +162,6 @@ def test_any_bytes_from_a_peer_are_read_alike(bits: int) -> None:
         assert bool(one[1].all())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_differences_that_are_powers_of_two_want_that_level(bits: int) -> None:
-    layout = Layout.of(100, bits)
-    for octave in range(bits - 1):
-        values = torch.zeros(100)
-        own, peer = (
-            Encoded.of(passes(layout, CPU), layout, each, torch.zeros(1, dtype=torch.int16))
-            for each in (values, values.index_fill(0, torch.tensor([5]), 2.0**octave))
-        )
-        for made in both_kinds(layout):
-            wanted = torch.tensor([RAW], dtype=torch.int16)
-            differences = torch.empty((1, layout.block_numel), dtype=torch.int8)
-            made.check(own.message, peer.message.clone(), 1 / 8, differences, wanted)
-            assert wanted.tolist() == [max(8 * (octave - 3), -PATIENCE)]
-
-
 def test_levels_are_the_finest_that_are_not_finer() -> None:
     sizes = torch.logspace(-31, 31, 20001, base=10, dtype=torch.float64)
     levels = levels_of(sizes).double()
@@ -190,25 +171,6 @@ def test_levels_are_the_finest_that_are_not_finer() -> None:
     exact = [0.0, float("nan"), float("inf"), -1.0, 2.0**-100, 2.0**-99, 1.0, 2.0**0.125, 2.0, 2.0**100]
     levels = levels_of(torch.tensor(exact, dtype=torch.float64))
     assert levels.tolist() == [FINEST, FINEST, COARSEST, FINEST, FINEST, -792, 0, 1, 8, COARSEST]
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_training_is_the_same_without_the_compiled_passes(
-    bits: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = []
-    for _ in range(2):
-        generator = torch.Generator().manual_seed(0)
-        start = [torch.randn(2 * BLOCK_NUMEL + 5, generator=generator)] * 4
-        ranks = (StackedRanks if stacked else Ranks)(ModuloQuantization(bits), build("ring", 4), start)
-        for step in range(9):
-            ranks.stacked += 1e-3 * torch.randn(ranks.stacked.shape, generator=generator)
-            ranks.stacked[1, 7] += 100 * (step == 5)
-            ranks.mix(step)
-        ends.append(ranks.stacked)
-        monkeypatch.setattr(compiled_passes, "_library", lambda: None)
-    assert same_bits(*ends)
 
 
 def test_it_is_compiled_where_a_compiler_is(tmp_path: Path) -> None:

@@ -68,37 +68,6 @@ def test_replicas_follow_the_algorithm_of_the_paper(num_vectors: int) -> None:
     assert np.ptp(matrices, axis=0).max() > 1e-6
 
 
-@pytest.mark.parametrize("num_vectors", [1, 2])
-def test_parameters_of_any_strides_come_to_their_mean_on_a_ring(num_vectors: int) -> None:
-    ranks = Ranks(PowerGossip(num_vectors), topologies.build("ring", 5), replicas(5), VIEWS)
-    mean = ranks.mean
-    for step in range(300):
-        ranks.mix(step)
-    assert ranks.distance <= 1e-6
-    assert float((ranks.mean - mean).abs().max()) <= 1e-13
-    # From then on too there is nothing to normalise.
-    before = ranks.distance
-    for values in ranks.values:
-        values.copy_(mean)
-    ranks.values[0][3] += 1
-    for step in range(300, 500):
-        ranks.mix(step)
-    assert ranks.distance <= max(before, 1e-6)
-
-
-def test_an_edge_adds_at_one_end_what_it_takes_at_the_other_bit_for_bit() -> None:
-    topology = topologies.build("complete", 2)
-    ranks = Ranks(PowerGossip(2), topology, [each.float() for each in replicas(2)], VIEWS)
-    for step in range(6):
-        ours, theirs = ranks.exchange(step)
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, -theirs)
-        assert float(ours.abs().max()) > 0
-        ranks.values[0] += ours
-        ranks.values[1] += theirs
-
-
 def test_messages_hold_vectors_and_what_gains_nothing() -> None:
     codec = PowerGossip(1).codec(BucketShape(0, replicas(1)[0], VIEWS), 0)
     round_ = topologies.build("complete", 2).round(0)
@@ -122,14 +91,3 @@ def test_columns_that_say_nothing_are_replaced(dtype: torch.dtype) -> None:
         found = _orthonormal(torch.cat([good, bad, 1e-30 * (good + 1)], dim=1), lambda: [fallbacks], 0)
         torch.testing.assert_close(found.T @ found, torch.eye(3, dtype=dtype), rtol=0, atol=1e-5)
         torch.testing.assert_close(found[:, :1], good / good.norm())
-
-
-@pytest.mark.parametrize(("arguments", "kind"), [((0,), ValueError), ((1.5,), TypeError), ((True,), TypeError)])
-def test_a_rank_that_cannot_work_is_refused(arguments: tuple[int], kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="rank must be"):
-        PowerGossip(*arguments)
-
-
-def test_directed_topologies_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'directed_ring' has edges of one direction.*choose int8"):
-        PowerGossip().check(topologies.build("directed_ring", 4))

@@ -10,14 +10,10 @@ import pytest
 import torch
 from compressions import COMPRESSIONS, SERVED, TOPOLOGIES
 from covering import covering
-from replicas import SGD
-from torch import nn
 
 import topologies
-from gossip import BucketShape, Compression, GossipError, ModuloQuantization, VirtualWorkers
-from gossip.compression import stacked_codec
+from gossip import BucketShape, Compression, GossipError
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
-from gossip.virtual import stacked_exchanges
 from gossip.virtual.rank_codecs import RankCodecs
 from topologies import Round, Topology
 
@@ -44,12 +40,6 @@ CASES = [  # each codec, and each topology with one of them
     *((name, topology) for name, topology in SERVED if name in ("int8", "choco") and topology in SEVERAL),
     *((name, "star") for name in ("int4", "choco random_k", "choco sign")),
 ]
-
-
-def test_table_has_every_compression_that_has_a_stacked_codec() -> None:
-    bucket = BucketShape(0, torch.ones(9))
-    made = [name for name, row in COMPRESSIONS.items() if row.make(0).stacked_codec(bucket, 2) is not None]
-    assert tuple(made) == STACKED
 
 
 class Both:
@@ -184,18 +174,6 @@ def test_choco_refuses_ranks_of_which_some_have_not_begun() -> None:
         both.codecs[1].exchange([both.values[1]], ring, 1)
 
 
-@pytest.mark.parametrize("name", STACKED)
-@pytest.mark.parametrize("numel", [1000, 2**18 + 4096 + 100])
-def test_rows_that_do_not_fit_the_cache_together_are_worked_on_one_after_the_other(
-    name: str, numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stacked_codec, "CHUNK_NUMEL", 2000)
-    for topology in ("ring", "star"):
-        both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], numel, torch.float32)
-        for step in range(3):
-            both.mix(step)
-
-
 @pytest.mark.parametrize(("name", "topology"), CASES)
 def test_states_go_from_the_one_to_the_other(name: str, topology: str) -> None:
     both = Both(COMPRESSIONS[name].make(3), SEVERAL[topology], 300, torch.float32)
@@ -230,24 +208,3 @@ def test_what_is_not_finite_is_seen_by_the_same_ranks(name: str, topology: str, 
         values[0] = good
     for step in range(bad_step + 1, bad_step + 4):
         both.mix(step)
-
-
-def refuse(*_: object) -> None:
-    raise AssertionError("asked for")
-
-
-@pytest.mark.parametrize("name", STACKED)
-def test_virtual_workers_have_no_codec_for_each_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked_exchanges, "RankCodecs", refuse)
-    train(COMPRESSIONS[name].make(0))
-
-
-def test_virtual_workers_on_several_devices_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModuloQuantization, "stacked_codec", refuse)
-    train(ModuloQuantization(), devices=("cpu", "cpu"))
-
-
-def train(compression: Compression, devices: tuple[str, ...] = ("cpu",)) -> None:
-    workers = VirtualWorkers(nn.Linear(3, 2), 4, SGD, "ring", compression=compression, devices=devices)
-    for _ in range(3):
-        workers(torch.randn(8, 3)).square().mean().backward()

@@ -92,18 +92,3 @@ def check_no_training_inside_averaged() -> None:
 
 def test_averaged_refuses_training_inside() -> None:
     run_ranks(check_no_training_inside_averaged, world_size=2)
-
-
-def check_consensus_distance() -> None:
-    model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS)
-    assert max(model.consensus_distance()) < 1e-6
-    train(model, range(4))
-    rows = gathered(torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()]).double())
-    distance = (rows - rows.mean(0)).square().sum(1).mean().sqrt().item()
-    assert distance > 0
-    wanted = (distance, distance / rows.mean(0).norm().item())
-    assert model.consensus_distance() == pytest.approx(wanted, rel=1e-5)
-
-
-def test_consensus_distance_is_its_definition() -> None:
-    run_ranks(check_consensus_distance, world_size=3)

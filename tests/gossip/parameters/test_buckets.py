@@ -19,22 +19,6 @@ def test_buckets_fill_in_reverse_order_up_to_the_cap() -> None:
     assert names == [("p4",), ("p3",), ("p2", "p1"), ("p0",)]
 
 
-def test_eleven_layers_of_seven_floats_straddle_a_bucket_of_71_bytes() -> None:
-    buckets = make_buckets(parameters_of(*[(7,)] * 11), cap_bytes=71)
-    assert [len(bucket.names) for bucket in buckets] == [2, 2, 2, 2, 2, 1]
-
-
-def test_values_survive_and_share_one_aligned_block() -> None:
-    parameters = parameters_of((3,), (5, 7), (), (0,), (2, 2, 2))
-    wanted = {name: parameter.detach().clone() for name, parameter in parameters}
-    (bucket,) = make_buckets(parameters, cap_bytes=10**6)
-    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-        assert torch.equal(parameter, wanted[name])
-        assert parameter.numel() == 0 or parameter.data_ptr() % 16 == 0
-    bucket.block.zero_()
-    assert all(not parameter.any() for parameter in bucket.parameters)
-
-
 def test_dtypes_have_buckets_of_their_own() -> None:
     parameters = [
         *((f"single{i}", parameter) for i, (_, parameter) in enumerate(parameters_of((4,), (4,)))),

@@ -75,24 +75,6 @@ def test_buffers_are_mixed_in_every_step_if_so_wished(algorithm: str) -> None:
     assert [values["calls"].item() for values in by_rank] == [3, 6, 9, 12]  # integers are never mixed
 
 
-def local_then_average() -> None:
-    model = GossipDataParallel(Counting(), SGD, "ring")
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-    assert model.module.of_float64[0, 0].item() == 2 * model.rank
-    before = copy.deepcopy(model.state_dict())
-    with model.averaged():
-        assert model.module.of_bfloat16[0, 0].item() == 3.0  # 2 (0 + 1 + 2 + 3) / 4
-        assert model.module.of_complex64[0, 0].item() == 3.0
-        assert model.module.calls.item() == 2  # rank 0's
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.close()
-
-
-def test_buffers_stay_local_until_the_average() -> None:
-    run_ranks(local_then_average, world_size=4)
-
-
 def lose_a_buffer(how: str) -> str:
     model = GossipDataParallel(Counting(), SGD, "ring", buffers="average")
     model(torch.ones(1, 3)).sum().backward()

@@ -97,7 +97,8 @@ def save_and_load(folder: str, shard: str | None) -> None:
     model.close()
 
 
-def average(shard: str | None) -> None:
+def save_load_and_average(folder: str, shard: str | None) -> None:
+    save_and_load(folder, shard)
     model = make_model(shard=shard)
     train(model, 2)
     mine = states(model.module)
@@ -116,24 +117,9 @@ def average(shard: str | None) -> None:
     model.close()
 
 
-def save_load_and_average(folder: str, shard: str | None) -> None:
-    save_and_load(folder, shard)
-    average(shard)
-
-
 @pytest.mark.parametrize("shard", [None, "fsdp", "none"])
 def test_it_is_each_ranks_own_in_a_checkpoint_and_rank_0s_in_averages(tmp_path: Path, shard: str | None) -> None:
     run_ranks(save_load_and_average, str(tmp_path), shard, world_size=2 if shard is None else 4)
-    if shard is None:
-        run_ranks(load_more, str(tmp_path), world_size=3)
-
-
-def load_more(folder: str) -> None:
-    """Another number of ranks begins with that of rank 0."""
-    model = make_model(start=0)
-    gossip.load(model, folder)
-    assert [part.seen for part in (model.module[0], model.module[2])] == [102, 1002]
-    model.close()
 
 
 def test_a_checkpoint_without_it_loads_with_a_warning(tmp_path: Path) -> None:
@@ -152,14 +138,6 @@ def test_a_checkpoint_without_it_loads_with_a_warning(tmp_path: Path) -> None:
             gossip.load(loaded, tmp_path / there)
         assert f"but not: the extra state of module {reason}" in lines[0]
     assert model.module[0].seen == 102
-
-
-def test_load_state_dict_sets_it() -> None:
-    model = make_model()
-    train(model, 2)
-    other = make_model(start=0)
-    other.load_state_dict(model.state_dict())
-    assert states(other.module) == states(model.module)
 
 
 # ---------------------------------------------------------------------- what is not plain data
@@ -245,17 +223,3 @@ def test_virtual_workers_keep_it_for_each_replica(tmp_path: Path, kind: type[Cou
     assert seen(other) == [counted[0]] * 4
     histories = [other.replica(rank).history for rank in range(4)]
     assert len({history.data_ptr() for history in histories}) == 4
-
-
-def load_as_a_process(folder: str) -> int:
-    model = GossipDataParallel(Branching(), SGD, "ring")
-    gossip.load(model, folder)
-    model.close()
-    return int(model.module.seen)
-
-
-def test_it_goes_from_virtual_workers_to_processes(tmp_path: Path) -> None:
-    workers = make_workers(Branching)
-    workers(UNEVEN).sum().backward()
-    gossip.save(workers, tmp_path)
-    assert run_ranks(load_as_a_process, str(tmp_path), world_size=3) == [101, 102, 101]

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointing import assert_same, everything, log_of
+from checkpointing import log_of
 from covering import covering
 from ranks import run_ranks
 from replicas import gathered
@@ -22,7 +22,7 @@ from small_runs import MODES, finish
 from torch import nn
 
 import gossip
-from gossip import ExchangeError, GossipDataParallel, GossipError, ManifestError
+from gossip import GossipDataParallel, ManifestError
 from gossip.parameters import frozen_parameters
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -79,27 +79,6 @@ def test_bytes_per_step_are_those_of_trainable_parameters(compression: str | Non
         assert sent == [trained // divisor] * 3 + [unfrozen // divisor] * 2
         assert sizes == [trained] * 3 + [unfrozen] * 2
         assert stayed == [True, True, False, True]  # frozen ones lie where they lay: there is no second copy
-
-
-def starts() -> list[torch.Tensor]:
-    torch.manual_seed(dist.get_rank())
-    shapes = [(3,), (5, 2), (0, 3), (), (700,), (2, 3, 4, 4)]
-    module = nn.ParameterList([nn.Parameter(torch.randn(shape), requires_grad=False) for shape in shapes])
-    module.append(nn.Parameter(torch.randn(6, 5).t()[1:4], requires_grad=False))
-    module.append(nn.Parameter(torch.randn(7).bfloat16(), requires_grad=False))
-    module.append(nn.Parameter(torch.ones(2)))
-    model = GossipDataParallel(module, SGD, bucket_cap_mb=500 / 2**20)
-    model.close()
-    return [parameter.detach() for parameter in module]
-
-
-def test_frozen_parameters_start_with_rank_0s_values() -> None:
-    first, second, third = run_ranks(starts, world_size=3)
-    torch.manual_seed(0)
-    assert torch.equal(first[0], torch.randn(3))
-    for one, other, another in zip(first, second, third, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, another)
 
 
 # ---------------------------------------------------------------- unfreezing
@@ -163,54 +142,6 @@ def test_ranks_that_unfreeze_different_parameters_are_refused_everywhere() -> No
     for text in run_ranks(unfreezing_what_the_others_do_not, world_size=2):
         assert "unfrozen is '2.weight' on rank 0, but '2.weight', '2.bias' on rank 1" in text
         assert "unfreeze the same parameters on every rank before the same step" in text
-
-
-def unfreezing_alone() -> str:
-    model = make_model(topology="ring", timeout=timedelta(seconds=2))
-    step_of(model, 0)
-    if model.rank == 1:
-        model.module[2].requires_grad_(True)
-    steps = iter(range(1, 4))
-    with pytest.raises(ExchangeError) as caught:
-        all(step_of(model, step) is None for step in steps)
-    return str(caught.value)
-
-
-def test_a_rank_that_unfreezes_alone_says_what_it_waited_for() -> None:
-    texts = run_ranks(unfreezing_alone, world_size=3)
-    assert "step 1: comparing the parameters that were unfrozen (unfreeze the same" in texts[1]
-
-
-def unfreezing_inside_join() -> None:
-    model = make_model()
-    model.module[2].requires_grad_(True)
-    with pytest.raises(GossipError, match=r"parameter '2\.weight' was unfrozen inside join\(\)"), model.join():
-        step_of(model, 0)
-
-
-def test_unfreezing_inside_join_is_refused() -> None:
-    run_ranks(unfreezing_inside_join, world_size=2)
-
-
-def unfreezing_on_idle_ranks() -> torch.Tensor:
-    model = make_model(topology="complete", algorithm="adapt_then_combine")
-    for step in range(3):
-        if step == 1:
-            model.module[2].weight.requires_grad_(True)
-        if model.rank == 0:
-            step_of(model, step)
-        else:
-            model.idle_step()
-    model.state_dict()
-    values = model.module[2].weight.detach().clone()
-    model.close()
-    return values
-
-
-def test_an_idle_rank_takes_part_in_unfreezing() -> None:
-    first, second = run_ranks(unfreezing_on_idle_ranks, world_size=2)
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-15)
-    assert not torch.equal(first, make_module()[2].weight)
 
 
 # ---------------------------------------------------------------- edits
@@ -296,40 +227,6 @@ def test_an_edit_on_one_rank_is_told_at_the_next_collective_and_compared_there(e
     run_ranks(editing, edit, str(tmp_path), world_size=3)
 
 
-def editing_alike() -> None:
-    model = make_model(topology="ring")
-    with torch.no_grad():
-        model.module[2].weight.mul_(2)
-    wanted = 2 * make_module()[2].weight.detach()
-    with log_of() as lines, model.averaged():
-        assert torch.equal(model.module[2].weight, wanted)
-    assert not lines
-    assert model._engine.frozen.differing == []  # type: ignore[union-attr]
-    model.close()
-
-
-def test_the_same_edit_on_all_ranks_leaves_a_parameter_equal() -> None:
-    run_ranks(editing_alike, world_size=2)
-
-
-def editing_one_after_the_other() -> None:
-    model = make_model(topology="ring")
-    start = make_module()[2].weight.detach()
-    with torch.no_grad():
-        model.module[2].weight.add_(model.rank)
-    model.consensus_distance()
-    with torch.no_grad():
-        model.module[0].weight.mul_(2)  # alike
-    with model.averaged():
-        torch.testing.assert_close(model.module[2].weight.detach(), start + 0.5)
-    assert model._engine.frozen.differing == ["2.weight"]  # type: ignore[union-attr]
-    model.close()
-
-
-def test_a_parameter_that_differs_does_so_whatever_is_written_next() -> None:
-    run_ranks(editing_one_after_the_other, world_size=2)
-
-
 def converting_on_one_rank() -> str:
     model = make_model(topology="ring")
     if model.rank == 1:
@@ -349,95 +246,4 @@ def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def thaw(model: GossipDataParallel, step: int) -> None:
-    if step >= THAW_STEP:
-        model.module[2].requires_grad_(True)
-    if step >= THAW_STEP + 1:
-        model.module[0].bias.requires_grad_(True)
-
-
-def interrupted(folder: str, options: dict[str, Any]) -> None:
-    undisturbed = make_model(**options)
-    for step in range(NUM_STEPS):
-        thaw(undisturbed, step)
-        step_of(undisturbed, step)
-        if step == THAW_STEP + 1:
-            gossip.save(undisturbed, folder)
-    wanted = everything(undisturbed)
-    undisturbed.close()
-    resumed = make_model(**options)
-    with log_of() as lines:
-        gossip.load(resumed, folder)
-    assert not lines, "nothing was dropped"
-    for step in range(resumed.step, NUM_STEPS):
-        thaw(resumed, step)
-        step_of(resumed, step)
-    assert_same(everything(resumed), wanted)
-    resumed.close()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"algorithm": "adapt_then_combine"}, {"compression": "choco", "topology": "ring"}, {"bucket_cap_mb": 2e-4}],
-    ids=str,
-)
-def test_a_run_that_unfroze_resumes_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    run_ranks(interrupted, str(tmp_path), options, world_size=3)
-
-
 # ---------------------------------------------------------------- virtual workers
-
-
-def thaw_stacks(workers: gossip.VirtualWorkers, step: int) -> None:
-    for name, stack in workers.named_parameters():
-        if (name.startswith("2.") and step >= THAW_STEP) or (name == "0.bias" and step >= THAW_STEP + 1):
-            stack.requires_grad_(True)
-
-
-def unfreezing_real(compression: str | None) -> tuple[list[torch.Tensor], list[int]]:
-    model = make_model(topology="ring", compression=compression, bucket_cap_mb=1e-4)
-    sent = []
-    for step in range(NUM_STEPS):
-        thaw(model, step)
-        step_of(model, step)
-        sent.append(model.stats().bytes_sent)  # type: ignore[union-attr]
-    values = [parameter.detach().clone() for parameter in model.module.parameters()]
-    model.close()
-    return values, sent
-
-
-@pytest.mark.parametrize("compression", [None, "choco"])
-def test_virtual_workers_unfreeze_as_processes_do(compression: str | None, tmp_path: Path) -> None:
-    found = run_ranks(unfreezing_real, compression, world_size=4)
-    options = {"compression": compression, "bucket_cap_mb": 1e-4, "devices": ["cpu", "cpu"]}
-    workers = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
-    resumed = gossip.VirtualWorkers(make_module(), 4, SGD, "ring", **options)
-    for step in range(NUM_STEPS):
-        thaw_stacks(workers, step)
-        mean_square(workers, batch(step)).backward()
-        if compression is None:  # else some of a step's bytes follow in the next one
-            assert workers.stats().bytes_sent == sum(sent[step] for _, sent in found) / 4  # type: ignore[union-attr]
-        if step == THAW_STEP + 1:
-            gossip.save(workers, tmp_path)
-            gossip.load(resumed, tmp_path)
-        if step > THAW_STEP + 1:
-            thaw_stacks(resumed, step)
-            mean_square(resumed, batch(step)).backward()
-    for rank, (values, _) in enumerate(found):
-        both = zip(workers.replica(rank).parameters(), resumed.replica(rank).parameters(), strict=True)
-        for value, (parameter, again) in zip(values, both, strict=True):
-            torch.testing.assert_close(parameter.detach(), value, rtol=1e-11, atol=1e-11)
-            assert torch.equal(parameter, again)
-
-
-def test_frozen_stacks_are_not_mixed_but_averaged() -> None:
-    workers = gossip.VirtualWorkers(make_module(), 2, SGD, "complete", devices=["cpu"])
-    stack = dict(workers.named_parameters())["2.weight"]
-    with torch.no_grad():
-        stack[1] += 1
-    before = stack.detach().clone()
-    for step in range(2):
-        mean_square(workers, batch(step)).backward()
-    assert torch.equal(stack, before)
-    with workers.averaged() as module:
-        torch.testing.assert_close(module[2].weight, before.mean(0))  # type: ignore[index]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
-from ranks import run_ranks
-from replicas import gathered
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -66,51 +63,6 @@ def test_every_layout_trains_as_in_plain_torch(bucket_cap_mb: float, mode: dict)
     for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(actual, wanted), name
     assert [parameter.stride() for parameter in module.parameters()] == strides
-
-
-def mix_layouts(algorithm: str) -> None:
-    model = GossipDataParallel(Layouts(), SGD, "complete", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
-    start = copy.deepcopy(model.state_dict())
-    for step in range(3):
-        model(images(step, model.rank)).backward()
-    for _ in range(2):
-        model.idle_step()  # u = 0 on the complete graph: all replicas are equal now
-    state = model.state_dict()
-    for name, value in state.items():
-        everyone = gathered(value)
-        torch.testing.assert_close(
-            everyone, everyone[:1].expand_as(everyone), rtol=2e-2 if name == "low" else 1e-5, atol=1e-6
-        )
-        assert value.numel() == 0 or not torch.equal(value, start[name]), name
-    model.close()
-
-
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
-def test_every_layout_is_mixed(algorithm: str) -> None:
-    run_ranks(mix_layouts, algorithm, world_size=3)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-@pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
-def test_sparse_gradients_train_as_in_plain_torch(factory: type[torch.optim.Optimizer]) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Embedding(10, 4, sparse=True)
-
-    plain, model = make(), GossipDataParallel(make(), lambda named: factory([p for _, p in named], lr=0.1))
-    optimizer = factory(plain.parameters(), lr=0.1)
-    for step in range(3):
-        for each in (plain, model):
-            each(torch.tensor([1, step, 7, 7])).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(model.module.weight, plain.weight)
-    assert model.grad_norm > 0
-
-
-def test_sparse_gradients_with_clipping_are_refused() -> None:
-    with pytest.raises(ValueError, match="module 'words' has sparse=True"):
-        GossipDataParallel(nn.ModuleDict({"words": nn.Embedding(3, 2, sparse=True)}), SGD, clip_grad_norm=1.0)
 
 
 def make_refused(kind: str) -> nn.Module:

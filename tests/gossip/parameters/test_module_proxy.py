@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import pickle
 import pydoc
 import types
 from typing import Any
@@ -84,22 +82,6 @@ def test_attribute_that_is_set_reaches_the_module(model: GossipDataParallel) -> 
         model.offset = "no tensor"
 
 
-def test_attribute_that_is_deleted_is_the_modules(model: GossipDataParallel) -> None:
-    del model.temperature
-    assert not hasattr(model.module, "temperature")
-    with pytest.raises(AttributeError, match="temperature"):
-        del model.temperature
-    del model.offset
-    assert "offset" not in model.module._buffers
-
-
-def test_parameter_that_is_set_gives_its_values_to_the_one_that_is_trained(model: GossipDataParallel) -> None:
-    known = model.module.layer.weight
-    model.layer.weight = nn.Parameter(torch.full((2, 3), 2.0))
-    model(X).sum().backward()
-    assert model.module.layer.weight is known
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -119,12 +101,6 @@ def test_parameter_added_through_the_model_is_refused_as_one_in_the_module(
     assert name in dict(model.module.named_parameters())
     with pytest.raises(GossipError, match=f"parameter '{name}' was added"):
         model(X)
-
-
-def test_buffer_registered_through_the_model_is_the_modules(model: GossipDataParallel) -> None:
-    model.register_buffer("counts", torch.zeros(2), persistent=False)
-    assert "counts" in model.module._buffers
-    assert "counts" not in model.state_dict()
 
 
 def test_models_own_attributes_stay_its_own(model: GossipDataParallel) -> None:
@@ -172,25 +148,6 @@ def test_module_can_only_be_replaced_by_one_around_it(model: GossipDataParallel)
     assert model.step == 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_attributes_and_signature_of_their_own(model: GossipDataParallel, copied: Any) -> None:
-    model.temperature = 5
-    other = copied(model)
-    assert other.temperature == 5
-    other.temperature = 7
-    assert (other.module.temperature, model.temperature) == (7, 5)
-    assert inspect.signature(other.forward) == inspect.signature(model.module.forward)
-    assert torch.equal(5 * other(X), 7 * model(X))
-
-
-def test_attribute_set_through_a_compiled_model_reaches_the_module(model: GossipDataParallel) -> None:
-    compiled, plain = torch.compile(model, backend="eager"), Scaled()
-    compiled(X)
-    compiled.temperature = plain.temperature = 5
-    assert model.module.temperature == 5
-    assert torch.equal(compiled(X), plain(X))
-
-
 # ------------------------------------------------------------------ signature
 
 
@@ -201,25 +158,6 @@ def test_signature_of_forward_is_the_modules(model: GossipDataParallel) -> None:
     assert str(inspect.signature(GossipDataParallel.forward)) == "(self, *args: 'Any', **kwargs: 'Any') -> 'Any'"
     assert "Call the module" in pydoc.render_doc(GossipDataParallel)
     assert "Call the module" in pydoc.render_doc(model.forward)
-
-
-def test_signature_of_a_function_that_is_not_pythons_is_left_open() -> None:
-    module = nn.Linear(3, 2)
-    module.forward = module.weight.mv  # a method of a tensor, which says nothing
-    with GossipDataParallel(module, SGD) as model:
-        assert "args" in inspect.signature(model.forward).parameters
-        assert model(torch.ones(3)).shape == (2,)
-
-
-def test_subclass_with_a_forward_of_its_own_keeps_its_signature() -> None:
-    class Twice(GossipDataParallel):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(inputs)[:, :1].expand(-1, 3))
-
-    with Twice(Scaled(), SGD) as model:
-        assert list(inspect.signature(model.forward).parameters) == ["inputs"]
-        model(X).sum().backward()
-        assert model.step == 1
 
 
 # ------------------------------------------------------------------ virtual workers

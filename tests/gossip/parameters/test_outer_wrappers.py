@@ -39,16 +39,7 @@ def shard_what_is_inside(module: GossipDataParallel) -> nn.Module:
 
 AROUND: dict[str, tuple[Callable[[GossipDataParallel], nn.Module], str]] = {
     "DDP": (DistributedDataParallel, "a DistributedDataParallel"),
-    "DDP of a larger model": (
-        lambda model: DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), model)),
-        "a DistributedDataParallel",
-    ),
     "FSDP": (lambda model: FullyShardedDataParallel(model, device_id=CPU), "FullyShardedDataParallel"),
-    "FSDP with the parameters as they were": (
-        lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
-        "FullyShardedDataParallel",
-    ),
-    "fully_shard": (shard, "fully_shard"),
     "fully_shard of a larger model": (
         lambda model: shard(nn.Sequential(nn.Linear(3, 3), model)),
         "fully_shard",
@@ -86,25 +77,3 @@ def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) 
 def test_model_replicated_by_data_parallel_is_refused() -> None:
     with wrap(make_module()) as model, pytest.raises(GossipError, match=r"torch\.nn\.DataParallel.*start one process"):
         model._replicate_for_data_parallel()  # as it does with several devices
-
-
-def beside_and_inside() -> int:
-    """A model that another's forward pass under DDP calls for its values is not inside that one."""
-    teacher, student = wrap(make_module()), DistributedDataParallel(make_module())
-
-    def distil(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-        with torch.no_grad():
-            target = teacher(*args)
-        return output - target
-
-    student.module.register_forward_hook(distil)
-    student(torch.ones(5, 3)).square().sum().backward()
-    teacher(torch.ones(5, 3)).sum().backward()
-    with pytest.raises(ValueError, match="is sharded"):
-        wrap(FullyShardedDataParallel(make_module(), device_id=CPU))
-    teacher.close()
-    return teacher.step
-
-
-def test_model_called_beside_ddp_trains_and_a_sharded_module_is_refused() -> None:
-    assert launch(beside_and_inside, world_size=2) == [1, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, OrderedDict
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossip.parameters.serializable_state import to_serializable
-from gossip.parameters.state_serialization import deserialize, serialize
+from gossip.parameters.serializable_state import deserialize, serialize, to_serializable
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -51,23 +49,6 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_plain_data_come_back(value: Any) -> None:
     assert_same(deserialize(*serialize(to_serializable(value, "value"))), to_serializable(value, "value"))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(torch.optim.AdamW, lr=0.1),
-        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        torch.optim.Adagrad,
-    ],
-)
-def test_states_of_optimizers_come_back(make: Any) -> None:
-    module = torch.nn.Linear(3, 2)
-    optimizer = make(module.parameters())
-    module(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = to_serializable(optimizer.state_dict(), "the state")
-    assert_same(deserialize(*serialize(state)), state)
 
 
 def test_the_copies_are_the_sender_s_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loguru import logger
 from ranks import run_ranks
-from sharded_loops import ADAMW, make_mesh
+from sharded_loops import make_mesh
 from sharded_models import values_of
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gossip
@@ -83,45 +79,6 @@ def test_ranks_start_from_the_first_ones_values(way: str) -> None:
             assert torch.equal(values, wanted)
 
 
-def be_idle(way: str, algorithm: str) -> torch.Tensor:
-    torch.manual_seed(0)
-    module = Net()
-    with wrap(module, way, algorithm=algorithm) as model:
-        for step in range(4):
-            if step == 2 and dist.get_rank() % 2:
-                model.idle_step()
-            else:
-                loss_of(model, inputs(step)).backward()
-        model.global_avg()
-        return values_of(module)
-
-
-def be_idle_alone(algorithm: str) -> torch.Tensor:
-    """A rank for each group, whose loss is the mean of its ranks' losses."""
-    torch.manual_seed(0)
-    module = Net()
-    model = GossipDataParallel(module, SGD, "ring", algorithm=algorithm)
-    first = 2 * dist.get_rank()
-    for step in range(4):
-        losses = [loss_of(model, inputs(step, first))]
-        if step != 2:
-            losses.append(loss_of(model, inputs(step, first + 1)))
-        (torch.stack(losses).sum() / 2).backward()
-    model.global_avg()
-    values = values_of(module)
-    model.close()
-    return values
-
-
-@pytest.mark.parametrize(
-    ("way", "algorithm"), [("optimizer", "adapt_while_communicating"), ("none", "adapt_then_combine")]
-)
-def test_one_rank_of_a_group_may_be_idle(way: str, algorithm: str) -> None:
-    wanted = run_ranks(be_idle_alone, algorithm, world_size=2)
-    for values in run_ranks(be_idle, way, algorithm, world_size=4):
-        torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-12)
-
-
 def be_idle_in_optimizer_steps(way: str) -> str:
     with wrap(Net(), way, step_in_backward=False, timeout=timedelta(seconds=5)) as model:
         model.idle_step()  # together
@@ -145,67 +102,44 @@ def test_with_optimizer_steps_a_group_is_idle_together(way: str) -> None:
         assert "step_in_backward=False all ranks of a group must be idle together" in found[rank]
 
 
-def only_accumulate(way: str) -> None:
+def refuse_steps_without_gradients(way: str) -> None:
+    """Of gradients that were not averaged, or that a loop wrote itself."""
     with wrap(Net(), way, step_in_backward=False) as model:
         with model.no_sync():
             loss_of(model, inputs(0)).backward()
         with pytest.raises(GossipError, match=r"step 0: the last backward pass before .* was under no_sync\(\)"):
             model.optimizer.step()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_were_not_averaged_are_no_step(way: str) -> None:
-    run_ranks(only_accumulate, way, world_size=4)
-
-
-def write_gradients(way: str) -> None:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    for options in ({}, {"step_in_backward": False}):
-        module = Net()
-        with wrap(module, way, **options) as model:
-            loss_of(model, inputs(0)).backward()
+    with wrap(Net(), way, step_in_backward=False) as model:
+        loss_of(model, inputs(0)).backward()
+        model.optimizer.step()
+        for parameter in model.module.parameters():
+            parameter.grad = parameter.detach().clone()
+        with pytest.raises(GossipError, match=r"step 1: there are gradients that did not come from a backward"):
             model.optimizer.step()
-            for parameter in module.parameters():
-                parameter.grad = parameter.detach().clone()
-            if not options:
-                model.optimizer.step()
-                model.optimizer.step()
-            else:
-                with pytest.raises(GossipError, match=r"step 1: there are gradients that did not come from a backward"):
-                    model.optimizer.step()
-    logger.remove(sink)
-    (line,) = lines
-    assert "step 1: optimizer.step() did nothing: there are gradients" in line
 
 
-def multiply_by_gradients(way: str, in_backward: bool) -> list[torch.Tensor]:
-    found = []
-    for multiplies in (False, True):
-        torch.manual_seed(0)
-        module = Net()
-        with wrap(module, way, step_in_backward=in_backward) as model:
-            loss, trained = loss_of(model, inputs(0)), [*module.middle.parameters(), *module.last.parameters()]
-            if multiplies:
-                gradients = torch.autograd.grad(loss, trained)
-                loss = sum((p * gradient).sum() for p, gradient in zip(trained, gradients, strict=True))
-            loss.backward()
-            if not in_backward:
-                model.optimizer.step()
-            found.append(values_of(module))
-    return found
+def measure_norms(way: str) -> None:
+    with wrap(Net(), way, step_in_backward=False) as model:
+        loss_of(model, inputs(0)).backward()
+        assert math.isfinite(model.clip_grad_norm_(1.0, norm_type=math.inf))
+        if way == "none":
+            return
+        with pytest.raises(ValueError, match="norm_type must be a positive number or inf with mesh, got 0"):
+            model.clip_grad_norm_(1.0, norm_type=0.0)
+        shards, place = model._live().shards, dist.get_rank() % 2  # of what each of the ranks has
+        assert float(shards.norm(torch.tensor(1.0 + place), math.inf)) == 2.0
+        for is_no_number in (0, 1):
+            assert torch.isnan(shards.norm(torch.tensor(math.nan if place == is_no_number else 1.0), math.inf))
 
 
-@pytest.mark.parametrize("in_backward", [True, False])
-@pytest.mark.parametrize("way", ["optimizer", "none"])
-def test_a_product_with_gradients_makes_a_step_of_them(way: str, in_backward: bool) -> None:
-    for wanted, found in run_ranks(multiply_by_gradients, way, in_backward, world_size=4):
-        assert torch.equal(found, wanted)
+def step_and_measure(way: str) -> None:
+    refuse_steps_without_gradients(way)
+    measure_norms(way)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_without_a_backward_pass_are_no_silent_step(way: str) -> None:
-    run_ranks(write_gradients, way, world_size=4)
+def test_steps_and_norms_are_those_of_the_whole_group(way: str) -> None:
+    run_ranks(step_and_measure, way, world_size=4)
 
 
 class UsedTwice(nn.Module):
@@ -280,7 +214,7 @@ def load_otherwise(way: str | None, shape: tuple[int, int], folder: Path) -> tor
 
 @pytest.mark.parametrize(
     ("before", "after", "shape"),
-    [("none", "none", (1, 4)), (None, "none", (2, 2)), ("none", None, (4, 1)), ("none", "optimizer", (4, 1))],
+    [("none", "none", (1, 4)), (None, "none", (2, 2)), ("none", None, (4, 1))],
 )
 def test_groups_of_another_size_start_from_the_mean(
     before: str | None, after: str | None, shape: tuple[int, int], tmp_path: Path
@@ -341,62 +275,6 @@ def test_a_backward_pass_that_fails_leaves_no_gradients(options: dict[str, Any])
         assert torch.equal(found, wanted[rank])
 
 
-def wrap_twice(way: str) -> None:
-    module = Net()
-    with wrap(module, way) as model:
-        with pytest.raises((ValueError, ManifestError), match="already belongs to a GossipDataParallel"):
-            GossipDataParallel(module, SGD, "ring", mesh=make_mesh(2, 2), shard=None if way == "fsdp" else way)
-        loss_of(model, inputs(0)).backward()
-        assert model.step == 1
-    GossipDataParallel(module, SGD, "ring", mesh=make_mesh(2, 2), shard=None if way == "fsdp" else way).close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_is_wrapped_once(way: str) -> None:
-    run_ranks(wrap_twice, way, world_size=4)
-
-
-def in_ddp() -> nn.Module:
-    return nn.Sequential(DistributedDataParallel(nn.Linear(3, 3)))
-
-
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(3))
-
-
-def refuse() -> None:
-    for make, way, options, text in REFUSED:
-        module = make()
-        if "built" in options:
-            options = {"optimizer": options["built"](module.parameters())}
-        with pytest.raises((ValueError, ManifestError), match=text):
-            wrap(module, way, (2, 1), **options)
-
-
-WHOLE_MATRICES = "computes its update from whole matrices, but each rank of a group has a part of every parameter"
-
-
-REFUSED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
-    (in_ddp, "optimizer", {}, "is a DistributedDataParallel, which would all-reduce the gradients"),
-    (in_ddp, "none", {}, "is a DistributedDataParallel, which would all-reduce the gradients"),
-    (lazy, "optimizer", {}, "parameter '0.weight' is lazy; run one forward"),
-    (Net, "optimizer", {"optimizer": torch.optim.Adafactor}, "Adafactor " + WHOLE_MATRICES),
-    (Net, "fsdp", {"optimizer": torch.optim.Adafactor}, "Adafactor " + WHOLE_MATRICES),
-    (
-        Net,
-        "optimizer",
-        {"optimizer": torch.optim.LBFGS, "step_in_backward": False},
-        "LBFGS computes its update from all parameters of a replica",
-    ),
-    (Net, "optimizer", {"built": SGD}, "optimizer must be a function that builds it, since"),
-    (Net, "fsdp", {"built": SGD}, "optimizer must be a function that builds it, since"),
-]
-
-
-def test_what_a_group_cannot_train_is_refused() -> None:
-    run_ranks(refuse, world_size=2)
-
-
 def share_otherwise() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(ManifestError, match=r"replica is a group's, with shard='none' on rank 0, but .*'optimizer' on"):
@@ -407,77 +285,14 @@ def test_groups_that_share_a_replica_in_another_way_are_named() -> None:
     run_ranks(share_otherwise, world_size=4)
 
 
-def be_outside() -> None:
-    part = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("gossip", "shard"))
-    if dist.get_rank() == 2:
-        with pytest.raises(ValueError, match=r"mesh: this rank is not among its ranks, \[\[0, 1\]\]"):
-            GossipDataParallel(nn.Linear(2, 2), SGD, "ring", mesh=part, shard="none")
+def update_otherwise() -> str:
+    with pytest.raises(ManifestError) as caught:
+        wrap(Net(), "none", optimizer=partial(torch.optim.SGD, lr=0.1 + 0.1 * (dist.get_rank() == 3)))
+    return str(caught.value)
 
 
-def test_a_rank_that_is_not_in_the_mesh_is_refused() -> None:
-    run_ranks(be_outside, world_size=3)
-
-
-def convert(way: str) -> None:
-    module = Net()
-    with wrap(module, way) as model:
-        module.to(torch.bfloat16)
-        with pytest.raises(GossipError, match=r"bfloat16"):
-            loss_of(model, inputs(0).bfloat16()).backward()
-
-
-@pytest.mark.parametrize("way", ["optimizer", "none"])
-def test_a_module_that_is_converted_after_wrapping_is_refused(way: str) -> None:
-    run_ranks(convert, way, world_size=4)
-
-
-class WithEmpty(nn.Module):
-    """A parameter without rows, and one without columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-        self.rows = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
-        self.columns = nn.Parameter(torch.zeros(3, 0, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) + self.rows.sum() + self.columns.sum()
-        return out
-
-
-def train_empty(way: str) -> torch.Tensor:
-    torch.manual_seed(0)
-    module = WithEmpty()
-    with wrap(module, way, optimizer=ADAMW) as model:
-        for step in range(3):
-            loss_of(model, inputs(step)).backward()
-        return values_of(module)
-
-
-def test_parameters_without_values_are_no_error() -> None:
-    wanted = run_ranks(train_empty, "none", world_size=4)
-    for rank, values in enumerate(run_ranks(train_empty, "optimizer", world_size=4)):
-        torch.testing.assert_close(values, wanted[rank], rtol=0, atol=1e-12)
-
-
-def measure_norms(way: str) -> None:
-    module = Net()
-    with wrap(module, way, step_in_backward=False) as model:
-        loss_of(model, inputs(0)).backward()
-        if way != "none":
-            with pytest.raises(ValueError, match="norm_type must be a positive number or inf with mesh, got 0"):
-                model.clip_grad_norm_(1.0, norm_type=0.0)
-        assert math.isfinite(model.clip_grad_norm_(1.0, norm_type=math.inf))
-        if way != "none":  # of what each of the ranks has
-            shards = model._live().shards
-            assert shards is not None
-            place = dist.get_rank() % 2
-            assert float(shards.norm(torch.tensor(1.0 + place), math.inf)) == 2.0
-            for is_no_number in (0, 1):
-                own = torch.tensor(math.nan if place == is_no_number else 1.0)
-                assert torch.isnan(shards.norm(own, math.inf))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_largest_gradient_of_a_replica_may_be_no_number(way: str) -> None:
-    run_ranks(measure_norms, way, world_size=4)
+def test_ranks_of_equal_replicas_whose_learning_rates_differ_are_refused() -> None:
+    texts = run_ranks(update_otherwise, world_size=4)
+    assert "optimizer 1 group 1 is" in texts[2]
+    assert "lr=0.1" in texts[2]
+    assert "lr=0.2" in texts[2]

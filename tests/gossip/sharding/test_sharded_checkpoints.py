@@ -177,18 +177,3 @@ def test_export_is_the_whole_averaged_model(shard: str, tmp_path: Path) -> None:
         torch.testing.assert_close(exported[name], values, rtol=0, atol=1e-6)
     net = Net()
     safetensors.torch.load_model(net, tmp_path / "model.safetensors")
-
-
-def export_averaged(folder: Path) -> list[torch.Tensor]:
-    with make_model((3, 2), shard="optimizer") as model:
-        train(model, range(2))
-        model.global_avg()
-        gossip.export(model, folder / "model.safetensors")
-        return [parameter.detach().clone() for parameter in model.module.parameters()]
-
-
-def test_export_of_equal_replicas_writes_them_as_they_are(tmp_path: Path) -> None:
-    found = run_ranks(export_averaged, tmp_path, world_size=6)[0]
-    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    for (name, _), values in zip(Net().named_parameters(), found, strict=True):
-        assert torch.equal(exported[name], values), name

@@ -12,13 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from algorithm_table import ROWS, make_algorithm, make_topology
-from covering import covering
-from quadratics import LEARNING_RATE, NUM_VALUES, Problem, Sgd, constant
+from quadratics import LEARNING_RATE, Problem, Sgd, constant
 from ranks import run_ranks
-from recursion import AdamW, dense_recursion
 from sharded_models import MeshShape, Quadratic, batch, make_sharded, values_of
 
-import topologies
 from gossip import GossipDataParallel
 
 NUM_STEPS = 7
@@ -126,81 +123,3 @@ def test_shard_groups_make_the_dense_recursion_of_groups(case: Case) -> None:
         group = rank // case.shape[1]
         np.testing.assert_allclose(values.numpy(), wanted[group], rtol=0, atol=1e-11)
         assert norm == found[group * case.shape[1]][2], "the norm is the group's"
-
-
-class OptimizerCase(NamedTuple):
-    """A run with another optimizer."""
-
-    shape: MeshShape
-    shard: str
-    topology: str
-    form: str
-    clipped: bool
-
-    @property
-    def label(self) -> str:
-        clipped = "-clipped" if self.clipped else ""
-        return f"{self.shape[0]}x{self.shape[1]}-{self.shard}-{self.topology}-{self.form}{clipped}"
-
-
-ADAMW = list(
-    itertools.starmap(
-        OptimizerCase,
-        covering(
-            itertools.product(
-                SHAPES,
-                SHARDS,
-                ("ring", "base", "one_peer_exponential"),
-                ("adapt_while_communicating", "adapt_then_combine"),
-                (False, True),
-            )
-        ),
-    )
-)
-
-
-def train_adamw(case: OptimizerCase) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
-    problem = Problem(case.shape[0], NUM_STEPS)
-    module, options = make_sharded(Quadratic(problem.start), case.shape, case.shard)
-    with GossipDataParallel(
-        module,
-        partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
-        topologies.build(case.topology, case.shape[0]),
-        algorithm=case.form,
-        clip_grad_norm=MAX_NORM if case.clipped else None,
-        **options,
-    ) as model:
-        group, place = divmod(dist.get_rank(), case.shape[1])
-        for _ in range(NUM_STEPS):
-            model(*batch(problem, group, place, case.shape[1])).backward()
-        distance = model.consensus_distance()
-        values = values_of(module)
-        model.global_avg()
-        return values, values_of(module), distance
-
-
-@pytest.mark.parametrize("case", ADAMW, ids=lambda case: case.label)
-def test_shard_groups_with_adamw_make_the_dense_recursion_of_groups(case: OptimizerCase) -> None:
-    num_groups = case.shape[0]
-    found = run_ranks(train_adamw, case, world_size=num_groups * case.shape[1])
-    problem = Problem(num_groups, NUM_STEPS)
-
-    def gradient(group: int, _: int, x: np.ndarray) -> np.ndarray:
-        rows = np.tile(x, (num_groups, 1))
-        return problem.gradients(rows, MAX_NORM if case.clipped else None)[group]
-
-    wanted = dense_recursion(
-        topologies.build(case.topology, num_groups),
-        problem.start,
-        gradient,
-        AdamW(),
-        NUM_STEPS,
-        combines_first=case.form == "adapt_then_combine",
-    )
-    mean = wanted.mean(0)
-    distance = np.sqrt(((wanted - mean) ** 2).sum() / num_groups)
-    for rank, (values, average, measured) in enumerate(found):
-        np.testing.assert_allclose(values.numpy(), wanted[rank // case.shape[1]], rtol=0, atol=1e-11)
-        np.testing.assert_allclose(average.numpy(), mean, rtol=0, atol=1e-11)
-        np.testing.assert_allclose(measured, (distance, distance / np.linalg.norm(mean)), rtol=0, atol=1e-11)
-    assert len(mean) == NUM_VALUES

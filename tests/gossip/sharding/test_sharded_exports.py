@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharded_loops import make_mesh
-from sharded_models import make_sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -64,44 +62,3 @@ def test_export_joins_rows_and_columns(ranks_per_group: int, chunk_bytes: int, t
     assert exported.keys() == averages[0].keys()
     for name, values in averages[0].items():
         assert torch.equal(exported[name], values), name
-
-
-def step(model: GossipDataParallel) -> None:
-    generator = torch.Generator().manual_seed(100 * model.step + dist.get_rank())
-    model(torch.randn(4, 6, generator=generator)).square().sum().backward()
-
-
-def export_onto_a_full_disk(folder: Path) -> int:
-    path = folder / "model.safetensors"
-    module, arguments = make_sharded(nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)), (2, 2))
-    with GossipDataParallel(module, ADAMW, "ring", **arguments) as model:
-        step(model)
-        gossip.export(model, path)
-        before = path.read_bytes()
-        step(model)
-        places: list[int] = []
-        pwrite = os.pwrite
-
-        def fill(descriptor: int, data: memoryview, place: int) -> int:
-            places.append(place)
-            if len(places) == 3:
-                raise OSError(28, "No space left on device")
-            return pwrite(descriptor, data, place)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "pwrite", fill)
-            with pytest.raises(gossip.CheckpointError, match=r"exporting to .*: rank 0: No space left .*safetensors"):
-                gossip.export(model, path)
-        dist.barrier()
-        assert path.read_bytes() == before
-        assert [each.name for each in folder.iterdir()] == ["model.safetensors"]
-        dist.barrier()
-        step(model)
-        gossip.export(model, path)
-        dist.barrier()
-        assert path.read_bytes() != before
-    return len(places)
-
-
-def test_export_onto_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    assert run_ranks(export_onto_a_full_disk, tmp_path, world_size=4) == [3, 0, 0, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +15,11 @@ from sharded_loops import groups_and_ranks, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, launch, make_shard_mesh
+from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
 from gossip.communication.row_collectives import RowCollectives
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -50,11 +50,6 @@ def shard(module: Net, mesh: DeviceMesh, **options: Any) -> Net:
         fully_shard(layer, mesh=mesh["shard"], **options)
     fully_shard(module, mesh=mesh["shard"], **options)
     return module
-
-
-def batches(num_steps: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return [torch.randn(3, 6, generator=generator).to(dtype) for _ in range(num_steps)]
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -242,24 +237,6 @@ def test_gradients_are_averaged_beside_the_backward_pass() -> None:
         assert ended == 7, "one runs beside the pass"
 
 
-def keep_half_precision(divided: str) -> torch.Tensor:
-    mesh = make_mesh(2, 2)
-    model = GossipDataParallel(Net().bfloat16(), ADAMW, "ring", mesh=mesh, shard=divided)
-    for x in batches(3, torch.bfloat16):
-        loss_of(model, x).backward()
-    values = values_of(model.module)
-    model.close()
-    return values
-
-
-def test_half_precision_is_averaged_alike_however_a_group_divides_it() -> None:
-    rows, whole = (run_ranks(keep_half_precision, divided, world_size=4) for divided in ("optimizer", "none"))
-    for values, others in zip(rows, whole, strict=True):
-        assert values.dtype == torch.bfloat16
-        assert torch.equal(values, others)
-    assert torch.equal(rows[0], rows[1])
-
-
 def change_module(how: str) -> None:
     mesh = make_mesh(2, 1)
     module = Net()
@@ -279,25 +256,6 @@ def test_a_module_that_was_changed_after_wrapping_is_refused(how: str) -> None:
     run_ranks(change_module, how, world_size=2)
 
 
-def skip_what_is_not_finite() -> None:
-    mesh = make_mesh(1, 2)
-    model = GossipDataParallel(shard(Net(), mesh), ADAMW, "ring", mesh=mesh)
-    before = values_of(model.module)
-    x = batches(1)[0]
-    (loss_of(model, x) * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
-    stats = model.stats()
-    assert stats is not None
-    assert stats.num_skipped > 0
-    assert torch.equal(values_of(model.module), before)
-    loss_of(model, x).backward()
-    assert not torch.equal(values_of(model.module), before)
-    model.close()
-
-
-def test_gradients_that_are_not_finite_on_one_rank_are_skipped_by_its_group() -> None:
-    run_ranks(skip_what_is_not_finite, world_size=2)
-
-
 def over_all(mesh: DeviceMesh) -> nn.Module:
     module = nn.Linear(4, 4)
     fully_shard(module, mesh=mesh)
@@ -310,10 +268,8 @@ def in_part(mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def whole(mesh: DeviceMesh) -> nn.Module:
-    module = nn.Linear(4, 4)
-    fully_shard(module, mesh=mesh["shard"])
-    return module
+def whole(mesh: DeviceMesh, **dtypes: torch.dtype) -> nn.Module:
+    return fully_shard(nn.Linear(4, 4), mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(**dtypes))
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
@@ -328,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
     "sparse": (
         lambda _: nn.Sequential(nn.Embedding(4, 4, sparse=True)),
         {"shard": "optimizer"},
-        "parameter '0.weight' has sparse gradients, .*; build module '0' with sparse=False",
+        "module '0' has sparse=True, .*; build it with sparse=False",
     ),
     "whole messages": (
         lambda _: nn.Linear(4, 4),
@@ -342,6 +298,32 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
     "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
     "elastic": (whole, {"on_peer_loss": "continue"}, "cannot be combined with mesh"),
     "no mesh": (whole, {"mesh": None}, "is sharded .FullyShardedDataParallel, fully_shard."),
+    "in DDP": (
+        lambda _: nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))),
+        {"shard": "none"},
+        "is a DistributedDataParallel, which would all-reduce the gradients",
+    ),
+    "lazy": (lambda _: nn.LazyLinear(3), {"shard": "optimizer"}, "parameter 'weight' is lazy; run one forward"),
+    "of whole matrices": (
+        whole,
+        {"optimizer": torch.optim.Adafactor},
+        "Adafactor computes its update from whole matri",
+    ),
+    "of all parameters": (
+        lambda _: nn.Linear(4, 4),
+        {"shard": "optimizer", "optimizer": torch.optim.LBFGS, "step_in_backward": False},
+        "LBFGS computes its update from all parameters of a replica",
+    ),
+    "gathered in fp8": (
+        lambda mesh: whole(mesh, param_dtype=torch.float8_e4m3fn),
+        {},
+        "'weight' is sharded with param_dtype torch.float8_e4m3fn; only float64, .* MixedPrecisionPolicy",
+    ),
+    "reduced in fp8": (
+        lambda mesh: whole(mesh, reduce_dtype=torch.float8_e5m2),
+        {},
+        "'weight' is sharded with reduce_dtype torch.float8_e5m2; only float64",
+    ),
     "another type": (whole, {"mesh": (2, 1)}, "mesh must be a torch.distributed.device_mesh.DeviceMesh, got tuple"),
 }
 
@@ -350,26 +332,11 @@ def refuse() -> None:
     mesh = make_mesh(2, 1)
     for make, options, text in REFUSED.values():
         with pytest.raises((ValueError, TypeError), match=text):
-            GossipDataParallel(make(mesh), ADAMW, **{"topology": "ring", "mesh": mesh, **options})
+            GossipDataParallel(make(mesh), **{"optimizer": ADAMW, "topology": "ring", "mesh": mesh, **options})
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     run_ranks(refuse, world_size=2)
-
-
-def assign_parameters() -> None:
-    mesh = make_mesh(2, 1)
-    module = nn.Linear(4, 4)
-    fully_shard(module, mesh=mesh["shard"])
-    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh) as model:
-        state = copy.deepcopy(dict(module.state_dict()))
-        module.load_state_dict(state, assign=True)
-        with pytest.raises(GossipError, match="'weight' has left the memory from which it is exchanged"):
-            model(torch.ones(2, 4))
-
-
-def test_parameters_that_were_assigned_are_refused() -> None:
-    run_ranks(assign_parameters, world_size=2)
 
 
 def make_wrong_meshes() -> None:
@@ -378,7 +345,7 @@ def make_wrong_meshes() -> None:
     with pytest.raises(ValueError, match=r'device_type must be "cpu", or "cuda" .*, got .gpu.'):
         make_shard_mesh(3, "gpu")
     own = 3 if dist.get_rank() == 1 else 1
-    with pytest.raises(ValueError, match=r"rank 0 has local_size=1, .*, and rank 1 has local_size=3, "):
+    with pytest.raises(ManifestError, match=r"local_size is 1 on rank 0, but 3 on rank 1; call make_shard_mesh alike"):
         make_shard_mesh(own, "cpu")
     assert make_shard_mesh(3, "cpu").mesh.tolist() == [[0, 1, 2]]
 

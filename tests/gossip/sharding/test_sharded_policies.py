@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
 from sharded_models import values_of
 from torch import nn
@@ -105,24 +104,16 @@ POLICIES: dict[str, Policy] = {
         **mixed(param_dtype=BF16, reduce_dtype=FP32),
         root=mixed(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32),
     ),
-    "output in float64": Policy(root=mixed(output_dtype=FP64)),
-    "bf16": Policy(**mixed(param_dtype=BF16)),
     "fp16": Policy(**mixed(param_dtype=FP16)),
     "reduced in bf16": Policy(**mixed(reduce_dtype=BF16)),
-    "parameters in bf16": Policy(dtype=BF16),
     "parameters in bf16, reduced in float32": Policy(dtype=BF16, **mixed(reduce_dtype=FP32)),
     "parameters in float64, bf16": Policy(dtype=FP64, **mixed(param_dtype=BF16, reduce_dtype=FP32)),
     "resharded": Policy(reshard_after_forward=True),
     "kept": Policy(reshard_after_forward=False),
-    "layers resharded, root kept": Policy(
-        layers={"reshard_after_forward": True}, root={"reshard_after_forward": False}
-    ),
     "checkpointed": Policy(checkpointing="not reentrant"),
     "checkpointed reentrantly": Policy(checkpointing="reentrant", loss_of=of_inputs_that_need_gradients),
     "checkpointed as a whole": Policy(checkpointing="model"),
-    "checkpointed, kept": Policy(checkpointing="not reentrant", reshard_after_forward=False),
     "two forward passes": Policy(loss_of=twice, reshard_after_forward=False),
-    "other forward passes": Policy(loss_of=beside_another),
     "other forward passes, kept": Policy(loss_of=beside_another, reshard_after_forward=False),
     "gradients of inputs": Policy(loss_of=of_inputs_that_need_gradients),
     "resharded to two ranks of four": Policy(world_size=4, reshard_after_forward=2),
@@ -146,59 +137,6 @@ MODES: dict[str, dict[str, Any]] = {"bucketwise": {"bucket_cap_mb": 1e-4}, "gath
 @pytest.mark.parametrize(("name", "mode"), list(zip(POLICIES, itertools.cycle(MODES), strict=False)))
 def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
     assert_trains_as_by_hand(train, name, MODES[mode], world_size=POLICIES[name].world_size)
-
-
-class Row(NamedTuple):
-    """What is refused: a module, and how it is sharded."""
-
-    make: Callable[[], nn.Module]
-    options: dict[str, Any]
-    text: str
-
-
-def of_dtype(dtype: torch.dtype) -> nn.Module:
-    module = nn.Module()
-    module.rows = nn.Parameter(torch.zeros(4, 4).to(dtype))
-    return module
-
-
-CANNOT_BE_REDUCED = {
-    "gathered in fp8": Row(
-        lambda: nn.Linear(4, 4),
-        mixed(param_dtype=torch.float8_e4m3fn, reduce_dtype=FP32),
-        r"parameter 'weight' is sharded with param_dtype torch.float8_e4m3fn; only float64, .* MixedPrecisionPolicy",
-    ),
-    "reduced in fp8": Row(
-        lambda: nn.Linear(4, 4),
-        mixed(reduce_dtype=torch.float8_e5m2),
-        r"parameter 'weight' is sharded with reduce_dtype torch.float8_e5m2; only float64, .* MixedPrecisionPolicy",
-    ),
-    "reduced as complex numbers": Row(
-        lambda: nn.Linear(4, 4),
-        mixed(reduce_dtype=torch.complex64),
-        r"parameter 'weight' is sharded with reduce_dtype torch.complex64; only float64",
-    ),
-    "fp8": Row(lambda: of_dtype(torch.float8_e4m3fn), {}, r"parameter 'rows' .* torch.float8_e4m3fn; only float64"),
-    "complex": Row(lambda: of_dtype(torch.complex64), {}, r"parameter 'rows' .* torch.complex64; only float64"),
-    "sparse": Row(
-        lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)),
-        {},
-        r"parameter '0.weight' has sparse gradients, .*; build module '0' with sparse=False",
-    ),
-}
-
-
-def refuse() -> None:
-    mesh = make_mesh(2, 1)
-    for row in CANNOT_BE_REDUCED.values():
-        module = fully_shard(row.make(), mesh=mesh["shard"], **row.options)
-        with pytest.raises(ValueError, match=f"^{row.text}") as caught:
-            GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
-        assert "\n" not in str(caught.value)
-
-
-def test_gradients_that_cannot_be_reduced_are_refused_by_the_name_of_their_parameter() -> None:
-    run_ranks(refuse, world_size=2)
 
 
 OVERFLOWS_AT = 2

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import unsupervised
@@ -104,32 +103,6 @@ def test_a_predicted_run_can_be_made() -> None:
     distance = (found - found.mean(0)).square().sum().sqrt()
     alone = replay(Recording([], recording.num_steps), "sgd")
     assert distance < 0.5 * (alone - alone.mean(0)).square().sum().sqrt()
-
-
-def test_with_plain_steps_a_predicted_runs_mean_changes_by_updates_alone() -> None:
-    """With a gradient that does not depend on the values."""
-
-    class Slope(Rows):
-        def forward(self, target: torch.Tensor) -> torch.Tensor:
-            return (self.first * target[0, 0] + self.second * target[0, 1]).sum()[None]
-
-    recording = simulated()
-    found = replay(recording, "plain sgd", Slope(NUMEL)).mean(0)
-    updates = [
-        -RATE * torch.stack([noisy(rank, step) for step in range(steps)]).sum(0)
-        for rank, steps in enumerate(recording.num_steps)
-    ]
-    torch.testing.assert_close(found, torch.stack(updates).mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("max_staleness", [1, 3])
-def test_predicted_averages_are_of_two_ranks(max_staleness: int) -> None:
-    recording = simulated(algorithm=Asynchronous(max_staleness))
-    ends = {(made.rank, made.step, made.partner, made.partner_step, made.bucket) for made in recording.averages}
-    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
-    assert len(ends) == len(recording.averages) > 100
-    assert max(made.entered - made.step for made in recording.averages) <= max_staleness + 1
-    assert np.all([made.entered > made.step for made in recording.averages])
 
 
 @pytest.mark.parametrize(

@@ -60,16 +60,6 @@ def test_global_avg_makes_replicas_equal_and_drops_what_is_in_flight() -> None:
     assert workers.step == 2
 
 
-def test_every_gives_each_replicas_output_for_the_same_inputs() -> None:
-    workers = make_workers(make_module(), 3)
-    train(workers, batch(6))
-    found = workers.every(batch(5))
-    assert found.shape == (3, 5, 2)
-    assert not found.requires_grad
-    for rank in range(3):
-        torch.testing.assert_close(found[rank], workers.replica(rank)(batch(5)))
-
-
 def test_consensus_distance_is_that_of_the_parameters() -> None:
     workers = make_workers(make_module(), 5)
     train(workers, batch(10))
@@ -77,13 +67,3 @@ def test_consensus_distance_is_that_of_the_parameters() -> None:
     mean = rows.mean(0)
     distance = math.sqrt(float((rows - mean).square().sum()) / 5)
     assert workers.consensus_distance() == pytest.approx((distance, distance / float(mean.norm())), rel=1e-9)
-
-
-def test_a_replica_is_a_copy() -> None:
-    workers = make_workers(make_module(), 2)
-    with torch.no_grad():
-        for parameter in workers.replica(1).parameters():
-            parameter.zero_()
-    assert all(bool(each.abs().sum() > 0) for each in workers.parameters())
-    with pytest.raises(ValueError, match="rank must be between 0 and 1, got 2"):
-        workers.replica(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,19 +58,6 @@ def test_tensors_without_the_dimension_go_to_all_and_come_back_once_per_replica(
     assert rest == {}
     _, scalar, _ = workers(torch.zeros(2, 2), torch.tensor(2.0))
     assert scalar.tolist() == [2.0, 2.0], "one entry for each replica that had samples"
-
-
-def test_along_dim_1_a_vector_goes_to_all() -> None:
-    workers = make_workers(Echo(), 2, dim=1)
-    inputs, vector, _ = workers(torch.arange(12.0).view(3, 4), torch.arange(3.0))
-    assert torch.equal(inputs, torch.arange(12.0).view(3, 4))
-    assert torch.equal(vector.view(2, 3), torch.arange(3.0).expand(2, 3))
-
-
-@pytest.mark.parametrize("call", [lambda w, x: w(x), lambda w, x: w(input=x)])
-def test_keywords_are_split_as_positions_are(call: Callable[..., torch.Tensor]) -> None:
-    workers = make_workers(nn.Linear(3, 2).double(), 3)
-    torch.testing.assert_close(call(workers, batch(7)), workers.module(batch(7)))
 
 
 @pytest.mark.parametrize(

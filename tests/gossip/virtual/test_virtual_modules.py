@@ -118,12 +118,8 @@ def indices(num_samples: int, seed: int) -> torch.Tensor:
 
 VECTORISED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], torch.Tensor]]] = {
     "batch norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), vectors),
-    "batch norm without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), images),
     "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), images),
-    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), images),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), vectors),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()), images),
-    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 2, 2), images),
     "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)), indices),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True), texts),
     "SmallCNN": (lambda: SmallCNN((3, 4, 4), 5, channels=(4, 6)), images),
@@ -178,32 +174,6 @@ def test_evaluation_uses_each_replicas_own_statistics(case: str) -> None:
     assert_same(workers, separate, atol=1e-10)
 
 
-def test_buffers_that_are_averaged_are_mixed_like_parameters() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    workers = make_workers(module, 4, topology="complete", algorithm="adapt_then_combine", buffers="average")
-    separate = Separate(module, 4, topology="complete", combines_first=True)
-    train(workers, batch(8))
-    separate.train(batch(8))
-    statistics = torch.stack([each[1].running_mean for each in separate.modules])
-    assert float(statistics.std(0).max()) > 1e-3
-    for rank in range(4):
-        replica: Any = workers.replica(rank)
-        torch.testing.assert_close(replica[1].running_mean, statistics.mean(0))
-        assert int(replica[1].num_batches_tracked) == 1
-
-
-def test_a_global_average_takes_the_mean_of_float_buffers_and_rank_0s_integers() -> None:
-    workers = make_workers(Replacing().double(), 3)
-    train(workers, batch(5))  # 2, 2 and 1 samples
-    mean = dict(workers.named_buffers())["kept"].mean(0)
-    workers.global_avg()
-    for rank in range(3):
-        replica: Any = workers.replica(rank)
-        torch.testing.assert_close(replica.kept, mean)
-        assert int(replica.seen) == 2
-
-
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,28 +217,6 @@ def test_one_after_the_other_random_numbers_are_those_of_separate_modules() -> N
     assert_same(workers, separate)
 
 
-class Forgetful(nn.Linear):
-    """Keeps what it computed in plain attributes, and counts."""
-
-    num_calls = 0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        self.latest = super().forward(input)
-        assert self.num_calls == self.wanted_calls
-        return self.latest if float(self.latest.detach().sum()) > 0 else -self.latest
-
-
-def test_a_failed_attempt_leaves_no_trace_in_the_modules_attributes() -> None:
-    module = Forgetful(3, 2).double()
-    workers = make_workers(module, 3)
-    workers.module.wanted_calls = 1  # type: ignore[assignment]
-    train(workers, batch(6))
-    assert not workers.is_vectorised
-    assert workers.module.num_calls == 0
-    assert not hasattr(workers.module, "latest")
-
-
 @pytest.mark.parametrize("case", ["vectorised", "one by one"])
 def test_a_users_mistake_is_his_own_error_and_changes_nothing(case: str, warnings_told: list[str]) -> None:
     module = (nn.Linear(3, 2) if case == "vectorised" else Branching()).double()
@@ -299,20 +247,6 @@ def test_a_checkpoint_around_the_workers_makes_one_step() -> None:
     assert_same(workers, separate)
 
 
-def test_autocast() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(2):
-        inputs = batch(6, seed=step).float()
-        with torch.autocast("cpu", torch.bfloat16):
-            output = workers(inputs)
-        output.float().square().mean().backward()
-        with torch.autocast("cpu", torch.bfloat16):
-            separate.backward(inputs, lambda model, own: model(own).float().square().mean())
-        separate.update(range(3))
-    assert_same(workers, separate, atol=1e-2)
-
-
 def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> None:
     """A frozen batch norm inside of a model that trains, also where copies run."""
     torch.manual_seed(0)
@@ -330,12 +264,6 @@ def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> No
             separate.train(batch(6, seed=step))
         assert_same(workers, separate)
     assert len(warnings_told) == 1
-
-
-def test_what_vmap_does_slowly_is_still_right() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 2)).double()
-    trained_alike(module, inputs=lambda step: indices(6, step))
 
 
 class KeepsHidden(nn.Module):
