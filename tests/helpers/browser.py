@@ -62,15 +62,7 @@ def chromium(folder: Path) -> Iterator[Browser]:
 
 
 class Browser:
-    """One page.
-
-    Attributes
-    ----------
-    complaints
-        What the page has logged as an error or a warning, uncaught exceptions, and what it tried to load and could not.
-    requests
-        Addresses that the page has asked for, but for the ones within it.
-    """
+    """One page; its complaints (errors, warnings, what could not be loaded), and the outer addresses it asked for."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers

@@ -17,23 +17,11 @@ from topologies import Topology
 
 @dataclass(frozen=True)
 class Row:
-    """What a compression promises.
+    """What a compression promises: ``make`` is given a seed.
 
-    Attributes
-    ----------
-    make : callable
-        The compression, with the seed of its random numbers if it has some.
-    floor : float
-        To which part of the largest value replicas that are left alone come together.
-    num_rounds : int
-        After how many exchanges at the latest.
-    topologies : tuple of str
-        Names in ``TOPOLOGIES`` of those that it serves; the others it refuses.
-    is_random : bool
-    bytes_per_value : float
-        At most, of a large bucket, once it has been exchanged before.
-    views : callable
-        Which parameters a bucket of that many values holds; by default nothing is known of them.
+    Replicas that are left alone come together to ``floor`` of their largest value within ``num_rounds`` exchanges along
+    the topologies that it serves; a large bucket that was exchanged before costs ``bytes_per_value`` at most; ``views``
+    says which parameters a bucket of that many values holds.
     """
 
     make: Callable[[int], Compression]

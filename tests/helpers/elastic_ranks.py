@@ -108,23 +108,10 @@ def train_until(model: GossipDataParallel, is_complete: Callable[[], bool], num_
 
 
 class Stay(NamedTuple):
-    """What a rank tells.
+    """What a rank tells, which joined at ``first_step`` with the state that ``came`` from a member, of a step.
 
-    Attributes
-    ----------
-    member : int
-    first_step : int
-        0, or that at which it joined.
-    values : list of Tensor
-        By step from the first one on its parameters before it; then after the last one, and after the global average.
-    digests : list of str
-        Of parameters and the optimizer's state, likewise; the last is that after the last step.
-    generations : list of (int, tuple of int)
-        First steps and members.
-    lost : dict of int to str
-        Whom it has lost, and why.
-    came : tuple of (int, int) or None
-        Whose state it took over, and of which step.
+    ``values`` are its parameters before each step, after the last one, and after the global average; ``digests`` those
+    of parameters and the optimizer's state, up to the last step; ``generations`` first steps and members.
     """
 
     member: int
@@ -244,15 +231,7 @@ def stay(
 
 
 class Outcome(NamedTuple):
-    """What became of all ranks.
-
-    Attributes
-    ----------
-    stays : dict of int to Stay
-        By member, what they tell; those that ended tell nothing.
-    dropped : dict of int to dict
-        Whose messages each did not mix in.
-    """
+    """By member, what those tell who have not ended, and whose messages each did not mix in."""
 
     stays: dict[int, Stay]
     dropped: dict[int, Dropped]

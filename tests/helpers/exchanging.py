@@ -29,18 +29,7 @@ def stacked_codec(compression: Compression, bucket: BucketShape, world_size: int
 
 
 class Replicas:
-    """The replicas of one bucket.
-
-    Parameters
-    ----------
-    topology : Topology
-    values : sequence of Tensor, [numel]
-
-    Attributes
-    ----------
-    stacked : Tensor, [n, numel]
-        The replicas; ``values`` are its rows.
-    """
+    """The replicas of one bucket: ``values``, [numel] each, are the rows of ``stacked``."""
 
     def __init__(self, topology: Topology, values: Sequence[torch.Tensor]) -> None:
         self.topology = topology
@@ -60,16 +49,7 @@ class Replicas:
 
 
 class StackedRanks(Replicas):
-    """The replicas of one bucket, mixed all at once, as those of virtual workers are.
-
-    Parameters
-    ----------
-    compression : Compression
-    topology : Topology
-    values : sequence of Tensor
-    views : sequence of (shape, stride, offset), optional
-        Where the parameters lie in each.
-    """
+    """Replicas that are mixed all at once, as those of virtual workers; ``views`` says where the parameters lie."""
 
     def __init__(
         self,
@@ -92,25 +72,7 @@ class StackedRanks(Replicas):
 
 
 class Ranks(Replicas):
-    """Replicas, [n] tensors of [numel], and their codecs.
-
-    Parameters
-    ----------
-    compression : Compression
-    topology : Topology
-    values : sequence of Tensor
-    views : sequence of (shape, stride, offset), optional
-        Where the parameters lie in each.
-    start : Tensor, [numel], optional
-        Where all began.
-
-    Attributes
-    ----------
-    num_bytes : int
-        What all of them sent in the newest round.
-    are_finite : dict
-        What each rank's codec says of the newest round.
-    """
+    """Replicas with a codec each, which began at ``start``; how many bytes all of them sent in the newest round."""
 
     def __init__(
         self,

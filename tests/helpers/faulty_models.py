@@ -110,11 +110,7 @@ class FailingModel(nn.Module):
 class LateModel(nn.Module):
     """A linear model of two ranks; rank 1's training forward of ``step`` waits until rank 0 is in that of ``step + 1``.
 
-    Parameters
-    ----------
-    step : int
-    pipe : str
-        A named pipe between the two.
+    ``pipe`` is a named pipe between the two.
     """
 
     def __init__(self, input_shape: Sequence[int], num_classes: int, *, step: int, pipe: str) -> None:

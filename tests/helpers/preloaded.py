@@ -46,17 +46,8 @@ PRELOAD = (
 class Program:
     """A Python program in a session of its own; as much of ``subprocess.Popen`` as is asked for.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        A script's path, or :data:`TORCHRUN`, and its arguments.
-    environment : mapping
-    folder : Path
-        To run in.
-    outputs : pair of int
-        The file descriptors of its standard output and standard error.
-    before : callable, optional
-        Is called in its process before all else; what it holds of descriptors it holds as ``Connection``.
+    ``arguments`` begin with a script's path or :data:`TORCHRUN`; ``outputs`` are the descriptors of its standard output
+    and standard error. ``before`` is called in its process first, and holds descriptors as ``Connection``.
     """
 
     def __init__(

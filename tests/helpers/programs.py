@@ -100,15 +100,7 @@ def train(model, num_steps):
 
 
 class Ended(NamedTuple):
-    """How programs ended.
-
-    Attributes
-    ----------
-    statuses : list of dict
-        By world, each rank's exit status; below zero the signal that killed it.
-    output : str
-        What all of them wrote to standard output and standard error.
-    """
+    """By world, each rank's exit status, below zero the signal that killed it; and what all of them wrote."""
 
     statuses: list[dict[int, int]]
     output: str
@@ -124,22 +116,12 @@ def run_programs(
     at_once: int = 2,
     timeout_s: float = 120,
 ) -> Ended:
-    """Run ``body`` on every rank of a world for each of the cases.
+    """Run the statements ``body`` on every rank of a world for each of the cases, some worlds ``at_once``.
 
-    Parameters
-    ----------
-    body : str
-        Top-level statements. They find ``case``, ``rank`` and ``world_size``; ``build()``, which joins the process
-        group and wraps a module; ``train(model, num_steps)``; and two pipes that all ranks of the world hold both ends
-        of, ``heard, tell`` and ``heard_back, tell_back``.
-    folder : Path
-        Of the program and the files in which ranks meet.
-    first : str
-        Statements that come before torch is imported, once for all ranks.
-    cases : sequence of dict
-        One world each. Where "stuck" is true the last rank that is left is killed, and not among the statuses.
-    at_once : int
-        Worlds that run at the same time.
+    They find ``case``, ``rank`` and ``world_size``; ``build()``, which joins the process group and wraps a module;
+    ``train(model, num_steps)``; and two pipes that all ranks of the world hold both ends of, ``heard, tell`` and
+    ``heard_back, tell_back``. ``first`` comes before torch is imported, once for all ranks. Where a case's "stuck" is
+    true the last rank that is left is killed, and not among the statuses.
     """
     (folder / "start.py").write_text(first + _START)
     (folder / "program.py").write_text(_TOOLS + body)

@@ -56,13 +56,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Within the block a cluster runs; the environment of SLURM's commands.
-
-    Parameters
-    ----------
-    folder : Path
-        Empty, for all its files; a socket lies in it, whose path must be short.
-    """
+    """Within the block a cluster runs, with all its files in an empty folder of a short path; SLURM's environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment["SLURM_CONF"] = _configure(folder)
     key = folder / "munge.key"

@@ -22,18 +22,8 @@ WAITS_AT = 120
 
 
 class Course(NamedTuple):
-    """What a rank tells in the end.
-
-    Attributes
-    ----------
-    warnings : list of str
-        What was logged, from warnings on.
-    unusual : list of Counter
-        ``stats().unusual_by_peer``, for each step that it made.
-    loss : float
-        Its loss over all training data.
-    accuracy : float
-        Of the averaged model, on the held-out digits, in percent.
+    """What a rank tells in the end: warnings; ``stats().unusual_by_peer`` by step; its loss over all training data;
+    and the accuracy of the averaged model, on the held-out digits, in percent.
     """
 
     warnings: list[str]
