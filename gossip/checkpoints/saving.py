@@ -86,19 +86,32 @@ def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> P
     step = replicas.step
     shared = _announce(replicas, path, keep, parts)
     replicas.settle()
+    is_first = replicas.process == 0
+
+    def prepare() -> None:
+        if is_first:
+            path.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(layout_on_disk.locked(path))
+            layout_on_disk.begin(path, step)
+
+    def complete() -> None:
+        if is_first:
+            layout_on_disk.commit(path, step, _manifest(replicas, files))
+
     with ExitStack() as lock:
-        run_on_all_ranks(replicas, f"preparing to save into {path}", lambda: _prepare(replicas, path, lock))
+        run_on_all_ranks(replicas, f"preparing to save into {path}", prepare)
         try:
             files = run_on_all_ranks(replicas, f"saving step {step}", lambda: _write_ranks(replicas, path, shared))
-            run_on_all_ranks(
-                replicas, f"completing the checkpoint of step {step}", lambda: _complete(replicas, path, files)
-            )
+            run_on_all_ranks(replicas, f"completing the checkpoint of step {step}", complete)
         except Exception:
-            if replicas.process == 0:
+            if is_first:
                 layout_on_disk.abandon(path, step)
             raise
-        if replicas.process == 0:
-            _prune(path, step, keep)
+        if is_first:
+            try:
+                layout_on_disk.prune(path, step, keep)
+            except (OSError, CheckpointError) as error:  # the new one is complete
+                logger.warning("old checkpoints could not be removed: {}", reason(error))
     return layout_on_disk.step_folder(path, step)
 
 
@@ -131,13 +144,6 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
     return shared
 
 
-def _prepare(replicas: Replicas, path: Path, lock: ExitStack) -> None:
-    if replicas.process == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        lock.enter_context(layout_on_disk.locked(path))
-        layout_on_disk.begin(path, replicas.step)
-
-
 def _write_ranks(replicas: Replicas, path: Path, shared: dict[str, Any]) -> dict[str, Any]:
     partial = layout_on_disk.partial_folder(path, replicas.step)
     files = {}
@@ -148,25 +154,15 @@ def _write_ranks(replicas: Replicas, path: Path, shared: dict[str, Any]) -> dict
     return files
 
 
-def _complete(replicas: Replicas, path: Path, files: Sequence[dict[str, Any]]) -> None:
-    if replicas.process == 0:
-        manifest = {
-            "gossip": __version__,
-            "torch": torch.__version__,
-            "step": replicas.step,
-            "world_size": replicas.world_size,
-            "num_processes": replicas.num_processes,
-            "num_shards": replicas.num_shards,
-            "group_size": replicas.group_size,
-            **replicas.describe(),
-            "files": {name: record for of_process in files for name, record in of_process.items()},
-        }
-        layout_on_disk.commit(path, replicas.step, manifest)
-
-
-def _prune(path: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints. The new one is complete, so a failure here only deserves a warning."""
-    try:
-        layout_on_disk.prune(path, step, keep)
-    except (OSError, CheckpointError) as error:
-        logger.warning("old checkpoints could not be removed: {}", reason(error))
+def _manifest(replicas: Replicas, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "gossip": __version__,
+        "torch": torch.__version__,
+        "step": replicas.step,
+        "world_size": replicas.world_size,
+        "num_processes": replicas.num_processes,
+        "num_shards": replicas.num_shards,
+        "group_size": replicas.group_size,
+        **replicas.describe(),
+        "files": {name: record for of_process in files for name, record in of_process.items()},
+    }

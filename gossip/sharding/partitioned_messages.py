@@ -12,6 +12,7 @@ from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, Conversation, Turns
 from gossip.exchange.transport import Exchange, LateDifference, Transport
+from gossip.sharding.resharding import chunk_length
 from topologies import Round, Topology
 
 
@@ -117,7 +118,7 @@ class _GatheredExchange(Exchange):
 
     def wait(self) -> Arrival:
         arrival = self._exchange.wait()
-        size = part_size(self._numel, self._world.world_size)
+        size = chunk_length(self._numel, self._world.world_size)
         rows = torch.zeros(self._world.world_size, size, dtype=self._dtype, device=self._device)
         own = rows[self._world.rank]
         for part, difference in arrival.parts:
@@ -128,12 +129,7 @@ class _GatheredExchange(Exchange):
         return Arrival.of(rows.view(-1)[: self._numel])
 
 
-def part_size(numel: int, num_parts: int) -> int:
-    """Return the length of all parts but the last ones."""
-    return -(-numel // num_parts)
-
-
 def part_of(numel: int, place: int, num_parts: int) -> slice:
     """Return which of a bucket's values make up a part; none if there are fewer values than parts."""
-    size = part_size(numel, num_parts)
+    size = chunk_length(numel, num_parts)
     return slice(min(place * size, numel), min((place + 1) * size, numel))

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from live_memory import LiveBytes
 from ranks import run_ranks
 from safetensors.torch import load_file
 from sharded_models import make_sharded
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import gossip
 from gossip.parameters import digests
@@ -26,42 +23,6 @@ SOME_BYTES = 12 * CHUNK_BYTES
 WIDTH, NUM_LAYERS = 256, 8
 LARGEST_BYTES = 2 * WIDTH * WIDTH * 4
 TOTAL_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4 + LARGEST_BYTES
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most memory at any time of the tensors that were made in the block by this thread.
-
-    Attributes
-    ----------
-    peak : int
-        In bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        given = {key for key, _ in map(key_and_storage, tensors_in((args, kwargs)))}
-        for key, storage in map(key_and_storage, tensors_in(results)):
-            if key not in given:
-                self._made[key] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
-        return results
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"]
-
-
-def key_and_storage(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage
 
 
 def make_module() -> nn.Module:
@@ -74,9 +35,9 @@ def make_module() -> nn.Module:
 def peak_of(export: Callable[[], object]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "CHUNK_BYTES", CHUNK_BYTES)
-        with PeakBytes() as peak:
+        with LiveBytes() as memory:
             export()
-    return peak.peak
+    return memory.peak
 
 
 def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -> int:
