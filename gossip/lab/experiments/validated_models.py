@@ -103,7 +103,11 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str, whole: str) ->
         return f"{whole} has no key {key}{nearest(key, [parent + name for name in siblings])}"
     if names := [str(name) for name in schema.get("enum", [schema["const"]] if "const" in schema else [])]:
         return f"there is no {key}={value}{nearest(str(value), names)} Available: {', '.join(names)}"
-    return f"{key} must be {in_words(schema) or error['msg']}, got {value!r}"
+    wanted, example = in_words(schema) or error["msg"], ""
+    if "examples" in schema:
+        wanted += f" of {', '.join(schema['properties'])}"
+        example = f"; for example {key}={schema['examples'][0]}"
+    return f"{key} must be {wanted}, got {value!r}{example}"
 
 
 def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[str, Any]:

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 from xml.etree import ElementTree
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    computed_field,
+    model_validator,
+)
 
 from gossip.lab.experiments.validated_models import Model, read
 
@@ -74,10 +82,19 @@ class Bar(Part):
     met: bool | None
 
 
+def _as_written(number: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    check(number)
+    return number
+
+
+Number = Annotated[float, WrapValidator(_as_written)]
+"""A number of the configuration, which remains an integer if it was written as one."""
+
+
 class Trial(Part):
     """A tuning trial: the value, the final accuracy and loss of the averaged model, and the reason of a failure."""
 
-    value: float
+    value: Number
     accuracy: float | None
     loss: float | None
     reason: str
@@ -91,14 +108,23 @@ class Trial(Part):
         return f"{self.value:g}: accuracy {accuracy}, loss {loss}"
 
 
-class Tuning(Part):
-    """The value of a parameter with which a row was run, chosen among trials with a separate seed."""
+class Choice(Part):
+    """The value of a parameter with which a row was run, the best of its trials, which had a seed of their own.
+
+    Without a trial that ended with a finite loss, the value is None and the row cannot be run.
+    """
 
     parameter: str
     seed: int
-    value: float | None
-    is_at_end: bool
     trials: tuple[Trial, ...]
+    value: Number | None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the value is the smallest or the largest of the grid, so that a better one may lie beyond."""
+        values = [trial.value for trial in self.trials]
+        return self.value is not None and self.value in (min(values), max(values))
 
     @property
     def text(self) -> str:
@@ -138,8 +164,8 @@ class Curves(Part):
         return self
 
 
-class Row(Part):
-    """One setting of the sweep, over its seeds. Fields that do not apply to the method are None.
+class Setting(Part):
+    """What distinguishes a row; fields that do not apply to its method are None.
 
     Rows are compared with others of the same number of ranks, partition and condition. The condition states the other
     varied options that apply to all-reduce too, such as ``data=digits``; None if there are none.
@@ -154,6 +180,11 @@ class Row(Part):
     algorithm: str | None = None
     compression: str | None = None
     engine: str | None = None
+
+
+class Row(Setting):
+    """The results of one setting over its seeds."""
+
     seeds: tuple[int, ...]
     num_failed: int = Field(ge=0)
     status: Literal["completed", "partly failed", "failed"]
@@ -161,7 +192,7 @@ class Row(Part):
     commands: tuple[str, ...] = ()
     values: dict[str, Value | None]
     bars: dict[str, Bar] = Field(default_factory=dict)
-    tuning: Tuning | None = None
+    tuning: Choice | None = None
     curves: Curves | None = None
 
     @property

@@ -20,8 +20,9 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def write_report(document: Mapping[str, Any], folder: Path) -> None:
-    """Write report.html, results.csv, results.json and results.md of a sweep, replacing existing files.
+def write_report(document: Mapping[str, Any], folder: Path) -> Document:
+    """Write report.html, results.csv, results.json and results.md of a sweep, replacing files; return the document.
+
 
     Parameters
     ----------
@@ -45,6 +46,7 @@ def write_report(document: Mapping[str, Any], folder: Path) -> None:
     (folder / DOCUMENT_FILE).write_text(plain + "\n", encoding="utf-8")
     (folder / MARKDOWN_FILE).write_text(markdown(checked), encoding="utf-8")
     _write_table(checked, folder / TABLE_FILE)
+    return checked
 
 
 def _write_table(document: Document, path: Path) -> None:

@@ -25,10 +25,10 @@ def print_rows(document: Document, folder: Path) -> None:
     columns = _columns(metric.name)
     for heading, _, _ in columns:
         table.add_column(heading.format(target=target), justify="right")
-    outcomes = [row.verdict for row in rows]
-    if any(outcomes):
+    has_bars = any(row.bars for row in rows)
+    if has_bars:
         table.add_column("bars")
-    for row, outcome in zip(rows, outcomes, strict=True):
+    for row in rows:
         table.add_row(
             ", ".join(filter(None, (row.label, row.condition))),
             str(row.world_size),
@@ -38,7 +38,7 @@ def print_rows(document: Document, folder: Path) -> None:
             f"{len(row.seeds) - row.num_failed}" + (f" of {len(row.seeds)}" if row.num_failed else ""),
             *("" if row.tuning is None else row.tuning.text for _ in parameters),
             *(_cell(row.values.get(name), shown) for _, name, shown in columns),
-            *([outcome] if any(outcomes) else ()),
+            *[row.verdict] * has_bars,
         )
     print_table(table)
     for row in rows:

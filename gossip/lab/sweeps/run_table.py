@@ -13,34 +13,12 @@ from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE
 
 SWEEP_FILE = "sweep.csv"
 _COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "reason",
-    "method",
-    "engine",
-    "topology",
-    "algorithm",
-    "compression",
-    "clipping",
-    "data",
-    "seed",
-    "world_size",
-    "averaged_test_accuracy",
-    "averaged_test_loss",
-    "local_test_accuracy_mean",
-    "local_test_accuracy_worst",
-    "local_test_accuracy_best",
-    "consensus_distance_before",
-    "consensus_distance_before_relative",
-    "consensus_distance_after",
-    "steps",
-    "wall_time_s",
-    "training_time_s",
-    "exposed_wait_s",
-    "overlapped_s",
-    "bytes_sent_per_step",
-)
+    "job", "overrides", "status", "reason", "method", "engine", "topology", "algorithm", "compression", "clipping",
+    "data", "seed", "world_size", "averaged_test_accuracy", "averaged_test_loss", "local_test_accuracy_mean",
+    "local_test_accuracy_worst", "local_test_accuracy_best", "consensus_distance_before",
+    "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
+    "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
+)  # fmt: skip
 
 
 def table_callback() -> Any:
@@ -62,12 +40,9 @@ def table_callback() -> Any:
 
 
 def finish_sweep(folder: Path) -> list[dict[str, Any]]:
-    """Gather the runs under ``folder``, write sweep.csv and print the table.
+    """Write sweep.csv over the runs under ``folder``, print the table and return the summaries.
 
-    Returns
-    -------
-    list of dict
-        The summary of each run, with its path relative to ``folder`` as ``job``.
+    Each has the path of its run, relative to ``folder``, as ``job``.
     """
     found = {path.parent for name in (CONFIG_FILE, SUMMARY_FILE) for path in folder.rglob(name)}
     jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))

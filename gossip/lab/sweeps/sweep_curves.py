@@ -15,15 +15,7 @@ from gossip.lab.experiments.validated_models import Model
 
 
 class Metric(Model):
-    """The metric by which runs are compared, from the section ``sweep``.
-
-    Attributes
-    ----------
-    name : str
-        "accuracy" or "loss", of the averaged model on the test split.
-    target : float or None
-        The value for which the rounds, bytes and time to reach it are reported.
-    """
+    """The metric of the averaged model by which runs are compared, and the target, from the section ``sweep``."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -35,26 +27,13 @@ class Metric(Model):
         """Whether the higher of two values is the better one."""
         return self.name == "accuracy"
 
-    def is_reached(self, value: float) -> bool:
-        """Whether ``value`` is at least as good as the target."""
-        assert self.target is not None
-        return value >= self.target if self.higher_is_better else value <= self.target
-
 
 @dataclass(frozen=True)
 class Point:
     """A point of a curve: the measurements after ``step`` steps; None if not measured, or not finite.
 
-    Attributes
-    ----------
-    step : int
-        The number of completed steps.
-    bytes_sent : float
-        The bytes sent per rank so far, mean over the ranks.
-    accuracy, loss : float or None
-        The accuracy and the loss of the averaged model.
-    consensus, consensus_absolute : float or None
-        The consensus distance, relative to the mean and absolute.
+    The bytes are those sent per rank so far, mean over the ranks; accuracy and loss are those of the averaged model;
+    the consensus distance is relative to the mean, or absolute.
     """
 
     step: int
@@ -78,32 +57,32 @@ def read_curve(folder: Path, world_size: int) -> list[Point]:
         sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
         first = records[0]
         if "averaged_test_loss" in first or "consensus_distance_relative" in first:
-            points.append(_point(first, sent))
+            names = (
+                "averaged_test_accuracy",
+                "averaged_test_loss",
+                "consensus_distance_relative",
+                "consensus_distance",
+            )
+            points.append(Point(first["step"] + 1, sent, *map(first.get, names)))
     return points
 
 
 def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
     """Return the first measured point that reaches the target of the metric; None if there is none, or no target."""
-    if metric.target is None:
-        return None
     for point in points:
         value = point.metric(metric)
-        if value is not None and metric.is_reached(value):
+        if value is None or metric.target is None:
+            continue
+        if value >= metric.target if metric.higher_is_better else value <= metric.target:
             return point
     return None
 
 
 def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float | None) -> dict[str, Any] | None:
-    """Average curves over runs at the steps that all of them have, as lists of equal length; None without any run.
+    """Average curves of runs that differ in their seed, as lists of equal length; None without any run.
 
-    Parameters
-    ----------
-    curves : sequence of sequence of Point
-        The curves of runs that differ in their seed.
-    metric : Metric
-        The metric to average.
-    step_time_s : float or None
-        The predicted time per step.
+    They are averaged at the steps that all of them have. A measurement that one run lacks is None: a mean over fewer
+    runs would make the curve jump.
     """
     by_step = [{point.step: point for point in curve} for curve in curves]
     if not by_step:
@@ -120,18 +99,6 @@ def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: f
     }
 
 
-def _point(record: dict[str, Any], sent: float) -> Point:
-    return Point(
-        step=record["step"] + 1,
-        bytes_sent=sent,
-        accuracy=record.get("averaged_test_accuracy"),
-        loss=record.get("averaged_test_loss"),
-        consensus=record.get("consensus_distance_relative"),
-        consensus_absolute=record.get("consensus_distance"),
-    )
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, or None if a value is missing: a mean over fewer runs would make the curve jump."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if len(present) == len(values) else None

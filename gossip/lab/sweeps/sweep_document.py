@@ -11,8 +11,9 @@ from gossip.lab.experiments.experiment_build import make_topology
 from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
+from gossip.lab.report.report_document import Setting
 from gossip.lab.sweeps.sweep_curves import Metric, read_curve
-from gossip.lab.sweeps.sweep_jobs import Job, Setting, topology_label
+from gossip.lab.sweeps.sweep_jobs import Job, topology_label
 from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
@@ -22,22 +23,7 @@ _MAX_DRAWN_WORLD_SIZE = 64
 
 
 def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
-    """Build the result document from the files of the runs of a sweep.
-
-    Parameters
-    ----------
-    plan : Plan
-        The plan of the sweep, with at least one run.
-    folder : Path
-        The folder of the sweep.
-    title : str
-        The title of the document.
-
-    Returns
-    -------
-    dict
-        The document, as input for :func:`gossip.lab.report.write_report`.
-    """
+    """Build the document that :func:`gossip.lab.report.write_report` takes from the files of the runs, at least one."""
     config = plan.jobs[0].config
     metric = make_metric(config)
     document = {
@@ -55,13 +41,7 @@ def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
 
 
 def check_described(plan: Plan) -> None:
-    """Check the settings that would otherwise be read only after all runs have ended.
-
-    Raises
-    ------
-    ConfigurationError
-        The metric, its target, a bar or the cluster is invalid.
-    """
+    """Raise ConfigurationError for a metric, target, bar or cluster that would be read only after all runs."""
     make_metric(plan.jobs[0].config)
     for job in plan.jobs:
         read_bars(job.config)
@@ -69,13 +49,7 @@ def check_described(plan: Plan) -> None:
 
 
 def make_metric(config: Mapping[str, Any]) -> Metric:
-    """Read the metric by which runs are compared from the configuration.
-
-    Raises
-    ------
-    ConfigurationError
-        The metric does not exist, or the target is not a number.
-    """
+    """Read the metric by which runs are compared; raises ConfigurationError if it or its target is none."""
     return read(Metric, value_of(config, "sweep"), "sweep")
 
 
@@ -97,12 +71,11 @@ def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
 def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the settings that all runs share, which the rows do not show."""
     texts = [_settings(config) for config in configs]
-    first = texts[0]
-    parts = {
-        part: _common_text([config[part] for config in configs]) for part in ("model", "data", "optimizer", "scheduler")
+    common = {
+        part: _common_text([each[part] for each in configs]) for part in ("model", "data", "optimizer", "scheduler")
     }
-    common = {name: text for name, text in first.items() if all(other.get(name) == text for other in texts)}
-    return {**{part: text for part, text in parts.items() if text}, **common}
+    common |= {name: text for name, text in texts[0].items() if all(other[name] == text for other in texts)}
+    return {name: text for name, text in common.items() if text}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:

@@ -7,26 +7,15 @@ import re
 from collections.abc import Sequence
 
 _OPTION = "hydra.sweep.dir"
-_EXPERIMENT = "experiment"
 _NOT_OF_THE_NAME = ("seed", "figures", "output_root", "sweep", "hydra")
 """Config keys and sections that do not distinguish one sweep from another."""
 
-_MOST_CHARACTERS = 80
-
 
 def option(arguments: Sequence[str]) -> list[str]:
-    """Return the option that sets the folder of a sweep; none if the command line determines it.
+    """Return the option that sets the folder of a sweep, as the only entry of a list.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        The command-line arguments, without the script.
-
-    Returns
-    -------
-    list of str
-        The option as the only entry. Empty with ``experiment=`` (which names the folder) or ``hydra.sweep.dir=``, and
-        for arguments that hydra cannot parse, which it reports itself.
+    It is empty where ``experiment=`` or ``hydra.sweep.dir=`` determines the folder, and for arguments that hydra cannot
+    parse, which it reports itself.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
@@ -35,7 +24,7 @@ def option(arguments: Sequence[str]) -> list[str]:
         overrides = OverridesParser.create().parse_overrides([each for each in arguments if each[:1] != "-"])
     except OverrideParseException:
         return []
-    if {_OPTION, _EXPERIMENT} & {override.key_or_group for override in overrides}:
+    if {_OPTION, "experiment"} & {override.key_or_group for override in overrides}:
         return []
     parts = {}
     for override in overrides:
@@ -62,4 +51,4 @@ def name(parts: Sequence[str]) -> str:
     ]
     slug = "_".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in short) or "defaults"
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-    return f"{slug[:_MOST_CHARACTERS]}_{digest}"
+    return f"{slug[:80]}_{digest}"

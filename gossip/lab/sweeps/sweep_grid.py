@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 BASELINES = ("ddp", "local")
@@ -18,15 +18,9 @@ GOSSIP_ONLY = ("topology", "algorithm", "compression")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep, as overrides of the primary config.
+    """One run of a sweep, as overrides of the primary config, and the all-reduce run with which it is compared.
 
-    Attributes
-    ----------
-    overrides : tuple of str
-        The overrides of the run.
-    reference : tuple of str
-        The overrides of the all-reduce run with which this run is compared: the same ranks, data, seed and other
-        settings that apply to both. For that all-reduce run, its own overrides.
+    That one has the same ranks, data, seed and other settings that apply to both; for itself, it is the run.
     """
 
     overrides: tuple[str, ...]
@@ -44,18 +38,11 @@ def expand(
     Parameters
     ----------
     axes : mapping of key to sequence of str
-        For each key, the overrides ``key=value`` to combine. An axis with a single override applies to every run for
-        which the key is meaningful.
+        For each key, the overrides ``key=value`` to combine.
     method : str
         The method of a run without an override of ``method``.
     variants : sequence of sequence of str
-        Groups of overrides, each of which is combined with every combination of the axes; the baselines do not take
-        part in them.
-
-    Returns
-    -------
-    list of Run
-        The distinct runs, with overrides in the order of the axes.
+        Groups of overrides, each of which gossip combines with every combination of the axes.
 
     Examples
     --------
@@ -89,8 +76,3 @@ def is_gossip_only(key: str) -> bool:
 def section_of(key: str) -> str:
     """Return the config section that an override of ``key`` changes."""
     return key.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0]
-
-
-def swept(axes: Mapping[str, Sequence[str]], besides: Iterable[str]) -> list[str]:
-    """Return the keys that take more than one value, except those in ``besides``."""
-    return [key for key, overrides in axes.items() if len(overrides) > 1 and key not in besides]

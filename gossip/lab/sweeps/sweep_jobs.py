@@ -6,12 +6,11 @@ import hashlib
 import inspect
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import topologies
 from gossip import ALGORITHMS
@@ -19,66 +18,38 @@ from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import options_of
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
+from gossip.lab.report.report_document import Choice, Setting
 from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_trials import Choice
 
 _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "cluster")
 """The config sections that do not affect what a run computes."""
 
-_NOT_SHOWN = ("seed",)
-"""The options of a topology that its label omits."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The setting of a run apart from its seed, which identifies a row of the result. The fields are for display.
-
-    Rows with the same number of ranks, partition and condition are compared with the same all-reduce run.
-    ``condition`` states the other varied options that apply to all-reduce too, such as ``data=digits``; None if there
-    are none.
-    """
-
-    label: str
-    method: str
-    topology: str | None
-    world_size: int
-    partition: str
-    condition: str | None
-    algorithm: str | None
-    compression: str | None
-    engine: str
-
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep.
+    """One run of a sweep, with its resolved configuration and the setting that identifies its row.
 
-    Attributes
-    ----------
-    run : Run
-        The run of the grid.
-    config : mapping
-        The resolved configuration.
-    setting : Setting
-        The setting, which identifies the row to which the run belongs.
-    choice : Choice or None
-        The choice of the tuning; without a value the run cannot be made. None if the run is not tuned.
+    The choice is that of the tuning, and None if the run is not tuned; without a value the run cannot be made.
     """
 
     run: Run
     config: Mapping[str, Any]
     setting: Setting
-    choice: Choice | None
+    choice: Choice | None = None
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The overrides that turn the primary config into the configuration of the run."""
-        return self.run.overrides if self.choice is None else (*self.run.overrides, *self.choice.overrides)
+        return with_choice(self.run, self.choice)
 
     @property
     def problem(self) -> str:
         """The reason why the run cannot be made; empty if it can."""
-        return "" if self.choice is None else self.choice.problem
+        choice = self.choice
+        if choice is None or choice.value is not None:
+            return ""
+        reasons = [f"{trial.value:g}: {trial.reason or 'its loss is not finite'}" for trial in choice.trials]
+        return f"no value of {choice.parameter} could be chosen with seed {choice.seed}: {'; '.join(reasons)}"
 
     @property
     def seed(self) -> int:
@@ -89,14 +60,9 @@ class Job:
     def name(self) -> str:
         """The name of the run folder: readable, and unique to the configuration."""
         label = ", ".join(filter(None, (self.setting.label, self.setting.condition)))
-        parts = [label, f"n{self.setting.world_size}", self.setting.partition, f"s{self.seed}"]
+        parts = [label, f"n{self.setting.world_size}", str(self.setting.partition), f"s{self.seed}"]
         slug = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
         return f"{slug[:80]}_{fingerprint(self.config)}"
-
-    @property
-    def command(self) -> str:
-        """The command that makes the same run by itself."""
-        return f"gossip train {shlex.join(self.overrides)}"
 
     def summary(self, sweep_folder: Path) -> dict[str, Any]:
         """Return the summary of the run, or a summary with the reason why it left none."""
@@ -115,21 +81,18 @@ class Job:
         """Whether the run has been completed with exactly this configuration."""
         return bool(self.summary(sweep_folder)["status"] == "completed")
 
-    def has_begun(self, sweep_folder: Path) -> bool:
-        """Whether the run folder holds a configuration, so that the run has begun."""
-        return (sweep_folder / self.name / run_folder.CONFIG_FILE).exists()
-
     def forget(self, sweep_folder: Path) -> None:
-        """Remove the folder of a run that failed.
-
-        Raises
-        ------
-        FolderError
-            The run is in progress in another process.
-        """
+        """Remove the folder of a run that failed; raises ``FolderError`` while another process works in it."""
         if (sweep_folder / self.name).exists():
             with run_folder.lock(sweep_folder / self.name):
                 shutil.rmtree(sweep_folder / self.name)
+
+
+def with_choice(run: Run, choice: Choice | None) -> tuple[str, ...]:
+    """Return the overrides of a run, with the value that its tuning chose."""
+    if choice is None or choice.value is None:
+        return run.overrides
+    return (*run.overrides, f"{choice.parameter}={choice.value!r}")
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
@@ -139,102 +102,58 @@ def fingerprint(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def make_job(
-    run: Run,
-    config: Mapping[str, Any],
-    choices: Mapping[str, str],
-    other: Sequence[str],
-    choice: Choice | None = None,
-) -> Job:
-    """Make the job of a run, with the setting that its configuration describes.
+def make_setting(run: Run, config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]) -> Setting:
+    """Return the setting that a configuration describes.
 
-    Parameters
-    ----------
-    run : Run
-        The run of the grid.
-    config : mapping
-        The resolved configuration as plain data.
-    choices : mapping
-        The selected file of each config group.
-    other : sequence of str
-        The keys of axes and variants that distinguish rows and for which a row has no field.
-    choice : Choice, optional
-        The choice of the tuning, which ``config`` already includes.
+    ``choices`` are the selected files of the config groups, and ``other`` the keys of axes and variants that
+    distinguish rows without being a field of theirs.
     """
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"
     told = [override for override in run.overrides if override.partition("=")[0] in other]
-    setting = Setting(
-        label=_label(config, method, [override for override in told if override not in run.reference]),
-        method=method,
+    name = topology_label(config) if is_gossip else {"ddp": "all-reduce", "local": "no communication"}[method]
+    # Hydra escapes the colon of data=my_module:make.
+    shared = [override.replace("\\:", ":") for override in told if override in run.reference]
+    return Setting(
+        label=", ".join([name, *(override for override in told if override not in run.reference)]),
+        method=cast(Literal["gossip", "ddp", "local"], method),
         topology=str(value_of(config, "topology.name")) if is_gossip else None,
         world_size=int(value_of(config, "launch.world_size")),
         partition=_partition(config["data"].get("partition") or {}),
-        condition=", ".join(_plain(override) for override in told if override in run.reference) or None,
+        condition=", ".join(shared) or None,
         algorithm=_algorithm(config, choices["algorithm"]) if is_gossip else None,
         compression=choices["compression"] if is_gossip else None,
         engine=str(value_of(config, "engine")),
     )
-    return Job(run, config, setting, choice)
-
-
-def check_distinct(jobs: Sequence[Job]) -> None:
-    """Check that no two runs would compute the same.
-
-    Raises
-    ------
-    ConfigurationError
-        Two runs have the same configuration.
-    """
-    seen: dict[str, Job] = {}
-    for job in jobs:
-        other = seen.setdefault(fingerprint(job.config), job)
-        if other is not job:
-            raise ConfigurationError(
-                f"two runs of the sweep are the same: {' '.join(other.overrides)} and {' '.join(job.overrides)}; leave "
-                "out one of the values"
-            )
 
 
 def topology_label(config: Mapping[str, Any]) -> str:
-    """Return the name of the topology, with the options that differ from its defaults."""
-    options = config["topology"].get("options") or {}
-    defaults = _defaults(str(value_of(config, "topology.name")))
-    shown = [f"{key}={value}" for key, value in options.items() if value != defaults.get(key) and key not in _NOT_SHOWN]
-    label = str(config["topology"]["name"]) + (f"({', '.join(shown)})" if shown else "")
-    if config["topology"]["every"] > 1:
-        label += f", every {config['topology']['every']} steps"
-    if config["topology"]["warmup_rounds"]:
-        label += f", after {config['topology']['warmup_rounds']} all-reduces"
+    """Return the name of the topology, with the options other than a seed that differ from its defaults."""
+    topology = config["topology"]
+    try:
+        parameters = inspect.signature(topologies.family(topology["name"])).parameters
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    options = {key: value for key, value in (topology.get("options") or {}).items() if key != "seed"}
+    label = _called(topology["name"], options, defaults)
+    if topology["every"] > 1:
+        label += f", every {topology['every']} steps"
+    if topology["warmup_rounds"]:
+        label += f", after {topology['warmup_rounds']} all-reduces"
     return label
 
 
-def _plain(override: str) -> str:
-    """Return an override as the user writes it: hydra escapes the colon of ``data=my_module:make``."""
-    return override.replace("\\:", ":")
-
-
-def _label(config: Mapping[str, Any], method: str, other: Sequence[str]) -> str:
-    name = topology_label(config) if method == "gossip" else {"ddp": "all-reduce", "local": "no communication"}[method]
-    return ", ".join([name, *other])
-
-
 def _algorithm(config: Mapping[str, Any], name: str) -> str:
-    """Return the name of the algorithm, with the options that differ from its defaults."""
     of_file = {key: value for key, value in config["algorithm"].items() if key not in (TARGET, "name", "options")}
     options = {**of_file, **(config["algorithm"].get("options") or {})}
-    defaults = options_of("algorithm", name) if name in ALGORITHMS.available() else {}
+    return _called(name, options, options_of("algorithm", name) if name in ALGORITHMS.available() else {})
+
+
+def _called(name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return a name with the options that differ from their defaults."""
     shown = [f"{key}={value}" for key, value in options.items() if key not in defaults or value != defaults[key]]
-    return name + (f"({', '.join(shown)})" if shown else "")
-
-
-def _defaults(topology: str) -> dict[str, Any]:
-    """Return the default values of the options of a topology family."""
-    try:
-        parameters = inspect.signature(topologies.family(topology)).parameters
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    return {name: parameter.default for name, parameter in parameters.items()}
+    return f"{name}({', '.join(shown)})" if shown else name
 
 
 def _partition(partition: Mapping[str, Any]) -> str:

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ConfigDict
+
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 
 Summary = Mapping[str, Any]
@@ -15,22 +17,24 @@ Summary = Mapping[str, Any]
 class _LossBars(Model):
     """The section ``sweep.bars`` where the metric is the loss."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": ["{loss_ratio:1.05}"]})
+
     loss_ratio: float | None = None
     worst_loss_ratio: float | None = None
 
 
 class _Bars(_LossBars):
-    """The section where it is the accuracy."""
+    """The section where it is the accuracy, in percentage points."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": ["{average:-0.5,worst:-2}"]})
 
     average: float | None = None
     worst: float | None = None
 
 
-AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
-AT_MOST = {"loss_ratio": "loss_ratio", "worst_loss_ratio": "worst_loss_ratio"}
-"""The lower and the upper bars (acceptance thresholds), and the values to which they apply."""
+_AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
+"""The lower bars (acceptance thresholds), and the values to which they apply; upper ones apply to their namesakes."""
 
-_CONFIDENCE = 0.95
 _ROUNDING = 1e-9
 """The tolerance for rounding errors within which a mean that equals a bar meets it."""
 
@@ -49,8 +53,8 @@ def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[s
     -------
     dict
         ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica and, if the metric is
-        accuracy, ``average_difference`` and ``worst_difference`` in percentage points, positive where all-reduce is
-        less accurate. Each value is a result of :func:`with_interval`.
+        accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where all-reduce is
+        more accurate. Each value has an interval, as of :func:`aggregate`.
     """
     of_pairs: dict[str, list[float | None]] = {}
     if metric == "accuracy":
@@ -58,25 +62,27 @@ def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[s
         of_pairs["worst_difference"] = [_points(run["local_test_accuracy_worst"], other) for run, other in pairs]
     of_pairs["loss_ratio"] = [_ratio(run["averaged_test_loss"], other) for run, other in pairs]
     of_pairs["worst_loss_ratio"] = [_ratio(run["local_test_loss_worst"], other) for run, other in pairs]
-    return {name: with_interval(values) for name, values in of_pairs.items()}
+    return {name: aggregate(values, with_interval=True) for name, values in of_pairs.items()}
 
 
-def with_interval(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Return mean, sample standard deviation, count and 95 % interval; None if there is no value or one is missing.
+def aggregate(values: Sequence[float | None], *, with_interval: bool = False) -> dict[str, Any] | None:
+    """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
 
-    The confidence interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for a single value.
+    A mean over only those seeds that reached the target would make a bad setting look good. The 95 % confidence
+    interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for a single value.
     """
     present = [value for value in values if value is not None]
     if not present or len(present) < len(values):
         return None
-    mean = statistics.fmean(present)
-    if len(present) == 1:
-        return {"mean": mean, "spread": None, "count": 1, "interval": None}
-    from scipy.stats import t
+    mean, count = statistics.fmean(present), len(present)
+    spread = statistics.stdev(present) if count > 1 else None
+    found: dict[str, Any] = {"mean": mean, "spread": spread, "count": count}
+    if with_interval:
+        from scipy.stats import t
 
-    spread = statistics.stdev(present)
-    reach = float(t.ppf((1 + _CONFIDENCE) / 2, len(present) - 1)) * spread / math.sqrt(len(present))
-    return {"mean": mean, "spread": spread, "count": len(present), "interval": [mean - reach, mean + reach]}
+        reach = None if spread is None else float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+        found["interval"] = None if reach is None else [mean - reach, mean + reach]
+    return found
 
 
 def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
@@ -90,10 +96,10 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
     bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
     if bars is None:
         return {}
-    if metric != "accuracy" and isinstance(bars, Mapping) and (of_accuracy := AT_LEAST.keys() & bars):
+    if metric != "accuracy" and isinstance(bars, Mapping) and (of_accuracy := _AT_LEAST.keys() & bars):
         raise ConfigurationError(
             f"sweep.bars.{min(of_accuracy)} is a bar of sweep.metric=accuracy, not of sweep.metric={metric}; there are "
-            f"{' and '.join(AT_MOST)}"
+            f"{' and '.join(_LossBars.model_fields)}"
         )
     return read(_Bars if metric == "accuracy" else _LossBars, bars, "sweep.bars").model_dump(exclude_none=True)
 
@@ -104,10 +110,10 @@ def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dic
 
 
 def _is_met(name: str, bar: float, values: Mapping[str, Any]) -> bool | None:
-    value = values.get(AT_LEAST.get(name) or AT_MOST[name])
+    value = values.get(_AT_LEAST.get(name, name))
     if value is None:
         return None
-    return bool(value["mean"] >= bar - _ROUNDING if name in AT_LEAST else value["mean"] <= bar + _ROUNDING)
+    return bool(value["mean"] >= bar - _ROUNDING if name in _AT_LEAST else value["mean"] <= bar + _ROUNDING)
 
 
 def _points(accuracy: float | None, reference: Summary) -> float | None:

@@ -11,24 +11,17 @@ from typing import Any
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
+from gossip.lab.report.report_document import Choice
 from gossip.lab.sweeps import sweep_grid
 from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_jobs import Job, check_distinct, make_job
-from gossip.lab.sweeps.sweep_trials import Choice
+from gossip.lab.sweeps.sweep_jobs import Job, fingerprint, make_setting, with_choice
 
 _OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
 """The config sections in which a setting may differ from all-reduce and still be compared with it."""
 
 _TOLD_APART = (
-    "topology",
-    "method",
-    "launch.world_size",
-    "data.partition",
-    "algorithm",
-    "compression",
-    "engine",
-    "seed",
-)
+    "topology", "method", "launch.world_size", "data.partition", "algorithm", "compression", "engine", "seed",
+)  # fmt: skip
 """The axes for which a row has fields of its own."""
 
 Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
@@ -36,15 +29,7 @@ Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a sweep.
-
-    Attributes
-    ----------
-    jobs : sequence of Job
-        The runs, all distinct.
-    left_out : sequence of str
-        One line for each combination that is not possible, with the reason.
-    """
+    """The runs of a sweep, all distinct, and one line for each combination that is not possible, with the reason."""
 
     jobs: Sequence[Job]
     left_out: Sequence[str]
@@ -73,27 +58,31 @@ def make_plan(
     ConfigurationError
         Two runs are the same, or a setting is out of range.
     """
-    first = [overrides[0] for overrides in axes.values()]
-    base, _ = compose(first)
+    base, _ = compose([overrides[0] for overrides in axes.values()])
     import_modules(base)
-    other = _told_in_label(axes, variants)
-    jobs: list[Job] = []
+    keys = [key for key, overrides in axes.items() if len(overrides) > 1]
+    keys += [override.partition("=")[0] for variant in variants for override in variant]
+    other = [key for key in keys if key not in _TOLD_APART and sweep_grid.section_of(key) != "algorithm"]
+    jobs: dict[str, Job] = {}
     reasons: dict[str, str | None] = {}
     left_out: dict[str, None] = {}
     for run in sweep_grid.expand(axes, str(base["method"]), variants):
         choice = choose(run)
-        config, choices = compose(run.overrides if choice is None else (*run.overrides, *choice.overrides))
-        job = make_job(run, config, choices, other, choice)
+        config, choices = compose(with_choice(run, choice))
+        job = Job(run, config, make_setting(run, config, choices, other), choice)
         key = json.dumps([config[part] for part in ("method", "topology", "algorithm", "compression", "launch")])
         if key not in reasons:
             reasons[key] = why_not_served(config)
-        reason = reasons[key]
-        if reason is None:
-            jobs.append(job)
-        else:
-            left_out[f"{job.setting.label} on {job.setting.world_size} ranks is left out: {reason}"] = None
-    check_distinct(jobs)
-    return Plan(jobs, list(left_out))
+        if reasons[key] is not None:
+            left_out[f"{job.setting.label} on {job.setting.world_size} ranks is left out: {reasons[key]}"] = None
+            continue
+        same = jobs.setdefault(fingerprint(config), job)
+        if same is not job:
+            raise ConfigurationError(
+                f"two runs of the sweep are the same: {' '.join(same.overrides)} and {' '.join(job.overrides)}; leave "
+                "out one of the values"
+            )
+    return Plan(list(jobs.values()), list(left_out))
 
 
 def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
@@ -112,26 +101,17 @@ def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) 
     for text in texts:
         for override in shlex.split(text):
             key, equals, _ = override.partition("=")
+            problem = ""
             if not equals:
-                raise ConfigurationError(f"sweep.variants={text}: {key} has no value; write {key}=...")
-            if key in axes:
-                raise ConfigurationError(
-                    f"sweep.variants={text}: {key} is an option of the sweep too; leave it out there, or set "
-                    "sweep.variants=[]"
-                )
-            if sweep_grid.section_of(key) not in _OF_VARIANTS:
-                raise ConfigurationError(
-                    f"sweep.variants={text}: {key} would be another one than all-reduce's; a variant may have options "
-                    f"of {', '.join(_OF_VARIANTS)}"
-                )
+                problem = f"has no value; write {key}=..."
+            elif key in axes:
+                problem = "is an option of the sweep too; leave it out there, or set sweep.variants=[]"
+            elif sweep_grid.section_of(key) not in _OF_VARIANTS:
+                options = ", ".join(_OF_VARIANTS)
+                problem = f"would be another one than all-reduce's; a variant may have options of {options}"
+            if problem:
+                raise ConfigurationError(f"sweep.variants={text}: {key} {problem}")
     return [tuple(shlex.split(text)) for text in texts] or [()]
-
-
-def _told_in_label(axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> list[str]:
-    """Return the keys of axes and variants for which a row has no field, so that its label must state them."""
-    keys = [*sweep_grid.swept(axes, _TOLD_APART)]
-    keys += [override.partition("=")[0] for variant in variants for override in variant]
-    return [key for key in dict.fromkeys(keys) if key not in _TOLD_APART and sweep_grid.section_of(key) != "algorithm"]
 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:

@@ -36,10 +36,7 @@ class _Described(Model):
 def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
     """Build the described cluster for a number of ranks.
 
-    Raises
-    ------
-    ConfigurationError
-        The ranks do not fill whole nodes, or a value is out of range.
+    Raises ConfigurationError if the ranks do not fill whole nodes, or a value is out of range.
     """
     described = dict(value_of(config, "cluster"))
     read(_Described, described, "cluster")
@@ -57,15 +54,7 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
 
 
 def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
-    """Predict the time per step in seconds, as the mean over the first steps of the run.
-
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration.
-    summary : mapping
-        The summary of the completed run, with the size of the model and the bytes that a rank sends per step.
-    """
+    """Predict the mean time per step in seconds of a completed run, from its configuration and its summary."""
     settings = Settings.from_config(config)
     topology, algorithm = make_topology(config, settings), make_algorithm(config)
     compute_s = 1e-6 * float(value_of(config, "cluster.compute_us_per_sample")) * settings.batch_size

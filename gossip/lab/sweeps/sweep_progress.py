@@ -17,25 +17,14 @@ PAUSE_S = 10.0
 LOGS = ".submitit"
 """The sub-folder of a sweep in which hydra's launcher stores the output of each job, by SLURM job id."""
 
-_MINUTE_S, _HOUR_S = 60, 3600
-
 
 @contextlib.contextmanager
 def told(
     names: Sequence[str], folder: Path, *, pause_s: float = PAUSE_S, say: Callable[[str], object] = logger.info
 ) -> Iterator[None]:
-    """Report periodically, within the block, how many of these runs have ended, and report each new job array once.
+    """Report every ``pause_s``, within the block, how many of these runs have ended, and each new job array once.
 
-    Parameters
-    ----------
-    names : sequence of str
-        The names of the run folders in ``folder``; a run has ended once its folder holds a summary.
-    folder : Path
-        The folder of the sweep.
-    pause_s : float
-        The polling interval in seconds.
-    say : callable
-        Called with each message.
+    A run has ended once its folder, ``folder / name``, holds a summary. ``say`` is called with each message.
     """
     began_at = time.monotonic()
     is_over = threading.Event()
@@ -76,12 +65,5 @@ def _job_arrays(folder: Path) -> set[str]:
 def line(num_ended: int, num_runs: int, elapsed_s: float) -> str:
     """Return a message such as "3 of 12 runs have ended, about 6 min left", extrapolated from the pace so far."""
     left_s = elapsed_s / num_ended * (num_runs - num_ended)
-    return f"{num_ended} of {num_runs} runs have ended, about {_rounded(left_s)} left"
-
-
-def _rounded(seconds: float) -> str:
-    if seconds < _MINUTE_S:
-        return f"{seconds:.0f} s"
-    if seconds < _HOUR_S:
-        return f"{seconds / _MINUTE_S:.0f} min"
-    return f"{seconds / _HOUR_S:.1f} h"
+    left = f"{left_s:.0f} s" if left_s < 60 else f"{left_s / 60:.0f} min" if left_s < 3600 else f"{left_s / 3600:.1f} h"
+    return f"{num_ended} of {num_runs} runs have ended, about {left} left"

@@ -3,61 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
+from gossip.lab.report.report_document import Choice, Number, Trial
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only
 from gossip.lab.sweeps.sweep_jobs import Job
-from gossip.lab.sweeps.sweep_trials import Choice, Trial
 
 Axes = Mapping[str, Sequence[str]]
 
 
-class _Tune(Model):
-    """The section ``sweep.tune``, whose keys are those of :class:`Tuning`."""
+class Tuning(Model):
+    """The section ``sweep.tune``: the parameter that every setting tunes, its grid, and the seed of the trials."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": ["{parameter:optimizer.lr,values:[0.05,0.1,0.2],seed:0}"]})
 
     parameter: str
-    values: list[float] = Field(min_length=2)
+    values: tuple[Number, ...] = Field(min_length=2)
     seed: int = Field(ge=0)
 
     @field_validator("values")
     @classmethod
-    def _are_distinct(cls, values: list[float]) -> list[float]:
+    def _are_distinct(cls, values: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(values)) < len(values):
-            raise ValueError(f"values {values} have a number twice; leave one of them out")
+            raise ValueError(f"values {list(values)} have a number twice; leave one of them out")
         return values
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The tuning that applies to every setting of a sweep.
-
-    Attributes
-    ----------
-    parameter : str
-        The config key of the tuned parameter.
-    values : tuple of float
-        The grid: at least two distinct values.
-    seed : int
-        The seed of the trials.
-    """
-
-    parameter: str
-    values: tuple[float, ...]
-    seed: int
 
     def trial_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
         """Return the axes of the trials: every value of the grid, with the seed of the trials."""
-        return {
-            **axes,
-            "seed": [f"seed={self.seed}"],
-            self.parameter: [f"{self.parameter}={value!r}" for value in self.values],
-        }
+        values = [f"{self.parameter}={value!r}" for value in self.values]
+        return {**axes, "seed": [f"seed={self.seed}"], self.parameter: values}
 
     def compared_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
         """Return the axes of the compared runs: all seeds except that of the trials."""
@@ -71,9 +50,11 @@ class Tuning:
         """
         by_setting: dict[tuple[str, ...], list[Trial]] = {}
         for job in trials:
-            by_setting.setdefault(self._setting(job.run), []).append(_trial(self, job, folder))
+            by_setting.setdefault(self._setting(job.run), []).append(self._trial(job, folder))
         choices = {
-            setting: Choice(self.parameter, self.seed, tuple(of_setting), _best(of_setting, metric))
+            setting: Choice(
+                parameter=self.parameter, seed=self.seed, trials=tuple(of_setting), value=_best(of_setting, metric)
+            )
             for setting, of_setting in by_setting.items()
         }
         return lambda run: choices.get(self._setting(run))
@@ -82,56 +63,15 @@ class Tuning:
         own = ("seed", self.parameter)
         return tuple(override for override in run.overrides if override.partition("=")[0] not in own)
 
-
-def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
-    """Read and check ``sweep.tune``; None if nothing is tuned.
-
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration.
-    axes : mapping
-        The axes of the sweep.
-
-    Raises
-    ------
-    ConfigurationError
-        The tuning is invalid; the message names the key.
-    """
-    tune = value_of(config, "sweep.tune")
-    if tune is None:
-        return None
-    read_as = read(_Tune, tune, "sweep.tune")
-    _check_parameter(config, read_as.parameter, axes)
-    tuning = Tuning(read_as.parameter, tuple(tune["values"]), read_as.seed)  # as they were written, 1 and not 1.0
-    if not tuning.compared_axes(axes)["seed"]:
-        raise ConfigurationError(
-            f"sweep.tune.seed={tuning.seed}: no other seed is left to compare with; add some, seed={tuning.seed},"
-            f"{tuning.seed + 1},{tuning.seed + 2}"
+    def _trial(self, job: Job, folder: Path) -> Trial:
+        summary = job.summary(folder)
+        is_completed = summary["status"] == "completed"
+        return Trial(
+            value=value_of(job.config, self.parameter),
+            accuracy=summary["averaged_test_accuracy"] if is_completed else None,
+            loss=summary["averaged_test_loss"] if is_completed else None,
+            reason="" if is_completed else summary["reason"],
         )
-    return tuning
-
-
-def _check_parameter(config: Mapping[str, Any], parameter: str, axes: Axes) -> None:
-    said = f"sweep.tune.parameter={parameter}"
-    try:
-        value_of(config, parameter)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{said}: {error}") from error
-    if is_gossip_only(parameter):
-        raise ConfigurationError(f"{said} means nothing to all-reduce, which is tuned too; choose one that all have")
-    if parameter in axes or parameter == "seed":
-        raise ConfigurationError(
-            f"{said} is set besides, as an option of the sweep; leave it out there, or tune another"
-        )
-
-
-def _trial(tuning: Tuning, job: Job, folder: Path) -> Trial:
-    summary = job.summary(folder)
-    value = value_of(job.config, tuning.parameter)
-    if summary["status"] != "completed":
-        return Trial(value, None, None, summary["reason"])
-    return Trial(value, summary["averaged_test_accuracy"], summary["averaged_test_loss"], "")
 
 
 def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
@@ -142,3 +82,34 @@ def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
 
     usable = [trial for trial in trials if trial.loss is not None]
     return min(usable, key=badness).value if usable else None
+
+
+def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
+    """Read and check ``sweep.tune``; None if nothing is tuned.
+
+    Raises
+    ------
+    ConfigurationError
+        The tuning is invalid; the message names the key.
+    """
+    tune = value_of(config, "sweep.tune")
+    if tune is None:
+        return None
+    tuning = read(Tuning, tune, "sweep.tune")
+    said = f"sweep.tune.parameter={tuning.parameter}"
+    try:
+        value_of(config, tuning.parameter)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{said}: {error}") from error
+    if is_gossip_only(tuning.parameter):
+        raise ConfigurationError(f"{said} means nothing to all-reduce, which is tuned too; choose one that all have")
+    if tuning.parameter in axes or tuning.parameter == "seed":
+        raise ConfigurationError(
+            f"{said} is set besides, as an option of the sweep; leave it out there, or tune another"
+        )
+    if not tuning.compared_axes(axes)["seed"]:
+        raise ConfigurationError(
+            f"sweep.tune.seed={tuning.seed}: no other seed is left to compare with; add some, seed={tuning.seed},"
+            f"{tuning.seed + 1},{tuning.seed + 2}"
+        )
+    return tuning

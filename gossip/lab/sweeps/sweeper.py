@@ -13,6 +13,7 @@ from loguru import logger
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.report.report_files import DOCUMENT_FILE, write_report
 from gossip.lab.sweeps.result_table import print_rows
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
@@ -30,14 +31,9 @@ if TYPE_CHECKING:
 class GridSweeper:
     """Launches the runs of a sweep that have not been completed, and writes the report over all of them.
 
-    The axes are given as in hydra, by ``params`` and on the command line: ``topology=ring,torus``.
-    :func:`gossip.lab.sweeps.sweep_grid.expand` defines the runs that result. Each run has a folder whose name is
-    derived from its configuration.
-
-    Parameters
-    ----------
-    params : mapping or None
-        The comma-separated values of each key; the command line takes precedence.
+    The axes are given as in hydra, ``topology=ring,torus``, by ``params`` and on the command line, which takes
+    precedence. :func:`gossip.lab.sweeps.sweep_grid.expand` defines the runs that result. Each run has a folder whose
+    name is derived from its configuration.
     """
 
     def __init__(self, params: Mapping[str, str]) -> None:
@@ -69,38 +65,27 @@ class GridSweeper:
         axes = self._axes(arguments)
         config, _ = self._compose([overrides[0] for overrides in axes.values()])
         tuning, variants = read_tuning(config, axes), read_variants(config, axes)
-        if tuning is None:
-            plan = self._plan(axes, variants)
-            with run_folder.lock(folder):
-                summaries = self._run_plan(plan, folder)
-        else:
-            trials = self._plan(tuning.trial_axes(axes), variants)
-            with run_folder.lock(folder):
-                logger.info("tuning of {} with seed {}", tuning.parameter, tuning.seed)
-                self._run_missing(trials.jobs, folder)
-                choose = tuning.choose(trials.jobs, folder, make_metric(config))
-                plan = make_plan(tuning.compared_axes(axes), self._compose, variants, choose)
-                _warn_of_ends(plan)
-                summaries = self._run_plan(plan, folder, trials.jobs)
-        if any(summary["status"] != "completed" for summary in summaries):
-            raise SystemExit(1)
-
-    def _plan(self, axes: Mapping[str, Sequence[str]], variants: Sequence[Sequence[str]]) -> Plan:
-        """Make a plan, check the settings that its runs do not check, and log the combinations that it leaves out."""
-        plan = make_plan(axes, self._compose, variants)
+        plan = make_plan(axes if tuning is None else tuning.trial_axes(axes), self._compose, variants)
         check_described(plan)
         for line in plan.left_out:
             logger.info("{}", line)
-        return plan
-
-    def _run_plan(self, plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
-        """Run the unfinished runs of a plan and report on all; returns the summaries of trials and runs."""
-        try:
-            self._run_missing(plan.jobs, folder)
-        except Exception:  # raised by the launcher itself: the runs that have ended are still worth a report
-            finish(plan, folder, trials)
-            raise
-        return finish(plan, folder, trials)
+        trials: Sequence[Job] = ()
+        with run_folder.lock(folder):
+            if tuning is not None:
+                trials = plan.jobs
+                logger.info("tuning of {} with seed {}", tuning.parameter, tuning.seed)
+                self._run_missing(trials, folder)
+                choose = tuning.choose(trials, folder, make_metric(config))
+                plan = make_plan(tuning.compared_axes(axes), self._compose, variants, choose)
+                _warn_of_ends(plan)
+            try:
+                self._run_missing(plan.jobs, folder)
+            except Exception:  # raised by the launcher itself: the runs that have ended are still worth a report
+                finish(plan, folder, trials)
+                raise
+            summaries = finish(plan, folder, trials)
+        if any(summary["status"] != "completed" for summary in summaries):
+            raise SystemExit(1)
 
     def _run_missing(self, jobs: Sequence[Job], folder: Path) -> None:
         waiting = [job for job in jobs if not job.is_finished(folder) and not job.problem]
@@ -120,20 +105,21 @@ class GridSweeper:
                 return
             except BrokenProcessPool:
                 ended = {job.name for job in waiting if (folder / job.name / run_folder.SUMMARY_FILE).exists()}
-                interrupted = [job for job in waiting if job.name not in ended and job.has_begun(folder)]
+                interrupted = [
+                    job
+                    for job in waiting
+                    if job.name not in ended and (folder / job.name / run_folder.CONFIG_FILE).exists()
+                ]
                 if not ended and not interrupted:
                     raise  # the processes end before they begin a run, so another attempt would not help
                 logger.error("a process was killed; {} runs begin again, one by one", len(interrupted))
                 for job in interrupted:
                     job.forget(folder)
-                    self._run_alone(job)
+                    try:
+                        self._launch([job])
+                    except BrokenProcessPool:
+                        logger.error("{}: its process was killed", job.name)
                 waiting = [job for job in waiting if job.name not in ended and job not in interrupted]
-
-    def _run_alone(self, job: Job) -> None:
-        try:
-            self._launch([job])
-        except BrokenProcessPool:
-            logger.error("{}: its process was killed", job.name)
 
     def _launch(self, jobs: Sequence[Job]) -> None:
         self._launcher.launch([[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs], initial_job_idx=0)
@@ -171,26 +157,20 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
 
     The trials of a tuning are in the table of all runs, but not in the report.
     """
-    from gossip.lab.report import read_document, write_report
-
     summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
     write_csv(summaries, folder / SWEEP_FILE)
     document = make_document(plan, folder, title=folder.name)
-    num_left_out = _num_left_out(document, folder)
-    if num_left_out:
+    if num_left_out := _num_left_out(document, folder):
         logger.warning(
             "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
             "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", num_left_out, folder,
         )  # fmt: skip
-    write_report(document, folder)
-    print_rows(read_document(document), folder)
+    print_rows(write_report(document, folder), folder)
     return summaries
 
 
 def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
     """Return the number of runs in the existing report that are not in the new one."""
-    from gossip.lab.report.report_files import DOCUMENT_FILE
-
     try:
         earlier = json.loads((folder / DOCUMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

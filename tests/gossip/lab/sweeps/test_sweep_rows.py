@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from composing import composed
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, read_curve, steps_to_target
 from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_jobs import make_job
-from gossip.lab.sweeps.sweep_rows import Result, aggregate, make_rows
+from gossip.lab.sweeps.sweep_jobs import Job, make_setting
+from gossip.lab.sweeps.sweep_rows import Result, make_rows
 
 ACCURACY = Metric(metric="accuracy", target=0.9)
+SPLIT = "data.partition={scheme:dirichlet,alpha:0.1}"
 CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
 
@@ -24,9 +24,10 @@ def point(step: int, accuracy: float | None, loss: float | None = None, consensu
 
 
 def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
-    overrides = (f"method={method}", f"seed={seed}")
-    run = Run(overrides, ("method=ddp", f"seed={seed}"))
-    job = make_job(run, composed(*overrides), CHOICES, other=[])
+    overrides = (f"method={method}", SPLIT, f"seed={seed}")
+    run = Run(overrides, ("method=ddp", SPLIT, f"seed={seed}"))
+    config = composed(*overrides)
+    job = Job(run, config, make_setting(run, config, CHOICES, other=[]))
     summary: dict[str, Any] = {"status": status, "reason": "because", "steps": 10 * len(accuracies)}
     accuracy = accuracies[-1] if accuracies else None
     losses = ("averaged_test_loss", "local_test_loss_worst")
@@ -56,26 +57,11 @@ def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
 
 
 def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
-    curve = [point(1, None), point(2, 0.89), point(3, 0.9), point(4, 0.95)]
+    curve = [point(1, None), point(2, 0.89, 2.0), point(3, 0.9, 1.5), point(4, 0.95, 1.0)]
     assert steps_to_target(curve, ACCURACY) == curve[2]
     assert steps_to_target(curve, Metric(metric="accuracy", target=0.96)) is None
     assert steps_to_target(curve, Metric(metric="accuracy", target=None)) is None
-
-
-def test_target_of_a_loss_is_reached_from_above() -> None:
-    curve = [point(1, 1.0, loss=2.0), point(2, 1.0, loss=1.5), point(3, 1.0, loss=1.0)]
-    assert steps_to_target(curve, Metric(metric="loss", target=1.5)) == curve[1]
-
-
-def test_aggregate_is_mean_and_sample_standard_deviation() -> None:
-    values = [1.0, 2.0, 6.0]
-    assert aggregate(values) == {"mean": 3.0, "spread": statistics.stdev(values), "count": 3}
-    assert aggregate([2.0]) == {"mean": 2.0, "spread": None, "count": 1}
-
-
-@pytest.mark.parametrize("values", [[], [None], [1.0, None, 2.0]])
-def test_aggregate_without_a_value_of_every_seed_is_none(values: list[float | None]) -> None:
-    assert aggregate(values) is None
+    assert steps_to_target(curve, Metric(metric="loss", target=1.5)) == curve[2]
 
 
 def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
@@ -102,7 +88,7 @@ def test_rows_put_seeds_together() -> None:
     assert gossip["values"]["predicted_time_to_target_s"]["mean"] == 7.5
     assert gossip["values"]["predicted_total_time_s"]["mean"] == 10.0
     assert gossip["values"]["local_accuracy_mean"] is None
-    assert len(gossip["commands"]) == 2
+    assert gossip["commands"] == [f"gossip train method=gossip '{SPLIT}' seed={seed}" for seed in (0, 1)]
     assert gossip["curves"]["metric"] == [pytest.approx(0.855), pytest.approx(0.93)]
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.report.report_document import Choice, Setting
 from gossip.lab.sweeps.sweep_curves import Metric
 from gossip.lab.sweeps.sweep_grid import Run, expand
-from gossip.lab.sweeps.sweep_jobs import Job, Setting
-from gossip.lab.sweeps.sweep_tuning import Choice, Trial, Tuning, read_tuning
+from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweep_tuning import Tuning, read_tuning
 
 ACCURACY, LOSS = Metric(metric="accuracy", target=None), Metric(metric="loss", target=None)
-TUNING = Tuning("optimizer.lr", (0.1, 0.2, 0.4), 0)
+TUNING = Tuning(parameter="optimizer.lr", values=(0.1, 0.2, 0.4), seed=0)
 AXES = {"topology": ["topology=ring"], "seed": ["seed=0", "seed=1", "seed=2"]}
-SETTING = Setting("ring", "gossip", "ring", 4, "iid", None, None, None, "virtual")
+SETTING = Setting(label="ring", method="gossip", topology="ring", world_size=4, partition="iid", engine="virtual")
 
 
 def leave_trials(folder: Path, *trials: tuple[float, float | None] | str) -> list[Job]:
@@ -56,42 +58,34 @@ def test_trials_take_every_value_with_one_seed_and_the_compared_runs_the_other_s
     }
 
 
-def test_choice_is_the_most_accurate(tmp_path: Path) -> None:
-    choice = chosen(tmp_path, ACCURACY, (0.8, 0.1), (0.9, 0.5), (0.7, 0.2))
-    assert (choice.value, choice.is_at_end, choice.problem) == (0.2, False, "")
-    assert choice.overrides == ("optimizer.lr=0.2",)
-    assert choice.trials[2] == Trial(0.4, 0.7, 0.2, "")
-
-
-def test_choice_of_a_loss_is_the_lowest(tmp_path: Path) -> None:
-    assert chosen(tmp_path, LOSS, (0.8, 0.3), (0.9, 0.5), (0.7, 0.2)).value == 0.4
-
-
-def test_choice_among_the_equally_accurate_is_that_of_the_lower_loss_and_then_the_first(tmp_path: Path) -> None:
-    assert chosen(tmp_path / "loss", ACCURACY, (0.9, 0.3), (0.9, 0.2), (0.7, 0.1)).value == 0.2
-    assert chosen(tmp_path / "first", ACCURACY, (0.7, 0.1), (0.9, 0.2), (0.9, 0.2)).value == 0.2
-
-
-@pytest.mark.parametrize(("best", "is_at_end"), [(0, True), (1, False), (2, True)])
-def test_choice_at_an_end_of_the_grid_is_seen(tmp_path: Path, best: int, is_at_end: bool) -> None:
-    trials = [(0.9 if place == best else 0.5, 0.5) for place in range(3)]
-    assert chosen(tmp_path, ACCURACY, *trials).is_at_end is is_at_end
-
-
-def test_choice_passes_by_what_diverged_or_failed(tmp_path: Path) -> None:
-    choice = chosen(tmp_path, ACCURACY, (0.5, 0.9), (0.99, None), "because")
-    assert (choice.value, choice.is_at_end) == (0.1, True)
-    assert choice.trials[2] == Trial(0.4, None, None, "because")
+@pytest.mark.parametrize(
+    ("metric", "trials", "value", "is_at_end"),
+    [
+        (ACCURACY, [(0.8, 0.1), (0.9, 0.5), (0.7, 0.2)], 0.2, False),
+        (LOSS, [(0.8, 0.3), (0.9, 0.5), (0.7, 0.2)], 0.4, True),
+        (ACCURACY, [(0.9, 0.3), (0.9, 0.2), (0.7, 0.1)], 0.2, False),
+        (ACCURACY, [(0.7, 0.1), (0.9, 0.2), (0.9, 0.2)], 0.2, False),
+        (ACCURACY, [(0.5, 0.9), (0.99, None), "because"], 0.1, True),
+    ],
+    ids=["most accurate", "lowest loss", "equally accurate", "equal", "diverged or failed"],
+)
+def test_choice_is_the_best_trial(
+    tmp_path: Path, metric: Metric, trials: list[Any], value: float, is_at_end: bool
+) -> None:
+    choice = chosen(tmp_path, metric, *trials)
+    assert (choice.value, choice.is_at_end) == (value, is_at_end)
+    job = Job(Run(("topology=ring", "seed=1"), ()), {}, SETTING, choice)
+    assert (job.overrides, job.problem) == (("topology=ring", "seed=1", f"optimizer.lr={value}"), "")
 
 
 def test_choice_is_none_where_no_trial_went_well(tmp_path: Path) -> None:
     choice = chosen(tmp_path, ACCURACY, "because", (0.1, None), "because")
-    assert (choice.value, choice.overrides) == (None, ())
-    assert choice.problem == (
-        "no value of optimizer.lr could be chosen with seed 0: 0.1: because; 0.2: its loss is not finite; 0.4: because"
-    )
     job = Job(Run(("topology=ring", "seed=1"), ()), {"seed": 1, "launch": {"world_size": 4}}, SETTING, choice)
-    assert (job.summary(tmp_path)["status"], job.summary(tmp_path)["reason"]) == ("failed", choice.problem)
+    assert (job.summary(tmp_path)["status"], job.summary(tmp_path)["reason"]) == (
+        "failed",
+        "no value of optimizer.lr could be chosen with seed 0: 0.1: because; 0.2: its loss is not finite; 0.4: because",
+    )
+    assert job.overrides == ("topology=ring", "seed=1")
 
 
 def config(**tune: Any) -> dict[str, Any]:
@@ -106,27 +100,22 @@ def config(**tune: Any) -> dict[str, Any]:
 
 def test_tuning_is_read() -> None:
     assert read_tuning({"sweep": {"tune": None}}, AXES) is None
-    assert read_tuning(config(seed=7), AXES) == Tuning("optimizer.lr", (0.1, 0.2), 7)
+    read_as = read_tuning(config(values=[1, 0.2], seed=7), AXES)
+    assert read_as is not None
+    assert read_as.trial_axes(AXES)["optimizer.lr"] == ["optimizer.lr=1", "optimizer.lr=0.2"]  # as they were written
 
 
 @pytest.mark.parametrize(
     ("tune", "axes", "message"),
     [
         ({"parameter": "optimizer.rl"}, {}, r"sweep\.tune\.parameter=optimizer\.rl: the configuration has no key"),
-        ({"parameter": 3}, {}, r"sweep\.tune\.parameter must be a text, got 3"),
         ({"parameter": "algorithm.gamma"}, {}, r"sweep\.tune\.parameter=algorithm\.gamma means nothing to all-reduce"),
         ({}, {"optimizer.lr": ["optimizer.lr=0.3"]}, r"sweep\.tune\.parameter=optimizer\.lr is set besides"),
         ({"parameter": "seed"}, {}, r"sweep\.tune\.parameter=seed is set besides"),
-        ({"parameter": ...}, {}, r"has no key sweep\.tune\.parameter"),
         ({"values": [0.1]}, {}, r"sweep\.tune\.values must be a list of at least 2 numbers, got \[0\.1\]"),
-        ({"values": 0.1}, {}, r"sweep\.tune\.values must be a list of at least 2 numbers, got 0\.1"),
-        ({"values": [0.1, "high"]}, {}, r"sweep\.tune\.values must be a finite number, got 'high'"),
         ({"values": [0.1, True]}, {}, r"sweep\.tune\.values must be a finite number, got True"),
-        ({"values": [0.1, float("inf")]}, {}, r"sweep\.tune\.values must be a finite number, got inf"),
         ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values .* have a number twice"),
         ({"seed": -1}, {}, r"sweep\.tune\.seed must be an integer of at least 0, got -1"),
-        ({"seed": 0.5}, {}, r"sweep\.tune\.seed must be an integer"),
-        ({"sead": 1, "seed": ...}, {}, r"has no key sweep\.tune\.sead; did you mean sweep\.tune\.seed\?"),
         ({}, {"seed": ["seed=0"]}, r"sweep\.tune\.seed=0: no other seed is left to compare with"),
         ({}, {"seed": []}, r"sweep\.tune\.seed=0: no other seed is left"),
     ],
@@ -137,5 +126,6 @@ def test_tuning_that_cannot_be_is_refused(tune: dict[str, Any], axes: dict[str, 
 
 
 def test_tuning_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"sweep\.tune must be a mapping, got \[0\.1, 0\.2\]"):
-        read_tuning({"sweep": {"tune": [0.1, 0.2]}}, AXES)
+    message = "sweep.tune must be a mapping of parameter, values, seed, got 3; for example sweep.tune={parameter:"
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        read_tuning({"sweep": {"tune": 3}}, AXES)
