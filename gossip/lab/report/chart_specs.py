@@ -71,8 +71,7 @@ def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec
             *_target(chart, y),
             _levels(chart, panels),
             *_curves(chart, panels, levels, x, y),
-            _whiskers(),
-            _ends(chart, panels),
+            *_ends(chart, panels),
         ],
     }  # fmt: skip
 
@@ -126,14 +125,9 @@ def _rounded(curve: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.5g}") for value in curve]
 
 
-def domain(scale: Scale, size: float) -> list[float]:
-    """Return the ends of an axis in units of a given size."""
-    return [scale.low / size, scale.high / size]
-
-
 def _scale(scale: Scale) -> Spec:
     kind = {"type": "log"} if scale.is_log else {"zero": False}
-    return {"domain": domain(scale, scale.unit.size), "nice": False, **kind}
+    return {"domain": [scale.low / scale.unit.size, scale.high / scale.unit.size], "nice": False, **kind}
 
 
 def _axis(title: str, scale: Scale) -> Spec:
@@ -231,26 +225,27 @@ def _placed(field: str, scale: Scale) -> str:
     return f"{known} ? datum.{field} / {scale.unit.size!r} : null"
 
 
-def _whiskers() -> Spec:
-    return {
-        "data": {"name": "ends"},
-        "transform": [{"filter": f"{_HAS_PLACE} && datum.high > datum.low"}],
-        "mark": {"type": "rule", "clip": True, "strokeWidth": 1.5, "aria": False},
-        "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
-    }
-
-
-def _ends(chart: Chart, panels: Sequence[Panel]) -> Spec:
+def _ends(chart: Chart, panels: Sequence[Panel]) -> list[Spec]:
+    """Return the layers of the spreads and of the end points."""
     shapes = _by_name(panels, [series.style.shape for series in _named(panels)])
-    mark = {
+    rule = {"type": "rule", "clip": True, "strokeWidth": 1.5, "aria": False}
+    point = {
         "type": "point", "filled": True, "size": 75, "stroke": "var(--paper)", "strokeWidth": 0.8, "clip": True,
     }  # fmt: skip
-    return {
-        "data": {"name": "ends"},
-        "transform": [{"filter": _HAS_PLACE}],
-        "mark": mark,
-        "encoding": {"shape": shapes, "description": {"field": "words"}, "tooltip": _end_tooltip(chart)},
-    }
+    return [
+        {
+            "data": {"name": "ends"},
+            "transform": [{"filter": f"{_HAS_PLACE} && datum.high > datum.low"}],
+            "mark": rule,
+            "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
+        },
+        {
+            "data": {"name": "ends"},
+            "transform": [{"filter": _HAS_PLACE}],
+            "mark": point,
+            "encoding": {"shape": shapes, "description": {"field": "words"}, "tooltip": _end_tooltip(chart)},
+        },
+    ]
 
 
 def _end_tooltip(chart: Chart) -> list[Spec]:

@@ -74,10 +74,7 @@
       const [to, from] = scale.type === "log" ? [Math.log, Math.exp] : [Number, Number];
       const [low, high] = scale.domain().map(to);
       const margin = ((factor - 1) * (high - low)) / 2;
-      if (factor < 1) return [low - margin, high + margin].map(from);
-      // Nothing lies beyond the whole.
-      const [least, most] = chart.whole[name].map(to);
-      return [Math.min(low, Math.max(low - margin, least)), Math.max(high, Math.min(high + margin, most))].map(from);
+      return [low - margin, high + margin].map(from);
     };
     return zoomTo(chart, { zoom_x: zoomed("x"), zoom_y: zoomed("y") });
   }

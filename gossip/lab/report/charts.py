@@ -19,21 +19,9 @@ _START = 0.5
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one curve against another, with the final result at the end.
+    """A chart of one of the :class:`Curves` against another, with the final result, ``y_value``, at the end.
 
-    Attributes
-    ----------
-    identifier, title
-        The id and the title of its section.
-    x_title, y_title, x, y
-        The titles and the quantities of the axes.
-    x_curve, y_curve
-        The names of the curves in :class:`Curves`.
-    y_value
-        The name of the value that is shown at the end of a curve, with its spread; None for the last point of the
-        curve.
-    target
-        The level to be reached, if any.
+    Without a ``y_value``, the end is the last point of the curve. The target is the level to be reached, if any.
     """
 
     identifier: str
@@ -81,14 +69,6 @@ class Chart:
         across = across or [Extent(1.0, (0.0, 1.0), is_compared=True)]
         return Scale.without_outliers(across, self.x, may_be_log=self.x is not NUMBER), y
 
-    def whole(self, rows: Sequence[Row], x: Scale, y: Scale) -> tuple[Scale, Scale]:
-        """Return the axes widened so that nothing lies beyond them."""
-        points = [point for row in rows if not self.is_level(row) for point in self._known(row)]
-        ends = [end for row in rows if (end := self.end(row)) is not None]
-        heights = [y + sign * (spread or 0.0) for _, y, spread in ends for sign in (-1, 1)]
-        across = [end[0] for end in ends]
-        return x.widened([*across, *(x for x, _ in points)]), y.widened([*heights, *(y for _, y in points)])
-
     def height_text(self, row: Row) -> str:
         """Format the final y-value of a row, with its spread; a dash if there is none."""
         end = self.end(row)
@@ -120,13 +100,22 @@ class Chart:
 
 def charts(document: Document) -> list[Chart]:
     """The charts of a page, whether or not there is anything to draw in them."""
-    metric = document.metric
-    return [
-        _of_metric(metric, "bytes", "against bytes", "sent per rank", BYTES),
-        _of_metric(metric, "time", "against predicted time", "predicted time", SECONDS),
-        _of_consensus("consensus", "relative consensus distance"),
-        _of_consensus("consensus_absolute", "consensus distance"),
-    ]
+    metric, quantity = document.metric, quantity_of(document.metric)
+    title, y_title = metric.name.capitalize(), f"{metric.name} of the averaged model"
+    found = [
+        Chart(
+            identifier, f"{title} against {against}", x_title, y_title, x, quantity, curve, "metric",
+            f"averaged_{metric.name}", metric.target, metric.higher_is_better,
+        )
+        for identifier, against, x_title, x, curve in (
+            ("bytes", "bytes", "sent per rank", BYTES, "bytes"),
+            ("time", "predicted time", "predicted time", SECONDS, "time_s"),
+        )
+    ]  # fmt: skip
+    for curve, name in (("consensus", "relative consensus distance"), ("consensus_absolute", "consensus distance")):
+        title = f"{name.capitalize()} during training"
+        found.append(Chart(curve, title, "steps", name, NUMBER, NUMBER, "step", curve))
+    return found
 
 
 def quantity_of(metric: Metric) -> Quantity:
@@ -138,27 +127,6 @@ def beyond(chart: Chart, row: Row, x: Scale, y: Scale) -> bool:
     """Whether a row ends beyond the axes, such as at zero on a logarithmic one."""
     end = chart.end(row)
     return end is not None and not (y.reaches(end[1]) and (chart.is_level(row) or x.reaches(end[0])))
-
-
-def _of_metric(metric: Metric, identifier: str, against: str, x_title: str, x: Quantity) -> Chart:
-    name = metric.name
-    return Chart(
-        identifier,
-        f"{name.capitalize()} {against}",
-        x_title,
-        f"{name} of the averaged model",
-        x,
-        quantity_of(metric),
-        {"bytes": "bytes", "time": "time_s"}[identifier],
-        "metric",
-        f"averaged_{name}",
-        metric.target,
-        metric.higher_is_better,
-    )
-
-
-def _of_consensus(curve: str, name: str) -> Chart:
-    return Chart(curve, f"{name.capitalize()} during training", "steps", name, NUMBER, NUMBER, "step", curve)
 
 
 def _end_of(x_curve: str, row: Row) -> float | None:

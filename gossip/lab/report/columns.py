@@ -16,20 +16,10 @@ _DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table, which shows one value.
+    """A column of the table, which shows one value of the document and competes for the best one.
 
-    Attributes
-    ----------
-    name
-        The name of the value in the document.
-    title, explanation
-        The heading, and its explanation.
-    quantity
-        The quantity, which determines the units.
-    better
-        Whether "higher" or "lower" values are better; None for neither.
-    among
-        The methods that compete for the best value. Without communication nothing is sent, which is not an achievement.
+    Either "higher" or "lower" values are better, or neither, among the rows of some methods: without communication
+    nothing is sent, which is not an achievement.
     """
 
     name: str

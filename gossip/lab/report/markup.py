@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element as Element
 
 
 def element(tag: str, *children: Element | str, **attributes: str | float | bool | None) -> Element:
-    """Make an element.
+    """Make an element with its children in order; True gives an attribute without a value, None and False omit it.
 
-    Parameters
-    ----------
-    tag
-        The name of the element.
-    children
-        The child elements and texts, in order.
-    attributes
-        The attributes: ``class_`` stands for class, ``aria_label`` for aria-label. Numbers are written with at most
-        one decimal, True gives an attribute without a value, None and False omit it.
+    Attributes are named ``class_`` for class and ``aria_label`` for aria-label; numbers have at most one decimal.
     """
     made = Element(tag)
     for name, value in attributes.items():
-        if value is None or value is False:
-            continue
-        made.set(_attribute_name(name), _attribute_value(value))
+        if value is not None and value is not False:
+            text = "" if value is True else value if isinstance(value, str) else f"{round(value, 1):g}"
+            # SVG attribute names can have capitals (viewBox) and HTML attribute names hyphens, but neither underscores.
+            made.set(name.rstrip("_").replace("_", "-"), text)
     return extend(made, *children)
 
 
@@ -44,12 +39,6 @@ def html(root: Element) -> str:
     return ElementTree.tostring(root, encoding="unicode", method="html")
 
 
-def _attribute_name(name: str) -> str:
-    # SVG attribute names can have capitals (viewBox) and HTML attribute names hyphens, but neither have underscores.
-    return name.rstrip("_").replace("_", "-")
-
-
-def _attribute_value(value: str | float | bool) -> str:
-    if value is True:
-        return ""
-    return value if isinstance(value, str) else f"{round(value, 1):g}"
+def pack(text: str) -> str:
+    """Compress a text to a third, as characters that are safe in an attribute or a script; unpack.js reverses it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")

@@ -20,14 +20,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity that is measured in one of several units.
+    """A quantity with its units, from the smallest to the largest.
 
-    Attributes
-    ----------
-    units
-        The units, from the smallest to the largest.
-    decimals
-        The number of decimals of a mean in its unit; None for four significant digits.
+    Its means have this number of decimals, or four significant digits.
     """
 
     units: tuple[Unit, ...]
@@ -65,24 +60,22 @@ class Quantity:
     def round_text(self, value: float) -> str:
         """Format a value that a user chose, such as a target of 93 %, without trailing decimals."""
         unit = self.unit(value)
-        return _significant(value / unit.size, 4) + unit.suffix
+        return _significant(value / unit.size) + unit.suffix
 
     def _number(self, value: float, unit: Unit) -> str:
         if self.decimals is not None:
             return f"{value / unit.size:.{self.decimals}f}"
-        return _significant(value / unit.size, 4)
+        return _significant(value / unit.size)
 
 
-def _significant(number: float, digits: int) -> str:
-    """Format a number with significant digits, in the notation of a text: 0.0013, 52000, 2·10⁻⁵."""
+def _significant(number: float) -> str:
+    """Format a number with four significant digits, in the notation of a text: 0.0013, 52000, 2·10⁻⁵."""
     if number and not 1e-3 <= abs(number) < 1e6:
-        mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
+        mantissa, exponent = f"{number:.3e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         power = _power_of_ten(int(exponent))
         return power if mantissa == "1" else f"{mantissa}·{power}"
-    if abs(number) >= 10**digits:
-        return f"{number:.0f}"
-    return f"{number:.{digits}g}"
+    return f"{number:.0f}" if abs(number) >= 10**4 else f"{number:.4g}"
 
 
 def _with_spread(mean: float, spread: float) -> str:
@@ -98,7 +91,7 @@ def _power_of_ten(exponent: int) -> str:
 
 FRACTION = Quantity((Unit(" %", 0.01),), decimals=2)
 BYTES = Quantity(
-    (Unit(" B", 1.0), Unit(" KiB", 2.0**10), Unit(" MiB", 2.0**20), Unit(" GiB", 2.0**30), Unit(" TiB", 2.0**40)),
+    tuple(Unit(f" {prefix}B", 2.0 ** (10 * power)) for power, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti")))
 )
 SECONDS = Quantity(
     (

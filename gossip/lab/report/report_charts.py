@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from gossip.lab.report.chart_specs import CONFIG, describe, domain, make_curves, make_ends, make_spec
+from gossip.lab.report.chart_specs import CONFIG, describe, make_curves, make_ends, make_spec
 from gossip.lab.report.charts import Chart, beyond, charts
-from gossip.lab.report.markup import Element, element, extend
+from gossip.lab.report.markup import Element, element, extend, pack
 from gossip.lab.report.report_document import DESCRIPTION, Document
-from gossip.lab.report.report_packing import pack
 from gossip.lab.report.scales import Scale
 from gossip.lab.report.series import Panel, Series, panels
 
 DATA = "chart-data"
 """The id of the element that holds the packed data of the charts."""
 
-_TOOLS = {
-    "zoom-in": "Zoom in", "zoom-out": "Zoom out", "reset": "Reset", "svg": "SVG", "png": "PNG",
-}  # fmt: skip
+_TOOLS = {"zoom-in": "Zoom in", "zoom-out": "Zoom out", "reset": "Reset", "svg": "SVG", "png": "PNG"}
 _TITLES = {"svg": "Save as SVG", "png": "Save as PNG"}
 #: SVG paths of the marker shapes, centred at (20, 9) in a sample of the legend.
 _SHAPES = {
@@ -45,7 +41,9 @@ def make_charts(document: Document) -> Iterator[Element]:
         return
     yield element("p", _guide(document), class_="note")
     yield element("noscript", element("p", "The charts need JavaScript; the table does not.", class_="nothing"))
-    yield _legend([series for panel in divided for series in panel.series if _is_drawn(series, drawn)])
+    yield _legend(
+        [series for panel in divided for series in panel.series if any(chart.end(series.row) for chart, _ in drawn)]
+    )
     figures = [_figure(chart, divided, *scales) for chart, scales in drawn]
     yield element(
         "div", *figures, class_="figures single" if len(divided) == 1 else "figures", id="figures", aria_busy="true"
@@ -64,10 +62,6 @@ def _guide(document: Document) -> str:
     return text
 
 
-def _is_drawn(series: Series, drawn: Sequence[tuple[Chart, Any]]) -> bool:
-    return any(chart.end(series.row) is not None for chart, _ in drawn)
-
-
 def _figure(chart: Chart, divided: Sequence[Panel], x: Scale, y: Scale) -> Element:
     title = f"{chart.identifier}-title"
     tools = element("div", class_="tools", role="group", aria_labelledby=title)
@@ -75,7 +69,9 @@ def _figure(chart: Chart, divided: Sequence[Panel], x: Scale, y: Scale) -> Eleme
         tools.append(element("button", text, type="button", data_tool=name, title=_TITLES.get(name)))
     grid = element("div", class_="panels")
     for panel in _members(chart, divided):
-        content = [element("div", class_="plot"), element("p", _missing(chart, panel, x, y), class_="readout")]
+        missing = "; ".join(describe(chart, series) for series in panel.series if beyond(chart, series.row, x, y))
+        said = f"Beyond this axis: {missing}." if missing else ""
+        content = [element("div", class_="plot"), element("p", said, class_="readout")]
         if panel.title:
             content.insert(0, element("h4", panel.title))
         grid.append(element("div", *content, class_="panel"))
@@ -85,12 +81,7 @@ def _figure(chart: Chart, divided: Sequence[Panel], x: Scale, y: Scale) -> Eleme
 
 def _members(chart: Chart, divided: Sequence[Panel]) -> list[Panel]:
     """Return the panels in which there is anything to draw."""
-    return [panel for panel in divided if any(chart.end(series.row) is not None for series in panel.series)]
-
-
-def _missing(chart: Chart, panel: Panel, x: Scale, y: Scale) -> str:
-    missing = "; ".join(describe(chart, series) for series in panel.series if beyond(chart, series.row, x, y))
-    return f"Beyond this axis: {missing}." if missing else ""
+    return [panel for panel in divided if any(chart.end(series.row) for series in panel.series)]
 
 
 def _legend(drawn: Sequence[Series]) -> Element:
@@ -131,11 +122,11 @@ def _data(document: Document, divided: Sequence[Panel], drawn: Sequence[tuple[Ch
                 "title": chart.title,
                 "spec": make_spec(chart, divided, x, y),
                 "ends": make_ends(chart, every, x, y),
-                "whole": _whole(chart, every, x, y),
                 "panels": [
                     {
                         "title": panel.title,
-                        "description": _description(chart, panel),
+                        "description": f"{', '.join(filter(None, (chart.title, panel.title)))}: {chart.y_title} "
+                        f"against {chart.x_title}. The table has the numbers at the end of each line.",
                         "rows": [series.index for series in panel.series],
                     }
                     for panel in _members(chart, divided)
@@ -145,14 +136,3 @@ def _data(document: Document, divided: Sequence[Panel], drawn: Sequence[tuple[Ch
         ],
     }
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _whole(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> dict[str, list[float]]:
-    """Return the domain of each axis to which the "Zoom out" button can zoom out at most."""
-    wide_x, wide_y = chart.whole([series.row for series in every], x, y)
-    return {"x": domain(wide_x, x.unit.size), "y": domain(wide_y, y.unit.size)}
-
-
-def _description(chart: Chart, panel: Panel) -> str:
-    name = ", ".join(filter(None, (chart.title, panel.title)))
-    return f"{name}: {chart.y_title} against {chart.x_title}. The table has the numbers at the end of each line."

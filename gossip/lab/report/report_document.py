@@ -59,14 +59,9 @@ class Part(Model):
 
 
 class Value(Part):
-    """A result, aggregated over the seeds.
+    """A result, aggregated over the seeds: mean, sample standard deviation (None for one seed) and number of seeds.
 
-    Attributes
-    ----------
-    mean, spread, count
-        Mean, sample standard deviation (None for one seed) and number of seeds.
-    interval
-        The 95 % confidence interval of the mean, if known.
+    The interval is the 95 % confidence interval of the mean, if known.
     """
 
     mean: float
@@ -137,16 +132,8 @@ class Choice(Part):
 class Curves(Part):
     """The measurements during training, as means over the seeds; all sequences have the same length.
 
-    Attributes
-    ----------
-    step
-        The number of local updates so far.
-    bytes, time_s
-        The bytes sent per rank and the predicted time so far.
-    metric
-        The metric of the averaged model on held-out data.
-    consensus, consensus_absolute
-        The consensus distance, relative to the mean and absolute; the latter is all None in older documents.
+    They are: the local updates, the bytes sent per rank and the predicted time so far; the metric of the averaged model
+    on held-out data; the consensus distance, relative to the mean and absolute (all None in older documents).
     """
 
     step: Numbers

@@ -7,10 +7,9 @@ from importlib.resources import files
 
 from gossip.lab.report.charts import quantity_of
 from gossip.lab.report.columns import same_steps
-from gossip.lab.report.markup import Element, element, extend, html
+from gossip.lab.report.markup import Element, element, extend, html, pack
 from gossip.lab.report.report_charts import DATA, make_charts
 from gossip.lab.report.report_document import DESCRIPTION, Document
-from gossip.lab.report.report_packing import pack
 from gossip.lab.report.report_pictures import make_gallery
 from gossip.lab.report.report_table import SETTINGS, make_filters, make_table, setting_text
 from gossip.lab.report.series import varying

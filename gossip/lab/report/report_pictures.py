@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from gossip.lab.report.markup import Element, element
-from gossip.lab.report.report_packing import pack
+from gossip.lab.report.markup import Element, element, pack
 
 _MOST_DRAWINGS = 6
 _NOT_DRAWN = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
@@ -22,22 +21,21 @@ def make_gallery(drawings: Mapping[str, str]) -> Iterator[Element]:
     groups: dict[str, list[Element]] = {}
     for title, svg in drawings.items():
         picture = element("img", data_packed=pack(plain_picture(svg)), alt=f"Drawing of {title}")
-        figure = element("figure", picture, element("figcaption", title))
-        groups.setdefault(title.rpartition(", ")[2], []).append(figure)
-    if len(drawings) <= _MOST_DRAWINGS or len(groups) == 1:
-        yield element("div", *(figure for figures in groups.values() for figure in figures), class_="gallery")
+        group = title.rpartition(", ")[2] if len(drawings) > _MOST_DRAWINGS else ""
+        groups.setdefault(group, []).append(element("figure", picture, element("figcaption", title)))
+    galleries = {group: element("div", *figures, class_="gallery") for group, figures in groups.items()}
+    if len(galleries) == 1:
+        yield from galleries.values()
         return
-    for number, (group, figures) in enumerate(groups.items()):
-        gallery = element("div", *figures, class_="gallery")
+    for number, (group, gallery) in enumerate(galleries.items()):
         yield element("details", element("summary", group), gallery, open=number == 0)
 
 
 def plain_picture(svg: str) -> str:
     """Return an SVG without invisible content: metadata, and digits of coordinates beyond the fourth."""
-    svg = _NOT_DRAWN.sub("", svg)
-    svg = _PATH.sub(lambda match: match[1] + _short_path(match[2]) + match[3], svg)
-    return re.sub(r"\s*\n\s*", " ", svg).strip()
 
+    def short(match: re.Match[str]) -> str:
+        path = _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.4g}", match[2])
+        return match[1] + " ".join(path.split()) + match[3]
 
-def _short_path(path: str) -> str:
-    return " ".join(_LONG_NUMBER.sub(lambda match: f"{float(match[0]):.4g}", path).split())
+    return re.sub(r"\s*\n\s*", " ", _PATH.sub(short, _NOT_DRAWN.sub("", svg))).strip()

@@ -65,14 +65,14 @@ def make_table(document: Document) -> Element:
     )  # fmt: skip
     for index, row in enumerate(rows):
         of_values = [_value_cell(row, column, index in starred) for column, starred in zip(values, stars, strict=True)]
-        others = [*_setting_cells(row, settings), *_outcome_cells(row, outcomes)]
-        cells = [
-            _label_cell(row, settings, f"details-{index}"),
-            *of_values[:num_first],
-            *others,
-            *of_values[num_first:],
+        cells = [_label_cell(row, settings, f"details-{index}"), *of_values[:num_first]]
+        for name in settings:
+            text = setting_text(row, name)
+            cells.append(element("td", text, class_="number" if name == "world_size" else None, data_value=text))
+        cells += [
+            element("td", _outcome(row, name) or _NOTHING, data_value=_outcome(row, name) or None) for name in outcomes
         ]
-        table.append(_body(index, row, cells))
+        table.append(_body(index, row, [*cells, *of_values[num_first:]]))
     return element(
         "div", table, class_="scroller", tabindex="0", role="region", aria_label="Table of results, scrolls sideways"
     )
@@ -88,18 +88,6 @@ def _header(title: str, explanation: str, *, is_number: bool) -> Element:
     if explanation:
         button.append(element("small", explanation))
     return element("th", button, scope="col", aria_sort="none", class_="number" if is_number else None)
-
-
-def _setting_cells(row: Row, settings: Sequence[str]) -> Iterator[Element]:
-    for name in settings:
-        text = setting_text(row, name)
-        yield element("td", text, class_="number" if name == "world_size" else None, data_value=text)
-
-
-def _outcome_cells(row: Row, outcomes: Sequence[str]) -> Iterator[Element]:
-    for name in outcomes:
-        text = _outcome(row, name)
-        yield element("td", text or _NOTHING, data_value=text or None)
 
 
 def _body(index: int, row: Row, cells: Sequence[Element]) -> Element:

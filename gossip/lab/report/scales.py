@@ -18,18 +18,9 @@ _FEWEST = 4
 
 @dataclass(frozen=True)
 class Extent:
-    """The values of one row that an axis would have to show.
+    """The values of one row that an axis would have to show: its end, its curve, and the ends of its spread.
 
-    Attributes
-    ----------
-    end
-        The end point of the row.
-    values
-        The values along its curve.
-    is_compared
-        Whether the row is one of those that determine the axis; baselines are not.
-    whiskers
-        The ends of its spread.
+    The rows that are compared determine the axis; baselines are not.
     """
 
     end: float
@@ -40,17 +31,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of an axis. Values outside its range, or not positive on a logarithmic axis, have no place on it.
-
-    Attributes
-    ----------
-    quantity
-        The quantity along the axis.
-    low, high
-        The values at its ends.
-    is_log
-        Whether the axis is logarithmic.
-    """
+    """The scale of an axis. Values outside its range, or not positive on a logarithmic axis, have no place on it."""
 
     quantity: Quantity
     low: float
@@ -83,14 +64,8 @@ class Scale:
         Outliers lie more than three interquartile ranges beyond the quartiles, computed on logarithms if the axis would
         be logarithmic. The scale covers the compared rows (all rows, if none is compared) whose ends are not outliers
         among the ends, and the points of their curves that are not outliers among the points. Everything else, which is
-        the other rows and all spreads, is included if it extends neither end by more than the length of the axis.
-
-        Parameters
-        ----------
-        extents
-            The extents of the rows, at least one.
-        others
-            Further values that the axis must show.
+        the other rows and all spreads, is included if it extends neither end by more than the length of the axis. The
+        ``others`` are further values that the axis must show.
         """
         compared = [extent for extent in extents if extent.is_compared] or list(extents)
         is_log = cls.over([*others, *_points(compared)], quantity, may_be_log=may_be_log).is_log
@@ -103,10 +78,6 @@ class Scale:
             if scale._is_near(rest):
                 core += rest
         return cls.over(core, quantity, may_be_log=may_be_log)
-
-    def widened(self, values: Iterable[float]) -> Scale:
-        """Return a scale that also covers these values, whether or not they are outliers."""
-        return Scale.over([self.low, self.high, *values], self.quantity, may_be_log=self.is_log)
 
     def share(self, value: float) -> float | None:
         """Return the relative position of a value: 0 to 1 within the axis; None if it has no place on a log axis."""

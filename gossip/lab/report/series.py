@@ -22,16 +22,8 @@ Key = tuple[str | None, ...]
 class Style:
     """The visual style of a series.
 
-    The combination of colour, dash pattern and shape is unique for 160 series; baselines have the colour of the text.
-
-    Attributes
-    ----------
-    colour
-        A variable of the page's style sheet.
-    dash
-        The lengths of strokes and gaps; empty for a solid line.
-    shape
-        The Vega name of the marker shape.
+    The combination of colour (a variable of the style sheet), dash pattern (lengths of strokes and gaps) and marker
+    shape (its name in Vega) is unique for 160 series; baselines have the colour of the text.
     """
 
     colour: str
@@ -100,7 +92,11 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
     A row to which a setting does not apply, such as all-reduce without an algorithm, is in every group that agrees
     with it in the other settings.
     """
-    keys: list[Key] = [tuple(_divided_by(row, name) for name in names) for row in rows]
+    keys: list[Key] = []
+    for row in rows:
+        texts = [setting(row, name) for name in names]
+        # Baselines, which are not compressed, join every compression.
+        keys.append(tuple(None if text == "none" and row.method != "gossip" else text for text in texts))
     divided: dict[Key, list[int]] = {key: [] for key in keys if None not in key}
     for index, key in enumerate(keys):
         fitting = [
@@ -109,12 +105,6 @@ def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
         for whole in fitting:
             divided.setdefault(whole, []).append(index)
     return divided
-
-
-def _divided_by(row: Row, name: str) -> str | None:
-    """Return the setting by which a row is divided; baselines, which are not compressed, join every compression."""
-    text = setting(row, name)
-    return None if text == "none" and row.method != "gossip" else text
 
 
 def _most_lines(rows: Sequence[Row], names: Sequence[str]) -> int:

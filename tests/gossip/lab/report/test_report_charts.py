@@ -9,7 +9,7 @@ from report_documents import TOPOLOGIES, comparison, document, failed_row, heter
 
 from gossip.lab.report import Value, read_document, write_report
 from gossip.lab.report.chart_specs import make_ends, make_spec
-from gossip.lab.report.charts import beyond, charts
+from gossip.lab.report.charts import charts
 from gossip.lab.report.columns import best, columns
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
 from gossip.lab.report.scales import Extent, Scale
@@ -20,19 +20,13 @@ from gossip.lab.report.series import DASHES, NUM_COLOURS, SHAPES, Style, panels
     ("quantity", "number", "text"),
     [
         (FRACTION, 0.97254, "97.25 %"),
-        (FRACTION, 0.0, "0.00 %"),
         (BYTES, 0.0, "0 B"),
-        (BYTES, 1000.0, "1000 B"),
         (BYTES, 1024.0, "1 KiB"),
         (BYTES, 38400.0, "37.5 KiB"),
-        (BYTES, 3.2 * 2**30, "3.2 GiB"),
         (SECONDS, 0.0, "0 s"),
         (SECONDS, 0.0123, "12.3 ms"),
-        (SECONDS, 59.0, "59 s"),
         (SECONDS, 90.0, "1.5 min"),
-        (SECONDS, 5400.0, "1.5 h"),
         (SECONDS, 200_000.0, "2.315 d"),
-        (NUMBER, 440.0, "440"),
         (NUMBER, 123_456.0, "123456"),
         (NUMBER, 0.00123456, "0.001235"),
         (NUMBER, 1e-5, "10⁻⁵"),
@@ -47,16 +41,13 @@ def test_text_of_a_value(quantity: Quantity, number: float, text: str) -> None:
     ("quantity", "mean", "spread", "text"),
     [
         (FRACTION, 0.97254, 0.0031, "97.25 ± 0.31 %"),
-        (FRACTION, 0.97254, None, "97.25 %"),
         (FRACTION, 0.95, 0.0, "95.00 ± 0.00 %"),
         (BYTES, 38400.0, 0.0, "37.5 KiB"),
         (BYTES, 38400.0, 512.0, "37.5 ± 0.5 KiB"),
-        (NUMBER, 210.0, 8.0, "210 ± 8"),
         (NUMBER, 210.0, 12.4, "210 ± 12"),
         (NUMBER, 0.0206, 0.00103, "0.0206 ± 0.0010"),
         (NUMBER, 0.0, 0.5, "0.0 ± 0.5"),
         (NUMBER, 2e-7, 3e-8, "(2.0 ± 0.3)·10⁻⁷"),
-        (SECONDS, 1.5, 0.25, "1.5 ± 0.2 s"),
     ],
 )
 def test_text_of_a_mean_with_its_spread(quantity: Quantity, mean: float, spread: float | None, text: str) -> None:
@@ -93,29 +84,6 @@ def test_what_is_no_farther_than_the_axis_is_long_is_taken_in(distance: float) -
     place = scale.high + distance * (scale.high - scale.low)
     for other in (Extent(place, (), is_compared=False), Extent(0.5, (), is_compared=True, whiskers=(0.5, place))):
         assert Scale.without_outliers([*inner, other], FRACTION, may_be_log=False).reaches(place) == (distance < 1)
-
-
-def test_of_three_rows_none_is_an_outlier() -> None:
-    extents = [Extent(end, (), is_compared=True) for end in (1.0, 2.0, 1e9)]
-    scale = Scale.without_outliers(extents, NUMBER, may_be_log=True)
-    assert all(scale.reaches(extent.end) for extent in extents)
-
-
-def test_a_widened_scale_reaches_everything() -> None:
-    scale = Scale.over([1.0, 100.0], NUMBER, may_be_log=True).widened([0.0, 1e-6, 1e6])
-    assert scale.is_log
-    assert scale.reaches(1e-6)
-    assert scale.reaches(1e6)
-    linear = Scale.over([1.0, 2.0], NUMBER, may_be_log=True).widened([-500.0])
-    assert not linear.is_log
-    assert linear.reaches(-500.0)
-    assert linear.reaches(2.0)
-
-
-def test_zero_has_no_place_on_a_logarithmic_axis() -> None:
-    scale = Scale.over([0.0, 1.0, 1000.0], NUMBER, may_be_log=True)
-    assert scale.share(0.0) is None
-    assert 0 < (scale.share(1.0) or 0) < (scale.share(1000.0) or 0) < 1
 
 
 def test_styles_of_many_series_differ() -> None:
@@ -162,14 +130,6 @@ def test_baselines_without_compression_stand_beside_rows_with_it() -> None:
     ]
 
 
-def test_rows_of_baselines_alone_are_in_panels() -> None:
-    rows = [row(label, world_size=n) for n in (1, 2) for label in ("all-reduce", "no communication")]
-    assert [(panel.title, len(panel.series)) for panel in panels(read_document(document(rows)).rows)] == [
-        ("1 rank", 2),
-        ("2 ranks", 2),
-    ]
-
-
 def test_best_is_marked_among_rows_that_can_be_compared() -> None:
     read = read_document(comparison())
     by_name = {column.name: column for column in columns(read.rows, read.metric)}
@@ -180,11 +140,8 @@ def test_best_is_marked_among_rows_that_can_be_compared() -> None:
     consensus = best(read.rows, by_name["consensus_distance_relative"])
     assert {read.rows[index].label for index in consensus} == {"complete"}
     assert best(read.rows, by_name["training_time_s"]) == set()
-
-
-def test_best_needs_a_difference() -> None:
-    read = read_document(document([row("ring"), row("torus", values=row("ring")["values"]), failed_row("grid")]))
-    assert all(best(read.rows, column) == set() for column in columns(read.rows, read.metric))
+    equal = read_document(document([row("ring"), row("torus", values=row("ring")["values"]), failed_row("grid")]))
+    assert best(equal.rows, by_name["averaged_accuracy"]) == set()
 
 
 def test_columns_begin_with_the_metric_and_leave_out_what_nobody_has() -> None:
@@ -211,22 +168,7 @@ def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_bey
     assert scales[1].reaches(accuracy) != is_beyond
     write_report(whole, tmp_path)
     page = (tmp_path / "report.html").read_text()
-    assert charts(read)[0].whole(read.rows, *scales)[1].reaches(accuracy)
     assert ("Beyond this axis: no communication: 20.00 % at 0 B" in page) == is_beyond
-
-
-def test_a_topology_that_fails_does_not_squeeze_the_others() -> None:
-    labels = [label for label in TOPOLOGIES if label != "star"]
-    failing = row("star", values={**row("star")["values"], "averaged_accuracy": value(0.2, 0.05)})
-    failing["curves"]["metric"] = [0.2 for _ in failing["curves"]["metric"]]
-    failing["curves"]["bytes"] = [1000 * sent for sent in failing["curves"]["bytes"]]
-    ordinary = read_document(document([row(label) for label in labels]))
-    odd = read_document(document([*(row(label) for label in labels), failing]))
-    chart = charts(odd)[0]
-    scales = chart.scales(odd.rows)
-    assert scales is not None
-    assert scales == chart.scales(ordinary.rows)
-    assert [each.label for each in odd.rows if beyond(chart, each, *scales)] == ["star"]
 
 
 def test_the_specification_has_the_axes_in_units_and_every_name() -> None:

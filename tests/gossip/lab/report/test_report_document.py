@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_documents import comparison, document, failed_row, heterogeneity, row, value
+from report_documents import document, failed_row, row, value
 
 import gossip.lab.report
 import topologies
@@ -40,21 +40,10 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
     ("spoil", "message"),
     [
         (drop("rows"), "the document has no key rows; set rows=..."),
-        (lambda whole: whole.update(rows={}), "rows must be a list, got {}"),
         (lambda whole: whole["rows"].append("ring"), "rows must be a mapping, got 'ring'"),
-        (first_row({"label": None}), "rows[0].label must be a text, got None"),
         (first_row({"method": "magic"}), "there is no rows[0].method=magic. Available: gossip, ddp, local"),
         (first_row({"world_size": 0}), "rows[0].world_size must be an integer of at least 1, got 0"),
-        (first_row({"num_failed": True}), "rows[0].num_failed must be an integer of at least 0, got True"),
-        (first_row({"seeds": ["0"]}), "rows[0].seeds must be an integer, got '0'"),
         (spoiled_value(mean=float("inf")), "rows[0].values.steps.mean must be a finite number, got inf"),
-        (
-            spoiled_value(spread=-1.0),
-            "rows[0].values.steps.spread must be a finite number of at least 0 or null, got -1.0",
-        ),
-        (spoiled_value(interval=[0, None]), "rows[0].values.steps.interval must be a finite number, got None"),
-        (first_row({"bars": {"average": {"met": True}}}), "the document has no key rows[0].bars.average.bar; set "),
-        (first_row({"tuning": {"trials": [1]}}), "the document has no key rows[0].tuning.parameter; set "),
         (first_row({"curves": {"bytes": []}}), "the document has no key rows[0].curves.step; set "),
         (lambda whole: whole["rows"][0]["curves"]["step"].pop(), "rows[0].curves must hold lists of one length, got {"),
         (lambda whole: whole.update(drawings={"ring": "<svg"}), "drawings.ring: not well-formed SVG, but "),
@@ -119,7 +108,7 @@ def compared_row(label: str, **changes: Any) -> dict[str, Any]:
 TRIED = "0.1: accuracy 0.9625, loss 0.1250; 0.2: accuracy 0.1000, loss not finite; 0.4: because"
 
 
-def test_csv_has_intervals_trials_and_bars_where_there_are_any(tmp_path: Path) -> None:
+def test_csv_and_page_have_intervals_trials_and_bars_where_there_are_any(tmp_path: Path) -> None:
     write_report(document([compared_row("ring"), row("all-reduce")]), tmp_path)
     with (tmp_path / "results.csv").open() as file:
         ring, all_reduce = csv.DictReader(file)
@@ -127,18 +116,14 @@ def test_csv_has_intervals_trials_and_bars_where_there_are_any(tmp_path: Path) -
     assert (ring["tuned"], ring["tuned_value"], ring["trials"]) == ("optimizer.lr", "0.1", TRIED)
     assert ring["bars"] == "not met: loss_ratio"
     assert all_reduce["average_difference_low"] == all_reduce["tuned"] == all_reduce["bars"] == ""
-    assert "averaged_accuracy_low" not in ring
-
-
-def test_page_shows_intervals_trials_and_bars(tmp_path: Path) -> None:
-    write_report(document([compared_row("ring"), row("all-reduce")]), tmp_path)
     _, text = check_page(tmp_path)
-    assert "-0.12 (-0.30 to 0.05)" in text
-    assert "1.020 (0.990 to 1.050)" in text
-    assert "optimizer.lr 0.1, at the end of the grid" in text
-    assert f"optimizer.lr with seed 0: {TRIED}" in text
-    assert "not met: loss_ratio" in text
-    assert "bars: average -0.2 met, loss_ratio 1.01 not met" in text
+    for said in (
+        "-0.12 (-0.30 to 0.05)",
+        "optimizer.lr 0.1, at the end of the grid",
+        f"optimizer.lr with seed 0: {TRIED}",
+        "bars: average -0.2 met, loss_ratio 1.01 not met",
+    ):
+        assert said in text
 
 
 @pytest.mark.parametrize(
@@ -170,48 +155,42 @@ def test_markdown_is_one_line_per_row(tmp_path: Path) -> None:
 
 
 class Checker(HTMLParser):
-    """Checks that every element ends where it must, and gathers text and what would be loaded."""
+    """Checks that every element ends where it must and that nothing is loaded, and gathers the text."""
 
     VOID = frozenset({"meta", "input", "img", "wbr", "br", "link"})
     LOADING = frozenset({"src", "srcset", "xlink:href", "data", "action", "poster"})
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.text: list[str] = []
-        self.loaded: list[str] = []
-        self.identifiers: list[str] = []
-        self.tags: set[str] = set()
+        self.text = ""
+        self.identifiers: list[str | None] = []
+        self.feed(page)
+        assert self.open == []
+        assert len(set(self.identifiers)) == len(self.identifiers)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
+        assert tag != "b", "a document's text has become markup"
         if tag not in self.VOID:
             self.open.append(tag)
-        for name, text in attrs:
-            if name in self.LOADING or (name == "href" and tag not in ("a",)):
-                self.loaded.append(text or "")
-            if name == "id":
-                self.identifiers.append(text or "")
+        named = dict(attrs)
+        assert not self.LOADING & named.keys()
+        assert tag == "a" or "href" not in named
+        self.identifiers += [named["id"]] if "id" in named else []
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
+            self.text += data
 
 
 def check_page(folder: Path) -> tuple[str, str]:
     """The page's markup, found to be sound, and its text."""
     page = (folder / "report.html").read_text(encoding="utf-8")
-    checker = Checker()
-    checker.feed(page)
-    assert checker.open == []
-    assert checker.loaded == []
-    assert "b" not in checker.tags
-    assert len(set(checker.identifiers)) == len(checker.identifiers)
     assert not re.search(r"url\((?!#)|@import", page)
-    return page, "".join(checker.text)
+    return page, Checker(page).text
 
 
 def unpacked(packed: str) -> str:
@@ -269,13 +248,12 @@ def test_page_of_an_unusual_sweep(rows: list[dict[str, Any]], expected: str, tmp
     "curves",
     [
         {"step": [1], "bytes": [10], "time_s": [0.5], "metric": [0.9], "consensus": [0.1]},
-        {"step": [0], "bytes": [0], "time_s": [0], "metric": [0], "consensus": [0]},
         {"step": [], "bytes": [], "time_s": [], "metric": [], "consensus": []},
         {"step": [1, 2, 3], "bytes": [5] * 3, "time_s": [1.0] * 3, "metric": [0.5] * 3, "consensus": [0.2] * 3},
         {"step": [1, 2], "bytes": [None, None], "time_s": [1, None], "metric": [None, 1], "consensus": [None, 1]},
         {"step": [1, 2], "bytes": [1, 2], "time_s": [1e-9, 1e9], "metric": [1e30, -3], "consensus": [1e-300, 9]},
     ],
-    ids=["one point", "zero", "no point", "constant", "gaps", "extreme"],
+    ids=["one point", "no point", "constant", "gaps", "extreme"],
 )  # fmt: skip
 @pytest.mark.parametrize("metric", ["accuracy", "loss"])
 def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: Path) -> None:
@@ -286,8 +264,7 @@ def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: P
     for chart in chart_data(page)["charts"]:
         for axis in "xy":
             low, high = chart["spec"]["encoding"][axis]["scale"]["domain"]
-            least, most = chart["whole"][axis]
-            assert -math.inf < least <= low < high <= most < math.inf
+            assert -math.inf < low < high < math.inf
 
 
 @pytest.mark.slow
@@ -322,10 +299,3 @@ def test_vendored_files_are_those_that_their_list_names() -> None:
     lines = re.findall(r"^\| `(\S+)` \| .* `([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.MULTILINE)
     assert {name for name, _ in lines} == {path.name for path in folder.glob("*.js")}
     assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in lines)
-
-
-def test_page_of_many_rows_is_small(tmp_path: Path) -> None:
-    for name, whole in (("comparison", comparison()), ("heterogeneity", heterogeneity())):
-        write_report(whole, tmp_path / name)
-        page, _ = check_page(tmp_path / name)
-        assert len(page.encode()) < 600_000
