@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.report.columns import value_names
-from gossip.lab.report.report_document import Document, Row, read_document
+from gossip.lab.report.report_document import Document, Row, Setting, read_document
 from gossip.lab.report.report_markdown import markdown
 from gossip.lab.report.report_page import render_page
 
 PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
-_SETTINGS = (
-    "label", "method", "topology", "world_size", "partition", "condition", "algorithm", "compression",
-    "engine", "num_failed", "status",
-)  # fmt: skip
 
 
 def write_report(document: Mapping[str, Any], folder: Path) -> Document:
@@ -64,7 +60,7 @@ def _write_table(document: Document, path: Path) -> None:
 
 def _cells(row: Row, names: list[str]) -> dict[str, Any]:
     """Return the cells of a row by column; None stands for an empty cell."""
-    cells: dict[str, Any] = {name: getattr(row, name) for name in _SETTINGS}
+    cells: dict[str, Any] = {name: getattr(row, name) for name in (*Setting.model_fields, "num_failed", "status")}
     for name in names:
         value = row.values.get(name)
         cells[name], cells[f"{name}_spread"] = (None, None) if value is None else (value.mean, value.spread)

@@ -7,17 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from gossip.lab.report.columns import Column, best, columns, num_deciding
 from gossip.lab.report.markup import Element, element, extend
-from gossip.lab.report.report_document import Document, Row
+from gossip.lab.report.report_document import Document, Row, Setting
 from gossip.lab.report.series import setting, varying
 
 SETTINGS = {
-    "topology": "Topology",
-    "world_size": "Ranks",
-    "partition": "Partition",
-    "condition": "Condition",
-    "algorithm": "Algorithm",
-    "compression": "Compression",
-    "engine": "Engine",
+    name: "Ranks" if name == "world_size" else name.capitalize()
+    for name in Setting.model_fields
+    if name not in ("label", "method")
 }
 #: The first column, the label, shows this setting already, with its options.
 _IN_LABEL = "topology"

@@ -32,8 +32,6 @@ def test_folder_is_found_again_by_the_same_sweep(arguments: tuple[str, ...]) -> 
     "arguments",
     [
         ("topology=ring,base", "launch.world_size=16", "seed=0,1"),
-        ("topology=ring,base", "launch.world_size=8,16", "seed=0,1"),
-        ("topology=ring", "launch.world_size=8", "seed=0,1"),
         (*BASE, "training.steps=10"),
         (*BASE, "+data.noise=0.1"),
     ],
