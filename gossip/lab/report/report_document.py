@@ -219,11 +219,5 @@ class Document(Part):
 
 
 def read_document(document: Mapping[str, Any]) -> Document:
-    """Validate a document with the content of results.json, and convert it.
-
-    Raises
-    ------
-    ValueError
-        If a field is missing or invalid; the message names its place and its value.
-    """
+    """Validate a document with the content of results.json; raises ValueError with the place of what is wrong."""
     return read(Document, document, whole="the document")

@@ -20,19 +20,8 @@ def write_report(document: Mapping[str, Any], folder: Path) -> Document:
     """Write report.html, results.csv, results.json and results.md of a sweep, replacing files; return the document.
 
 
-    Parameters
-    ----------
-    document
-        The document as plain JSON data, with finite numbers only: ``title``, ``metric`` and ``rows``, and optionally
-        ``description``, ``settings``, ``cluster``, ``environment`` and ``drawings``; see :func:`read_document` and the
-        classes that it returns.
-    folder
-        The folder of the files, which is created if it does not exist.
-
-    Raises
-    ------
-    ValueError
-        If the document is malformed; nothing is written then.
+    The document is plain JSON data, with finite numbers only; :class:`Document` says what it must have. A malformed one
+    raises ValueError, and nothing is written then. The folder is created if it does not exist.
     """
     checked = read_document(document)
     page = render_page(checked)

@@ -42,19 +42,10 @@ _ROUNDING = 1e-9
 def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, dict[str, Any] | None]:
     """Compare a setting with the final model of all-reduce on the test split.
 
-    Parameters
-    ----------
-    pairs : sequence of (mapping, mapping)
-        The summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks and data.
-    metric : str
-        "accuracy" or "loss".
-
-    Returns
-    -------
-    dict
-        ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica and, if the metric is
-        accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where all-reduce is
-        more accurate. Each value has an interval, as of :func:`aggregate`.
+    The pairs are the summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks
+    and data. The result has ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica
+    and, if the metric is accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where
+    all-reduce is more accurate. Each value has an interval, as of :func:`aggregate`.
     """
     of_pairs: dict[str, list[float | None]] = {}
     if metric == "accuracy":
@@ -86,13 +77,7 @@ def aggregate(values: Sequence[float | None], *, with_interval: bool = False) ->
 
 
 def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
-    """Read the thresholds in ``sweep.bars`` that a setting must reach; empty if it is null.
-
-    Raises
-    ------
-    ConfigurationError
-        A bar does not exist for the metric, or is not a finite number.
-    """
+    """Read the thresholds in ``sweep.bars`` that a setting must reach; empty if it is null."""
     bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
     if bars is None:
         return {}
@@ -106,14 +91,12 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
 
 def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return, for each bar, its value ``bar`` and whether the mean has ``met`` it; None if there is no mean."""
-    return {name: {"bar": bar, "met": _is_met(name, bar, values)} for name, bar in bars.items()}
-
-
-def _is_met(name: str, bar: float, values: Mapping[str, Any]) -> bool | None:
-    value = values.get(_AT_LEAST.get(name, name))
-    if value is None:
-        return None
-    return bool(value["mean"] >= bar - _ROUNDING if name in _AT_LEAST else value["mean"] <= bar + _ROUNDING)
+    judged: dict[str, dict[str, Any]] = {}
+    for name, bar in bars.items():
+        value = values.get(_AT_LEAST.get(name, name))
+        sign = 1 if name in _AT_LEAST else -1
+        judged[name] = {"bar": bar, "met": None if value is None else sign * (value["mean"] - bar) >= -_ROUNDING}
+    return judged
 
 
 def _points(accuracy: float | None, reference: Summary) -> float | None:

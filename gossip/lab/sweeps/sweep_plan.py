@@ -43,20 +43,11 @@ def make_plan(
 ) -> Plan:
     """Expand the axes, compose the configuration of each run and leave out impossible combinations.
 
-    Parameters
-    ----------
-    axes, variants : mapping, sequence
-        As for :func:`gossip.lab.sweeps.sweep_grid.expand`.
-    compose : callable
-        Maps overrides to the resolved configuration and the selected file of each config group; it raises for keys and
-        files that do not exist.
-    choose : callable, optional
-        Returns the choice of the tuning for a run; None if there is none.
+    Axes and variants are those of :func:`gossip.lab.sweeps.sweep_grid.expand`. ``compose`` maps overrides to the
+    configuration and the selected file of each config group; it raises for keys and files that do not exist.
+    ``choose`` returns the choice of the tuning for a run; None if there is none.
 
-    Raises
-    ------
-    ConfigurationError
-        Two runs are the same, or a setting is out of range.
+    Raises ConfigurationError if two runs are the same, or a setting is out of range.
     """
     base, _ = compose([overrides[0] for overrides in axes.values()])
     import_modules(base)
@@ -86,13 +77,7 @@ def make_plan(
 
 
 def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
-    """Read ``sweep.variants``; if it is empty, return one variant without overrides.
-
-    Raises
-    ------
-    ConfigurationError
-        A variant would not be comparable with all-reduce, or overrides another option of the sweep.
-    """
+    """Read ``sweep.variants``; if it is empty, return one variant without overrides."""
     texts = value_of(config, "sweep.variants")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(

@@ -85,13 +85,7 @@ def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
 
 
 def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
-    """Read and check ``sweep.tune``; None if nothing is tuned.
-
-    Raises
-    ------
-    ConfigurationError
-        The tuning is invalid; the message names the key.
-    """
+    """Read and check ``sweep.tune``; None if nothing is tuned."""
     tune = value_of(config, "sweep.tune")
     if tune is None:
         return None

@@ -53,12 +53,7 @@ class GridSweeper:
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; exit with status 1 if a run failed.
 
-        Raises
-        ------
-        ConfigurationError
-            The sweep that the command line describes cannot be run, or its folder is in use.
-        SystemExit
-            A run failed.
+        Raises ConfigurationError if the sweep that the command line describes cannot be run.
         """
         configure_logging(rank=0)
         folder = Path(self._config.hydra.sweep.dir)
@@ -175,8 +170,8 @@ def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
         earlier = json.loads((folder / DOCUMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
-    commands = [{command for row in each["rows"] for command in row["commands"]} for each in (earlier, document)]
-    return len(commands[0] - commands[1])
+    had, has = ({command for row in each["rows"] for command in row["commands"]} for each in (earlier, document))
+    return len(had - has)
 
 
 def _warn_of_ends(plan: Plan) -> None:
@@ -193,8 +188,7 @@ def _warn_of_ends(plan: Plan) -> None:
 def register() -> None:
     """Register the sweeper in hydra as ``hydra/sweeper=grid``.
 
-    Hydra only instantiates plugins whose names are within its package ``hydra_plugins``, to which a repository cannot
-    add modules. The class is therefore entered directly in hydra's table of plugins.
+    Hydra instantiates plugins of its own package only, so the class is entered in hydra's table of plugins.
     """
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins

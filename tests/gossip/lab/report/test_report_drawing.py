@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import browser
 import pytest
-from report_documents import TOPOLOGIES, comparison, document, row, value
+from report_documents import TOPOLOGIES, comparison, document, row
 
 pytestmark = [
     pytest.mark.slow,  # together
@@ -17,13 +17,9 @@ pytestmark = [
 ]
 
 LABELS = ("all-reduce", *TOPOLOGIES)
-ODD = row("star")
-ODD["values"]["averaged_accuracy"] = value(0.31, 0.02)
-ODD["curves"]["metric"] = [0.31 for _ in ODD["curves"]["metric"]]
 DOCUMENTS = {
     "comparison": comparison(),
     "ordinary": document([row(label) for label in LABELS if label != "star"]),
-    "outlier": document([row(label) if label != "star" else ODD for label in LABELS]),
 }
 NUM_NAMES = 12
 #: Rows whose consensus distance is zero, which has no place on its logarithmic axis.
@@ -131,28 +127,6 @@ def test_buttons_zoom_by_keyboard(page: browser.Browser, pages: dict[str, Path])
     page.press("Tab")
     page.press(" ")
     assert wait_for_other_ticks(page, "bytes", farther) == before
-
-
-def test_an_outlier_squeezes_nothing_is_named_and_is_found_by_zooming_out(
-    page: browser.Browser, pages: dict[str, Path]
-) -> None:
-    page.open_report(pages["ordinary"])
-    ordinary = span(ticks(page, "bytes")[0])
-    page.open_report(pages["outlier"])
-    before = ticks(page, "bytes")
-    assert span(before[0]) <= ordinary + 1
-    said = page.evaluate("document.querySelector('#chart-bytes .readout').textContent")
-    assert said.startswith("Beyond this axis: star: 31.00 ± 2.00 % at ")
-    seen = """(() => {
-        const frame = document.querySelector("#chart-bytes .plot .role-axis-domain line").getBoundingClientRect();
-        const mark = [...document.querySelectorAll("#chart-bytes [role=graphics-symbol][aria-label]")]
-            .find((mark) => mark.getAttribute("aria-label").startsWith("star: "));
-        return mark.getBoundingClientRect().top < frame.top;
-    })()"""
-    assert not page.evaluate(seen)
-    for _ in range(8):
-        page.click("#chart-bytes [data-tool=zoom-out]")
-    page.wait_for(seen)
 
 
 def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browser, pages: dict[str, Path]) -> None:

@@ -262,18 +262,6 @@ def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[s
     assert page.complaints == []
 
 
-def test_page_filters_by_settings_of_which_some_do_not_apply(page: browser.Browser, pages: dict[str, Path]) -> None:
-    page.open_report(pages["heterogeneity"])
-    names = page.evaluate("[...document.querySelectorAll('.filters span')].map((span) => span.textContent)")
-    assert names == ["Search", "Topology", "Partition", "Algorithm", "Compression"]
-    choose(page, "algorithm", "gradient tracking")
-    choose(page, "compression", "int8")
-    assert sorted(labels(page)) == sorted(["ring", "one_peer_exponential", "complete"] * 3)
-    choose(page, "compression", "")
-    choose(page, "algorithm", "–")  # noqa: RUF001
-    assert set(labels(page)) == {"all-reduce", "no communication"}
-
-
 def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     active = "document.activeElement"

@@ -46,14 +46,6 @@ def test_grid_of_baselines_alone_has_both_once(methods: str) -> None:
     assert overrides_of(expand(axes(topology="ring,star"), "ddp")) == [("method=ddp",), ("method=local",)]
 
 
-def test_grid_runs_know_the_run_of_all_reduce_that_they_are_compared_with() -> None:
-    runs = expand(axes(topology="ring", launch__world_size="4,8", seed="0,1", optimizer="sgd,adamw"))
-    for run in runs:
-        common = tuple(override for override in run.overrides if not override.startswith(("topology=", "method=")))
-        assert run.reference == (*common, "method=ddp")
-        assert run.reference in overrides_of(runs)
-
-
 def test_grid_variants_are_run_by_gossip_alone() -> None:
     variants = [("algorithm=adapt_then_combine",), ("algorithm=decentlam", "optimizer.momentum=0")]
     runs = expand(axes(topology="ring", seed="0,1"), variants=variants)
