@@ -8,13 +8,13 @@ highlighted, or null.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gossip.lab.report.charts import Chart
 from gossip.lab.report.report_document import Row
 from gossip.lab.report.scales import Scale
-from gossip.lab.report.series import Panel, Series
+from gossip.lab.report.series import Panel, Series, Style
 
 Spec = dict[str, Any]
 
@@ -51,6 +51,7 @@ CONFIG: Spec = {
 def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share."""
     levels = [series.index for panel in panels for series in panel.series if chart.is_level(series.row)]
+    named = list({series.name: series for panel in panels for series in panel.series}.values())
     return {
         "height": 260,
         "autosize": {"type": "fit", "contains": "padding"},
@@ -64,14 +65,14 @@ def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec
                     "titleX": -32, "titleY": -8, "minExtent": 34,
                 },
             },
-            "color": _by_name(panels, [series.style.colour for series in _named(panels)]),
+            "color": _by_name(named, lambda style: style.colour),
             "opacity": {"condition": {"test": _IS_MUTED, "value": 0.12}, "value": 1},
         },
         "layer": [
             *_target(chart, y),
-            _levels(chart, panels),
-            *_curves(chart, panels, levels, x, y),
-            *_ends(chart, panels),
+            _levels(chart, named),
+            *_curves(chart, named, levels, x, y),
+            *_ends(chart, named),
         ],
     }  # fmt: skip
 
@@ -89,8 +90,9 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
             "index": series.index,
             "name": series.name,
             "is_level": chart.is_level(series.row),
-            "x": _place(across, x),
-            "y": _place(up, y),
+            # What has no place on a logarithmic axis, such as zero, is not drawn.
+            "x": None if x.share(across) is None else across / x.unit.size,
+            "y": None if y.share(up) is None else up / y.unit.size,
             "low": (max(low, y.low) if y.is_log else low) / y.unit.size,
             "high": high / y.unit.size,
             "value": chart.height_text(series.row),
@@ -98,11 +100,6 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
             "words": describe(chart, series),
         })  # fmt: skip
     return ends
-
-
-def _place(value: float, scale: Scale) -> float | None:
-    """Return a value in the unit of its axis; None for values without a place on a logarithmic axis, such as zero."""
-    return None if scale.share(value) is None else value / scale.unit.size
 
 
 def describe(chart: Chart, series: Series) -> str:
@@ -114,15 +111,13 @@ def describe(chart: Chart, series: Series) -> str:
 
 def make_curves(rows: Sequence[Row], names: dict[int, str]) -> list[Spec]:
     """Return the curves of the rows whose indices are keys of ``names``, rounded to five significant digits."""
-    return [
-        {"index": index, "name": name, **{key: _rounded(curve) for key, curve in vars(curves).items()}}
-        for index, name in names.items()
-        if (curves := rows[index].curves) is not None
-    ]
-
-
-def _rounded(curve: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.5g}") for value in curve]
+    found: list[Spec] = []
+    for index, name in names.items():
+        if (curves := rows[index].curves) is not None:
+            found.append({"index": index, "name": name})
+            for key, curve in vars(curves).items():
+                found[-1][key] = [None if value is None else float(f"{value:.5g}") for value in curve]
+    return found
 
 
 def _scale(scale: Scale) -> Spec:
@@ -139,18 +134,13 @@ def _with_unit(title: str, scale: Scale) -> str:
     return f"{title}, {scale.unit.suffix.strip()}" if scale.unit.suffix else title
 
 
-def _named(panels: Sequence[Panel]) -> list[Series]:
-    """Return one series for each name."""
-    return list({series.name: series for panel in panels for series in panel.series}.values())
+def _by_name(named: Sequence[Series], look: Callable[[Style], Any]) -> Spec:
+    looks = {"domain": [series.name for series in named], "range": [look(series.style) for series in named]}
+    return {"field": "name", "type": "nominal", "scale": looks, "legend": None}
 
 
-def _by_name(panels: Sequence[Panel], looks: Sequence[Any]) -> Spec:
-    names = [series.name for series in _named(panels)]
-    return {"field": "name", "type": "nominal", "scale": {"domain": names, "range": list(looks)}, "legend": None}
-
-
-def _dash(panels: Sequence[Panel]) -> Spec:
-    return _by_name(panels, [series.style.dash or [1, 0] for series in _named(panels)])
+def _dash(named: Sequence[Series]) -> Spec:
+    return _by_name(named, lambda style: style.dash or [1, 0])
 
 
 def _target(chart: Chart, y: Scale) -> list[Spec]:
@@ -170,19 +160,19 @@ def _target(chart: Chart, y: Scale) -> list[Spec]:
     ]
 
 
-def _levels(chart: Chart, panels: Sequence[Panel]) -> Spec:
+def _levels(chart: Chart, named: Sequence[Series]) -> Spec:
     """Return the layer of rows that never leave the start of the x-axis, drawn as horizontal lines across it."""
     return {
         "data": {"name": "ends"},
         "transform": [{"filter": f"{_IS_SHOWN} && datum.is_level"}],
         "mark": {"type": "rule", "clip": True, "strokeWidth": 2.4},
         "encoding": {
-            "x": None, "strokeDash": _dash(panels), "description": {"field": "words"}, "tooltip": _end_tooltip(chart),
+            "x": None, "strokeDash": _dash(named), "description": {"field": "words"}, "tooltip": _end_tooltip(chart),
         },
     }  # fmt: skip
 
 
-def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Scale, y: Scale) -> list[Spec]:
+def _curves(chart: Chart, named: Sequence[Series], levels: Sequence[int], x: Scale, y: Scale) -> list[Spec]:
     """Return the layers of the curves: the lines, and invisible points that carry the tooltips."""
     names = list(dict.fromkeys([chart.x_curve, chart.y_curve, "step"]))
     fields = {chart.x_curve: "x", chart.y_curve: "y"}
@@ -196,7 +186,7 @@ def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Sca
         ],
     }  # fmt: skip
     order = {"detail": {"field": "index"}, "order": {"field": "own_step", "type": "quantitative"}}
-    is_baseline = [series.name for series in _named(panels) if series.row.method != "gossip"]
+    is_baseline = [series.name for series in named if series.row.method != "gossip"]
     width = [{"test": _IS_BROUGHT, "value": 3}, {"test": f"indexof({is_baseline}, datum.name) >= 0", "value": 2.4}]
     steps = [] if chart.x_curve == "step" else [{"field": "own_step", "title": "steps"}]
     tooltip = [
@@ -210,7 +200,7 @@ def _curves(chart: Chart, panels: Sequence[Panel], levels: Sequence[int], x: Sca
     return [
         {
             **data, "params": [_ZOOM], "mark": line,
-            "encoding": {**order, "strokeDash": _dash(panels), "strokeWidth": {"condition": width, "value": 1.6}},
+            "encoding": {**order, "strokeDash": _dash(named), "strokeWidth": {"condition": width, "value": 1.6}},
         },
         {
             **data, "mark": point,
@@ -225,9 +215,9 @@ def _placed(field: str, scale: Scale) -> str:
     return f"{known} ? datum.{field} / {scale.unit.size!r} : null"
 
 
-def _ends(chart: Chart, panels: Sequence[Panel]) -> list[Spec]:
+def _ends(chart: Chart, named: Sequence[Series]) -> list[Spec]:
     """Return the layers of the spreads and of the end points."""
-    shapes = _by_name(panels, [series.style.shape for series in _named(panels)])
+    shapes = _by_name(named, lambda style: style.shape)
     rule = {"type": "rule", "clip": True, "strokeWidth": 1.5, "aria": False}
     point = {
         "type": "point", "filled": True, "size": 75, "stroke": "var(--paper)", "strokeWidth": 0.8, "clip": True,

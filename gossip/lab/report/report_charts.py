@@ -36,10 +36,16 @@ def make_charts(document: Document) -> Iterator[Element]:
         if (scales := chart.scales([series.row for panel in divided for series in panel.series])) is not None
     ]
     if not drawn:
-        text = "Nothing to draw: no run has left a curve or a result."
-        yield element("p", text, class_="nothing")
+        yield element("p", "Nothing to draw: no run has left a curve or a result.", class_="nothing")
         return
-    yield element("p", _guide(document), class_="note")
+    guide = (
+        "What the filters leave out of the table is left out here too. A name in the legend hides or shows its line in "
+        "all charts, and brings it out while it is pointed at. Drag a chart to move it; the wheel with Ctrl zooms, as "
+        "do the buttons; a double click goes back."
+    )
+    if DESCRIPTION in document.cluster:
+        guide += f" Times are predicted for {document.cluster[DESCRIPTION].rstrip('.')}."
+    yield element("p", guide, class_="note")
     yield element("noscript", element("p", "The charts need JavaScript; the table does not.", class_="nothing"))
     yield _legend(
         [series for panel in divided for series in panel.series if any(chart.end(series.row) for chart, _ in drawn)]
@@ -49,17 +55,6 @@ def make_charts(document: Document) -> Iterator[Element]:
         "div", *figures, class_="figures single" if len(divided) == 1 else "figures", id="figures", aria_busy="true"
     )
     yield element("script", pack(_data(document, divided, drawn)), type="text/plain", id=DATA)
-
-
-def _guide(document: Document) -> str:
-    text = (
-        "What the filters leave out of the table is left out here too. A name in the legend hides or shows its line in "
-        "all charts, and brings it out while it is pointed at. Drag a chart to move it; the wheel with Ctrl zooms, as "
-        "do the buttons; a double click goes back."
-    )
-    if DESCRIPTION in document.cluster:
-        text += f" Times are predicted for {document.cluster[DESCRIPTION].rstrip('.')}."
-    return text
 
 
 def _figure(chart: Chart, divided: Sequence[Panel], x: Scale, y: Scale) -> Element:
@@ -101,8 +96,7 @@ def _legend(drawn: Sequence[Series]) -> Element:
         button = element("button", sample, element("span", name), type="button", aria_pressed="true", data_name=name)
         rows = " ".join(dict.fromkeys(str(series.index) for series in members))
         legend.append(element("li", button, data_rows=rows))
-    toggle = element("button", "Hide all", type="button", id="toggle-all")
-    return extend(legend, element("li", toggle))
+    return extend(legend, element("li", element("button", "Hide all", type="button", id="toggle-all")))
 
 
 def _data(document: Document, divided: Sequence[Panel], drawn: Sequence[tuple[Chart, tuple[Scale, Scale]]]) -> str:
