@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
+from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.private_torch import at_end_of_backward, backward_task, fast_range, is_autograd_compiled, tree_leaves
 
 
@@ -94,3 +96,32 @@ def steps_another_model(owner: object) -> bool:
     found = _latest_step[1]() if _latest_step[0] == task else None
     _latest_step[:] = [task, weakref.ref(owner)]
     return found is not None and found is not owner
+
+
+class GradientHooks:
+    """One hook for every parameter that is in a bucket."""
+
+    def __init__(self, make_hook: Callable[[int, int], Callable[[torch.Tensor], None]]) -> None:
+        self._make_hook = make_hook
+        self._handles: dict[tuple[int, int], RemovableHandle] = {}
+
+    def add(self, buckets: Iterable[AnyBucket]) -> None:
+        """Register hooks for all parameters of these buckets."""
+        for bucket in buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                requires_grad = parameter.requires_grad  # False if only a checkpoint requires it to be exchanged
+                parameter.requires_grad_(True)
+                hook = self._make_hook(bucket.index, place)
+                self._handles[bucket.index, place] = parameter.register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad_(requires_grad)
+
+    def are_followed(self, parameter: torch.Tensor, index: int, place: int) -> bool:
+        """Return whether hooks that were registered later are still to be called for the newest gradient."""
+        hooks = parameter._post_accumulate_grad_hooks
+        return bool(next(reversed(hooks)) != self._handles[index, place].id)
+
+    def close(self) -> None:
+        """Remove the hooks. Local."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()

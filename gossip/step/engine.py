@@ -49,33 +49,6 @@ class StepEngine(HealthChecks, ABC):
     """Makes the steps of one model.
 
     A subclass determines when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.
-
-    Attributes
-    ----------
-    shards : LocalGroup or None
-        The ranks with which this one holds a replica.
-    unfrozen : list of list of str
-        The names of the parameters that have got buckets since the model was wrapped, grouped by step.
-    step : int
-        The number of steps made, which is also the index of the next round.
-    generation : int
-        The number of the generation of the training ranks.
-    synchronise : bool
-        Whether a backward pass makes a step; if False, it only accumulates gradients.
-    is_averaged : bool
-        Whether the buckets temporarily hold the global average.
-    is_in_join : bool
-        Whether ranks may temporarily be at different steps.
-    on_forward : callable
-        Called before every forward pass that is not recomputed for a checkpoint.
-    on_step_begin : callable
-        Called once at the beginning of every step.
-    on_step_end : callable
-        Called once at the end of every step, after the number of steps has been incremented.
-    on_close : callable
-        Called when the model can no longer be trained.
-    error : BaseException or None
-        The error that ended training on this rank, so that the ranks are no longer in step.
     """
 
     def __init__(
@@ -94,20 +67,21 @@ class StepEngine(HealthChecks, ABC):
         self.module = module
         self.buckets = list(buckets)
         self.frozen = frozen
-        self.unfrozen: list[list[str]] = []
+        self.unfrozen: list[list[str]] = []  # names that have got buckets since the model was wrapped, by step
         self.exchanges = exchanges
         self._order = StepOrder(exchanges)
         self.updater = updater
         self.rank = rank
-        self.step = self.generation = 0
-        self.synchronise = True
-        self.is_averaged = self.is_in_join = False
-        self.on_forward: Callable[[], None] = do_nothing
+        self.step = self.generation = 0  # steps made, and so the index of the next round; of the training ranks
+        self.synchronise = True  # else a backward pass makes no step, and only accumulates gradients
+        self.is_averaged = False  # the buckets temporarily hold the global average
+        self.is_in_join = False  # ranks may temporarily be at different steps
+        self.on_forward: Callable[[], None] = do_nothing  # not where a checkpoint recomputes
         self.on_step_begin: Callable[[], None] = do_nothing
-        self.on_step_end: Callable[[], None] = do_nothing
+        self.on_step_end: Callable[[], None] = do_nothing  # the number of steps has been incremented
         self.on_close: Callable[[], None] = do_nothing
         self.shards = shards
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # ended training here, so that the ranks are no longer in step
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
         self._optimizer_steps = False  # while True, optimizer.step() is called by the engine

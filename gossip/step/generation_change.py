@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from loguru import logger
 
 import topologies
@@ -18,7 +19,7 @@ from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
 from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
-from gossip.errors import CannotJoinError, ExchangeError, ManifestError, reason
+from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason
 from gossip.exchange.generation_transport import make_generation_transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
@@ -28,11 +29,11 @@ from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
 from gossip.step.engine import do_nothing
 from gossip.step.preemption import Preemption
 from gossip.step.state.algorithm_state import algorithm_state, common_state
-from gossip.step.state.common_state import agree_on_
 from gossip.step.state.kept_objects import START_AGAIN, GivenObjects, KeptObjects, group_options
 from gossip.step.state.replica_state import module_state, optimizer_state, own_options, restore_replica
 from topologies import Topology
 
+_AGREEING = "averaging what the algorithm keeps alike on all ranks"
 _PAUSE_S = 0.1
 _PATIENCE_TIMEOUTS = 5
 
@@ -411,3 +412,39 @@ def follow_generations(
     change.begin()
     Preemption(parts.engine, leave).install()
     return change
+
+
+@torch.no_grad()
+def agree_on_(world: ElasticWorld, tensors: Sequence[torch.Tensor], *, is_joining: bool) -> bool:
+    """Set tensors to their mean over the ranks that have trained, the same bits on all members of a new generation.
+
+    In exact arithmetic this changes nothing, unless a rank was lost in an exchange that was to be exact, which left
+    different means on different ranks; ranks that join get what the others have. Collective, when a generation is
+    entered.
+
+    Tensors of a rank that ``is_joining`` do not count: it has not trained with the others yet. Returns False if a rank
+    was lost meanwhile, so that there will be another generation, or this rank cannot continue.
+    """
+    own = world.member
+    others = [member for member in world.members if member != own]
+    try:
+        heads = world.exchange(dict.fromkeys(others, torch.tensor([is_joining])), _AGREEING, turn=1)
+        joining = {member for member in others if heads[member].any()} | ({own} if is_joining else set())
+        trained = [member for member in world.members if member not in joining] or list(world.members)
+        partners = [member for member in trained if member != own]
+        for number, tensor in enumerate(tensors):
+            means: dict[int, torch.Tensor] = {}
+            slices = dict(zip(trained, tensor.cpu().view(-1).tensor_split(len(trained)), strict=True))
+            if own in trained:  # and computes the mean of one slice for all
+                sent, num_bytes = {m: slices[m] for m in partners}, dict.fromkeys(partners, slices[own].nbytes)
+                found = world.exchange(sent, _AGREEING, partners, num_bytes=num_bytes, turn=2 + 2 * number)
+                rows = [slices[own], *(found[member].view(tensor.dtype) for member in partners)]
+                means[own] = torch.stack(rows).double().mean(0).to(tensor.dtype)
+            given = dict.fromkeys(others if means else (), means.get(own))
+            num_bytes = {member: slices[member].nbytes for member in partners}
+            found = world.exchange(given, _AGREEING, partners, num_bytes=num_bytes, turn=3 + 2 * number)
+            means |= {member: payload.view(tensor.dtype) for member, payload in found.items()}
+            tensor.copy_(torch.cat([means[member] for member in trained]).view(tensor.shape))
+    except (GenerationEndedError, ExchangeError):  # a rank that cannot continue learns so again when it begins a step
+        return False
+    return True

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
+from gossip.step.backward_pass import GradientHooks
 from gossip.step.engine import StepEngine
-from gossip.step.gradient_hooks import GradientHooks
 
 
 class OptimizerSteps(StepEngine):
