@@ -245,10 +245,12 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         self._forward = torch.compiler.disable(forward_like(GossipDataParallel.forward, module), recursive=False)
         self._generations: GenerationChange | None = None
         if world.changes:
-            from gossip.step.generation_change import follow_generations
+            from gossip.step.generation_change import GenerationChange
 
             try:
-                self._generations = follow_generations(self, parts, arguments, world, self._kept)
+                generations = GenerationChange(self, world, parts, arguments, self._kept)
+                generations.begin()
+                self._generations = generations
             except BaseException:
                 self._finalizer()
                 raise

@@ -52,12 +52,19 @@ class RelaySum(WithForm):
     unclipped_because = "relays sums, of which every part must arrive"
     requires = Requires(static=True, symmetric=True, tree=True, prompt=True)
 
+    _size = 1
+
     def __init__(self, form: Form = "atc") -> None:
         super().__init__(form)
+        self._states: tuple[str, ...] = ()
+        self._rounds: Mapping[str, Round] = {}
+        self._behind = torch.zeros(0)
 
     def on(self, topology: Topology, delivers: float = 1.0) -> RelaySum:
         del delivers
-        return _Relaying(self.form, topology)
+        bound = RelaySum(self.form)
+        bound._relay_along(only_graph(topology), topology.world_size)
+        return bound
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:
@@ -67,17 +74,7 @@ class RelaySum(WithForm):
                     "be shown; choose another algorithm or another optimizer"
                 )
 
-    def describe(self) -> str:
-        return f"RelaySum({self.form})"
-
-
-class _Relaying(RelaySum):
-    """RelaySum bound to a tree."""
-
-    def __init__(self, form: Form, topology: Topology) -> None:
-        super().__init__(form)
-        size = topology.world_size
-        tree = only_graph(topology)
+    def _relay_along(self, tree: nx.Graph, size: int) -> None:
         colours = _coloured(tree)
         num_colours = max(colours.values(), default=0) + 1
         self.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]

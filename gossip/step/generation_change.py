@@ -39,7 +39,7 @@ _PATIENCE_TIMEOUTS = 5
 
 
 class GenerationChange:
-    """Takes a model from generation to generation.
+    """Takes a model, which it does not own, from generation to generation.
 
     Attributes
     ----------
@@ -47,14 +47,12 @@ class GenerationChange:
         The generation along whose topology the model exchanges; its members are the ranks that train.
     rank : int
         This rank's place among them.
-    on_change : callable
-        Called with every new topology and algorithm.
     """
 
-    def __init__(self, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
+    def __init__(self, model: Any, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
         assert isinstance(world, ElasticWorld)
         self.generation, self.rank = Generation(0, tuple(range(parts.topology.world_size))), world.rank
-        self.on_change: Callable[[Topology, Algorithm], None] = lambda *_: None
+        self._model = weakref.ref(model)
         self._world, self._parts, self._arguments = world, parts, arguments
         self._kept = weakref.proxy(kept)
         self._joined_at: int | None = None
@@ -64,8 +62,8 @@ class GenerationChange:
         self._has_common_state = True
 
     def begin(self) -> None:
-        """Enter the first generation, or join the ranks that train."""
-        end_joining = None
+        """Enter the first generation, or join the ranks that train. Collective."""
+        end_joining, model = do_nothing, self._model
         if self._world.is_alone:
             end_joining = self._join(returns=False)
         else:
@@ -75,8 +73,13 @@ class GenerationChange:
         self._parts.engine.exchanges.on_astray = self._note_astray
         self._parts.engine.on_step_begin = self._end_pause
         self.begin_step()
-        if end_joining is not None:
-            end_joining()
+        end_joining()
+
+        def leave() -> None:
+            if (left := model()) is not None:
+                left.leave()
+
+        Preemption(self._parts.engine, leave).install()
 
     # A rank that joins starts where its source begins a step, after everything that happens between two steps; a rank
     # that returns does so within its loop, where its source ends a step. If ranks make their steps together, they take
@@ -89,7 +92,7 @@ class GenerationChange:
 
     def begin_step(self) -> None:
         """Enter the generation of the next step; waits while the ranks agree on one."""
-        step, end_joining = self._step, None
+        step, end_joining = self._step, do_nothing
         if self._parts.engine.last_meter is not None:
             self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.consensus.is_new &= self._parts.engine.step == self._joined_at
@@ -110,8 +113,7 @@ class GenerationChange:
         self._follow(generation)
         self._check_state()
         self._give(at_step_end=True)
-        if end_joining is not None:
-            end_joining()
+        end_joining()
 
     def _note_astray(self, why: str) -> None:
         """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
@@ -335,7 +337,8 @@ class GenerationChange:
         self._parts.engine.generation = generation.number
         self._agree()
         self._tell(before, topology)
-        self.on_change(topology, algorithm)
+        if (model := self._model()) is not None:
+            model.topology, model.algorithm = topology, algorithm
 
     def _agree(self) -> None:
         """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
@@ -391,27 +394,6 @@ class GenerationChange:
             topology.name,
             "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who),
         )
-
-
-def follow_generations(
-    model: Any, parts: Parts, arguments: Arguments, world: World, kept: KeptObjects
-) -> GenerationChange:
-    """Let a model continue when ranks are lost, leave or join; if this rank is to join, join the others. Collective."""
-    change = GenerationChange(world, parts, arguments, kept)
-    reference = weakref.ref(model)
-
-    def show(topology: Topology, algorithm: Algorithm) -> None:
-        if (shown := reference()) is not None:
-            shown.topology, shown.algorithm = topology, algorithm
-
-    def leave() -> None:
-        if (left := reference()) is not None:
-            left.leave()
-
-    change.on_change = show
-    change.begin()
-    Preemption(parts.engine, leave).install()
-    return change
 
 
 @torch.no_grad()

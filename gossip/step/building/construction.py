@@ -24,7 +24,7 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
-from gossip.exchange.clipping import check_clipping, clips_above
+from gossip.exchange.clipping import clips_above
 from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import TransportFactory, make_transport
@@ -44,12 +44,9 @@ from gossip.step.building.compilation import keep_out_of_graphs
 from gossip.step.building.wrapper_arguments import (
     Arguments,
     check_arguments,
-    check_asynchronous,
-    check_divided,
+    check_combination,
     check_follow_ups,
     check_mesh_arguments,
-    check_soft_deadline,
-    check_undivided,
     prepare_algorithm,
     resolve_topology,
 )
@@ -262,21 +259,9 @@ def _check(
     check_parameters(module)
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket
     optimizers = build_optimizers(arguments.optimizer, module, in_backward=in_backward, by_bucket=by_bucket)
-    if arguments.shard == "none":
-        check_undivided(algorithm, optimizers)
-    elif arguments.mesh is not None:
-        check_divided(optimizers)
-    if not optimizers and not arguments.step_in_backward:
-        raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
     averages_buffers = arguments.buffers == "average"
     algorithm = prepare_algorithm(algorithm, topology, compression, optimizers, averages_buffers=averages_buffers)
-    if algorithm.is_asynchronous:
-        check_asynchronous(arguments, algorithm, compression, optimizers)
-    elif arguments.soft_deadline_s is not None:
-        check_soft_deadline(algorithm, compression, optimizers)
-    if arguments.max_difference is not None and clips_above(arguments.max_difference) is not None:
-        has_soft_deadline = arguments.soft_deadline_s is not None
-        check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
+    check_combination(arguments, algorithm, compression, optimizers)
     settings = {
         "algorithm": algorithm.describe(),
         "compression": compression.describe(),

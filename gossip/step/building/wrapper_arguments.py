@@ -19,7 +19,7 @@ from gossip.algorithms import VALUES, Algorithm, Asynchronous, Kept, resolve_alg
 from gossip.communication.membership import Membership
 from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
-from gossip.exchange.clipping import check_max_difference
+from gossip.exchange.clipping import check_clipping, check_max_difference, clips_above
 from gossip.exchange.exchanges import UsesExchange
 from gossip.exchange.transport import TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
@@ -288,7 +288,26 @@ def _reader(optimizers: Sequence[Optimizer]) -> str:
     return next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, UsesExchange)), "")
 
 
-def check_asynchronous(
+def check_combination(
+    arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
+) -> None:
+    """Refuse algorithms, compressions and optimizers that do not work with the other settings."""
+    if not optimizers and not arguments.step_in_backward:
+        raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
+    if arguments.shard == "none":
+        _check_undivided(algorithm, optimizers)
+    elif arguments.mesh is not None:
+        _check_divided(optimizers)
+    if algorithm.is_asynchronous:
+        _check_asynchronous(arguments, algorithm, compression, optimizers)
+    elif arguments.soft_deadline_s is not None:
+        _check_soft_deadline(algorithm, compression, optimizers)
+    if arguments.max_difference is not None and clips_above(arguments.max_difference) is not None:
+        has_soft_deadline = arguments.soft_deadline_s is not None
+        check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
+
+
+def _check_asynchronous(
     arguments: Arguments, algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]
 ) -> None:
     """Refuse settings that do not work if ranks do not make their steps together."""
@@ -314,7 +333,7 @@ def check_asynchronous(
 _NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
 
 
-def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
+def _check_divided(optimizers: tuple[Optimizer, ...]) -> None:
     """Refuse optimizers that need whole parameters, where each rank has a part of every parameter."""
     for optimizer in optimizers:
         if isinstance(optimizer, _NEEDS_MATRICES) or requires_closure(optimizer):
@@ -326,7 +345,7 @@ def check_divided(optimizers: tuple[Optimizer, ...]) -> None:
             )
 
 
-def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
+def _check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
     """Refuse what needs a rank's whole message, where each rank of a group sends a part of it."""
     needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
     why = "the whole message that a rank has sent, but each rank of a group sends a part of it; choose another"
@@ -340,7 +359,7 @@ def check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> 
     )
 
 
-def check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
+def _check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
     """Refuse settings that cannot mix a message that arrives late."""
     mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
     needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None

@@ -325,6 +325,11 @@ def test_virtual_workers_are_restored_from_the_files_of_processes(name: str, of_
 # ------------------------------------------------------------------ refusals
 
 
+class Reader(torch.optim.SGD):
+    def pre_average_hook(self, *_: object) -> None:
+        raise AssertionError
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": name, "topology": "pushed"}, r'only column-stochastic.*algorithm="push_sum", which corrects for it')
     for name in ("adapt_while_communicating", "gradient_tracking")
@@ -334,6 +339,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"mixes by another matrix .* algorithm ExactDiffusion\(atc\) builds on",
     ),
     ({"algorithm": "relay_sum", "topology": "ring"}, "'ring' is not a tree"),
+    ({"algorithm": "relay_sum", "topology": "path", "optimizer": Reader}, r"Reader\.pre_average_hook could be shown"),
     ({"algorithm": "diloco", "topology": "ring"}, r'does not average over all ranks .* choose topology="complete"'),
     (
         {"algorithm": "momentum_exchange", "optimizer": torch.optim.Adam},

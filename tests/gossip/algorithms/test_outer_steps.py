@@ -105,17 +105,6 @@ def test_messages_that_would_be_overtaken_are_not_lost_in_silence() -> None:
         step(workers, 1)
 
 
-class Reader(torch.optim.SGD):
-    def pre_average_hook(self, *_: object) -> None:
-        raise AssertionError
-
-
-def test_optimizer_that_reads_exchanges_cannot_be_shown_relayed_ones() -> None:
-    reader = partial(Reader, lr=0.1)
-    with pytest.raises(ValueError, match=r"Reader\.pre_average_hook could be shown"):
-        VirtualWorkers(nn.Linear(2, 1), 3, reader, "path", algorithm="relay_sum", devices=["cpu"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

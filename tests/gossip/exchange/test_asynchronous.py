@@ -195,27 +195,6 @@ def test_a_rank_may_leave() -> None:
         torch.testing.assert_close(values, results[0][0], rtol=0, atol=0)
 
 
-def join_and_average(num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
-    rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
-    with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
-        with model.join():
-            for _ in range(num_steps[rank]):
-                total -= RATE * (flat(model.module) - targets(rank, 64))
-                model(targets(rank, 64)).backward()
-        model.global_avg()
-        return model.step, flat(model.module), total
-
-
-@pytest.mark.slow
-def test_ranks_may_make_different_numbers_of_steps() -> None:
-    with unsupervised.started(join_and_average, [3, 11, 0, 25], world_size=4) as ranks:
-        results = ranks.results()
-    assert [step for step, _, _ in results] == [3, 11, 0, 25]
-    mean = torch.stack([total for _, _, total in results]).mean(0)
-    for _, values, _ in results:
-        torch.testing.assert_close(values, mean, rtol=0, atol=1e-12)
-
-
 def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
     rank = torch.distributed.get_rank()
     model = make_model(64, {"algorithm": "asynchronous", "topology": "ring", "optimizer": momentum})
@@ -235,17 +214,19 @@ def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Te
 
 
 def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[int, int]]]]:
-    """The sum of its updates, and what it says that it has sent in each step."""
+    """The sum of its updates, and what it says that it has sent in each step; others make other numbers of steps."""
     rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
     sent = []
     with make_model(64, {"algorithm": "asynchronous", "topology": "complete"}) as model:
-        for _ in range(20):
-            total -= RATE * (flat(model.module) - targets(rank, 64))
-            model(targets(rank, 64)).backward()
-            stats = model.stats()
-            assert stats is not None
-            assert stats.consensus_distance_estimate is None
-            sent.append((stats.bytes_sent, dict(stats.bytes_by_peer)))
+        with model.join():
+            for _ in range((20, 0, 13)[rank]):
+                total -= RATE * (flat(model.module) - targets(rank, 64))
+                model(targets(rank, 64)).backward()
+                stats = model.stats()
+                assert stats is not None
+                assert stats.consensus_distance_estimate is None
+                sent.append((stats.bytes_sent, dict(stats.bytes_by_peer)))
+        assert model.step == (20, 0, 13)[rank]
         gossip.export(model, f"{folder}/mean.safetensors")
         return total, sent
 

@@ -35,10 +35,8 @@ TOPOLOGIES = {
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
 } | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
 TOPOLOGIES["complete.then"] = TOPOLOGIES["complete"].then(TOPOLOGIES["random_matching"], after=1)
-SCHEDULES = {
-    "every": TOPOLOGIES["ring"].every(3),
-    "then": TOPOLOGIES["complete"].then(TOPOLOGIES["one_peer_ring"].every(2), after=3),
-}
+
+
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 SIZES = (1, 7, 100_003)
 NUM_STEPS = 3
@@ -175,42 +173,6 @@ class IdleTransport(Transport):
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
         raise NotImplementedError
-
-
-class CountingTransport(DistributedTransport):
-    """Notes the steps of what it starts."""
-
-    def __init__(self, started: list[int], world: World, topology: Topology) -> None:
-        super().__init__(world, topology)
-        self.started = started
-
-    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
-        self.started.append(step)
-        return super().start(conversation, round_, step=step, bucket=bucket)
-
-
-def bytes_of_each_step() -> dict[str, list[int]]:
-    """What this rank hands to the transport and to its communicators, step by step."""
-    sent = {}
-    for label, topology in SCHEDULES.items():
-        started: list[int] = []
-        transport = functools.partial(CountingTransport, started)
-        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-        model = GossipDataParallel(torch.nn.Linear(3, 1), optimizer, topology, transport=transport)
-        sent[label] = []
-        for step in range(6):
-            model(torch.ones(1, 3)).sum().backward()
-            sent[label].append(model.stats().bytes_sent)
-            assert (step in started) == (sent[label][-1] > 0)
-        model.close()
-    return sent
-
-
-def test_identity_rounds_send_nothing() -> None:
-    block = 32  # bytes of the only bucket
-    for sent in run_ranks(bytes_of_each_step, world_size=WORLD_SIZE):
-        assert sent["every"] == [0, 0, 2 * block, 0, 0, 2 * block]
-        assert sent["then"] == [*[3 * block] * 3, 0, block, 0]
 
 
 @pytest.mark.parametrize(

@@ -104,21 +104,6 @@ def test_closure_makes_the_steps_of_the_loop_without_one() -> None:
     run_ranks(train_with_and_without_closure, world_size=2)
 
 
-def test_gradients_of_a_closure_that_are_not_finite_are_not_applied() -> None:
-    model = wrap(make_module(), FACTORIES["SGD"])
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def closure() -> torch.Tensor:
-        loss = loss_of(model, 0) * float("inf")
-        loss.backward()
-        return loss
-
-    assert model.optimizer.step(closure).isinf()
-    assert all(map(torch.equal, model.parameters(), before))
-    assert (model.step, model.stats().num_skipped) == (1, 1)
-    model.close()
-
-
 def test_closure_that_raises_leaves_the_model_usable() -> None:
     model, plain = wrap(make_module(), FACTORIES["SGD"]), make_module()
     with pytest.raises(ZeroDivisionError):
@@ -128,15 +113,6 @@ def test_closure_that_raises_leaves_the_model_usable() -> None:
         each.step(make_closure(module, [each], 0))
     assert model.step == 1
     assert_same(model, plain)
-    model.close()
-
-
-def test_closure_of_a_lightning_step_without_a_loss_makes_a_step_without_an_update() -> None:
-    model = wrap(make_module(), FACTORIES["SGD"])
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    assert model.optimizer.step(lambda: None) is None
-    assert model.step == 1
-    assert all(map(torch.equal, model.parameters(), before))
     model.close()
 
 

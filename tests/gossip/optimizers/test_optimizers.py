@@ -108,20 +108,6 @@ def test_closure_optimizer_is_refused_inside_backward() -> None:
         GossipDataParallel(module, torch.optim.LBFGS(module.parameters()), clip_grad_norm=1.0)
 
 
-class CountingInGroup(torch.optim.SGD):
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["lr"] = 0.1 / (1 + group.setdefault("count", 0))
-            group["count"] += 1
-        super().step(closure)
-
-
-@pytest.mark.parametrize("mode", ["all at once", "outside"])
-def test_optimizer_that_counts_in_its_groups_works_where_it_is_stepped_at_once(mode: str) -> None:
-    model = trained_as_plain(lambda module: (CountingInGroup(module.parameters(), lr=0.1),), mode)
-    assert optimizers_of(model)[0].param_groups[0]["count"] == 4
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_step_hooks_fire_once_per_step(mode: str) -> None:
     model = GossipDataParallel(make_module(), SGD, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])

@@ -148,12 +148,6 @@ def test_scaler_with_half_precision_parameters_is_refused() -> None:
         GossipDataParallel(make_module().half(), SGD, scaler=torch.amp.GradScaler("cpu"))
 
 
-def test_scaler_that_is_disabled_changes_nothing() -> None:
-    model = GossipDataParallel(make_module(), SGD, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    model(batch(0)).sum().backward()
-    assert model.step == 1
-
-
 # ------------------------------------------------------------------ not finite
 
 

@@ -96,29 +96,7 @@ def test_checkpointed_model_makes_one_step(use_reentrant: bool, as_a_whole: bool
     assert_same(model, plain, 1e-6)
 
 
-def test_evaluation_and_forwards_without_backward_are_no_steps() -> None:
-    model = wrap()
-    with torch.no_grad():
-        model(torch.ones(1, 3))
-    with torch.inference_mode():
-        model(torch.ones(1, 3))
-        model.idle_step()
-    model(torch.ones(1, 3))
-    assert model.step == 1  # the idle one
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.step == 2
-
-
 # ------------------------------------------------------------------ what goes wrong
-
-
-def test_backward_refused_inside_averaged_leaves_the_model_usable() -> None:
-    model, plain = wrap(), wrap()
-    with model.averaged(), pytest.raises(GossipError, match="leave the block first"):
-        model(torch.ones(1, 3)).sum().backward()
-    for each in (model, plain):
-        each(torch.ones(1, 3)).sum().backward()
-    assert_same(model, plain)
 
 
 class FailingTail(nn.Module):
@@ -165,13 +143,6 @@ def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
     assert_same(model, plain)
 
 
-class CountingInGroup(torch.optim.SGD):
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        super().step(closure)
-
-
 class CountingInItself(torch.optim.SGD):
     count = 0
 
@@ -180,10 +151,9 @@ class CountingInItself(torch.optim.SGD):
         super().step(closure)
 
 
-@pytest.mark.parametrize("optimizer", [CountingInGroup, CountingInItself])
-def test_optimizer_that_counts_for_all_parameters_is_refused(optimizer: type[torch.optim.SGD]) -> None:
-    model = GossipDataParallel(make_module(), functools.partial(optimizer, lr=0.1))
-    with pytest.raises(GossipError, match=f"{optimizer.__name__} keeps 'count' for several parameters at once"):
+def test_optimizer_that_counts_for_all_parameters_is_refused() -> None:
+    model = GossipDataParallel(make_module(), functools.partial(CountingInItself, lr=0.1))
+    with pytest.raises(GossipError, match="CountingInItself keeps 'count' for several parameters at once"):
         model(torch.ones(1, 3)).sum().backward()
 
 

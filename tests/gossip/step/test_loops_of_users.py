@@ -26,7 +26,6 @@ from small_runs import (
 )
 from torch import nn
 
-import topologies
 from gossip import GossipDataParallel, launch
 
 # ------------------------------------------------------------------ what comes before a step and leaves no trace
@@ -191,18 +190,6 @@ def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> No
 
 
 # ------------------------------------------------------------------ sizes
-
-
-def one_rank_per_node() -> None:
-    topology = topologies.build("alternating_exp_ring", dist.get_world_size(), local_size=1)
-    with wrap(topology=topology) as model:
-        train(model, range(5))
-        assert_rows(model, rows_after(range(5), model.world_size, topology=topology))
-
-
-def test_alternating_exp_ring_with_one_rank_per_node() -> None:
-    """It leaves groups of one, for which there is no communicator."""
-    run_ranks(one_rank_per_node, world_size=4)
 
 
 def every_feature() -> None:
