@@ -15,17 +15,7 @@ _OF_STATIC = 0.5
 
 
 class Gains(NamedTuple):
-    """The gains that apply from a round on.
-
-    Attributes
-    ----------
-    start : int
-        The first round to which they apply.
-    gamma : float
-        The factor by which the result of an exchange enters the values.
-    kappa : float
-        The factor by which it enters the correction.
-    """
+    """The factors by which an exchange enters the values and the correction, from a round on."""
 
     start: int
     gamma: float

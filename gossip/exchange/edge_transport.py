@@ -82,15 +82,7 @@ class Patience(NamedTuple):
 
 
 class EdgeExchange:
-    """Messages in flight between members of a generation, see :class:`gossip.Exchange`.
-
-    Attributes
-    ----------
-    dropped : set of int
-        Positions in the generation whose messages were left out; complete after :meth:`wait`.
-    delayed : set of int
-        Those of them whose messages are mixed in later.
-    """
+    """Messages in flight between members of a generation, see :class:`gossip.Exchange`."""
 
     def __init__(
         self,
@@ -106,8 +98,8 @@ class EdgeExchange:
     ) -> None:
         self.bytes_by_peer: dict[int, int] = {}
         self.arrived_at: dict[int, float] = {}
-        self.dropped: set[int] = set()
-        self.delayed: set[int] = set()
+        self.dropped: set[int] = set()  # places whose messages were left out; complete after wait()
+        self.delayed: set[int] = set()  # those of them whose messages are mixed in later
         self._patience, self._shared = patience, shared
         self._world = world
         self._members = members

@@ -136,14 +136,8 @@ class PairAverager:
     def take(self, bucket: int, step: int, *, is_read: bool = False) -> torch.Tensor | None:
         """Return the sum of averages since the last call on the parameters' device, or None; valid until the next call.
 
-        Parameters
-        ----------
-        bucket : int
-            The bucket.
-        step : int
-            The step before whose update it enters the parameters.
-        is_read : bool
-            Whether the gradient of that step is still to be computed.
+        It enters the parameters before the update of ``step``, and ``is_read`` if the gradient of that step is still to
+        be computed.
         """
         shown = self._shown.get(bucket)
         if shown is None:

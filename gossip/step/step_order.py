@@ -35,14 +35,7 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
     def direct(self, indices: Sequence[int], step: int, skipped: SkippedRows | None = None) -> None:
         """Let the algorithm replace the gradients.
 
-        Parameters
-        ----------
-        indices : sequence of int
-            The buckets.
-        step : int
-            The step.
-        skipped : callable, optional
-            For virtual workers: returns which rows of each view of a bucket, [k] bool, are not to be updated.
+        Of virtual workers ``skipped`` returns which rows of each view of a bucket, [k] bool, are not to be updated.
         """
         if self._algorithm.directs:
             for index in indices:

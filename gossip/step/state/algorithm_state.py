@@ -49,12 +49,9 @@ def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False
 
 @torch.no_grad()
 def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any] | None) -> list[str]:
-    """Restore what :func:`algorithm_state` returned; start anew from None or another algorithm's state. Local.
+    """Restore what :func:`algorithm_state` returned, or start anew from None or another algorithm's state. Local.
 
-    Returns
-    -------
-    list of str
-        What was left out, in words.
+    Returns what was left out, in words.
     """
     algorithm = exchanges.algorithm
     for index in _of_parameters(exchanges):
@@ -110,12 +107,7 @@ def _of_parameters(exchanges: Exchanges[Any, Any]) -> Iterator[int]:
 def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     """Return the state with which every rank starts when the number of ranks has changed.
 
-    Parameters
-    ----------
-    saved : mapping
-        The state of any old rank.
-    mean : mapping
-        The mean over the old ranks, by state and parameter.
+    ``saved`` is the state of any old rank, and ``mean`` the mean over the old ranks, by state and parameter.
     """
     kept = {
         state: {

@@ -19,17 +19,10 @@ from gossip.step.engine import StepEngine
 def optimizer_state(
     optimizer: Optimizer, named: Iterable[tuple[str, torch.Tensor]], *, is_given: bool = False
 ) -> dict[str, Any]:
-    """Return the ``state_dict()`` of an optimizer as plain data. Local.
+    """Return the ``state_dict()`` of an optimizer as plain data; ``named`` is what it updates. Local.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The optimizer.
-    named : iterable of (str, Tensor)
-        What it updates, with the names for the error text.
-    is_given : bool
-        Whether it is for a rank that has constructed the same optimizer. It then lacks the options of parameter groups
-        that are not plain data, such as functions: that rank has its own.
+    If it ``is_given`` to a rank that has constructed the same optimizer, it lacks the options of parameter groups that
+    are not plain data, such as functions: that rank has its own.
     """
     kind = type(optimizer).__name__
     where = f"the state_dict() of {kind}"
