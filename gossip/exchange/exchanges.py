@@ -262,11 +262,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                 in_flight.differences()
             self.in_flight[index] = None
 
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether any bucket awaits messages."""
-        return any(in_flight is not None for in_flight in self.in_flight)
-
     def weights(self) -> dict[str, list[torch.Tensor]]:
         """Return the weights of parameters in a mean over ranks, for each view, [..., 1]; empty if all are equal.
 
