@@ -143,7 +143,7 @@ def _settings(document: Document) -> Iterator[Element]:
 
 def _reproduce(document: Document) -> Iterator[Element]:
     text = "The commands of a row, one for each seed, unfold in the table beside its name."
-    yield element("p", text) if document.rows else element("p", "There are no commands without rows.")
+    yield element("p", text if document.rows else "There are no commands without rows.")
     files_ = element("p", "The numbers of this page: ")
     extend(files_, element("a", "results.csv", href="results.csv"), " (one line per row), ")
     extend(files_, element("a", "results.md", href="results.md"), " (the chief ones) and ")

@@ -90,7 +90,8 @@ def _body(index: int, row: Row, cells: Sequence[Element]) -> Element:
     line = element("tr", *cells)
     details = element("tr", element("td", _details(row), colspan=str(len(line))), id=f"details-{index}", hidden=True)
     chosen = {f"data_{name}": setting_text(row, name) for name in (*SETTINGS, "status")}
-    return element("tbody", line, details, data_row=str(index), data_text=_searched(row), **chosen)
+    searched = " ".join([row.label, *chosen.values(), *row.reasons]).lower()
+    return element("tbody", line, details, data_row=str(index), data_text=searched, **chosen)
 
 
 def _label_cell(row: Row, settings: Sequence[str], details: str) -> Element:
@@ -134,7 +135,12 @@ def _value_cell(row: Row, column: Column, is_best: bool) -> Element:
     value = row.values.get(column.name)
     if value is None:
         return element("td", element("span", _NOTHING, aria_hidden="true"), _hidden("no value"), class_="number")
-    cell = element("td", class_="number", data_value=repr(value.mean), title=_counted(row, value.count))
+    cell = element(
+        "td",
+        class_="number",
+        data_value=repr(value.mean),
+        title=None if value.count == len(row.seeds) else f"mean of {value.count} of {len(row.seeds)} seeds",
+    )
     if is_best:
         extend(cell, element("span", "★ ", class_="best", aria_hidden="true"), _hidden("best: "))
     return extend(cell, column.quantity.value_text(value))
@@ -146,11 +152,6 @@ def _outcome(row: Row, name: str) -> str:
     return "" if row.tuning is None else f"{row.tuning.parameter} {row.tuning.text}"
 
 
-def _counted(row: Row, count: int) -> str | None:
-    """Return a note if the mean does not cover all seeds; None if it does."""
-    return None if count == len(row.seeds) else f"mean of {count} of {len(row.seeds)} seeds"
-
-
 def _details(row: Row) -> Element:
     details = element("div", class_="details")
     seeds = ", ".join(map(str, row.seeds))
@@ -160,27 +161,18 @@ def _details(row: Row) -> Element:
     extend(details, element("p", "; ".join([row.label, *facts])))
     for reason in row.reasons:
         extend(details, element("p", reason, class_="reason"))
-    for fact in _compared(row):
-        extend(details, element("p", fact))
+    if row.tuning is not None:
+        tried = "; ".join(trial.text for trial in row.tuning.trials)
+        extend(details, element("p", f"{row.tuning.parameter} with seed {row.tuning.seed}: {tried}"))
+    if row.bars:
+        said = {True: "met", False: "not met", None: "not known"}
+        bars = ", ".join(f"{name} {bar.bar:g} {said[bar.met]}" for name, bar in row.bars.items())
+        extend(details, element("p", f"bars: {bars}"))
     if not row.commands:
         return extend(details, element("p", "No command was recorded."))
     commands = element("pre", *(element("code", command) for command in row.commands), tabindex="0")
     copy = element("button", "Copy", type="button", class_="copy")
     return extend(details, commands, copy, element("span", class_="copied", role="status"))
-
-
-def _compared(row: Row) -> Iterator[str]:
-    """Yield sentences on the tuning of the row and on its bars."""
-    if row.tuning is not None:
-        tried = "; ".join(trial.text for trial in row.tuning.trials)
-        yield f"{row.tuning.parameter} with seed {row.tuning.seed}: {tried}"
-    if row.bars:
-        said = {True: "met", False: "not met", None: "not known"}
-        yield "bars: " + ", ".join(f"{name} {bar.bar:g} {said[bar.met]}" for name, bar in row.bars.items())
-
-
-def _searched(row: Row) -> str:
-    return " ".join([row.label, *(setting_text(row, name) for name in (*SETTINGS, "status")), *row.reasons]).lower()
 
 
 def _hidden(text: str) -> Element:
