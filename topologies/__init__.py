@@ -9,8 +9,6 @@
 from topologies import analysis as analysis
 from topologies import families as families
 from topologies.analysis.description import Description as Description
-from topologies.building import build as build
-from topologies.building import variants as variants
 from topologies.drawing import draw as draw
 from topologies.drawing import draw_comparison as draw_comparison
 from topologies.family_registry import available as available
@@ -27,6 +25,8 @@ from topologies.round import Round as Round
 from topologies.schedule import Phase as Phase
 from topologies.schedule import Schedule as Schedule
 from topologies.topology import Topology as Topology
+from topologies.topology import build as build
+from topologies.topology import variants as variants
 from topologies.validation import Stochasticity as Stochasticity
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from topologies import placement
 from topologies.round import Round
 from topologies.schedule import (
+    Composition,
     Expression,
     Phase,
     Schedule,
@@ -24,46 +24,12 @@ from topologies.schedule import (
 from topologies.validation import check_integer
 
 
-@dataclass(frozen=True)
-class Composition(Expression):
-    """The rounds of phases that follow each other: the first one starts at round 0, only the last one never ends."""
-
-    sequence: tuple[Phase[Any], ...]
-
-    @property
-    def phases(self) -> tuple[Phase[Any], ...]:
-        return self.sequence
-
-    @property
-    def parts(self) -> tuple[Schedule, ...]:
-        return tuple(phase.topology for phase in self.phases)
-
-    @property
-    def symmetric(self) -> bool:
-        return all(phase.symmetric for phase in self.phases)
-
-    def __call__(self, t: int) -> Round:
-        phase = self.phases[bisect.bisect_right(self.phases, t, key=lambda phase: phase.start) - 1]
-        exchange, local_steps = divmod(t - phase.start + 1, phase.every)
-        return _identity(phase.topology.world_size) if local_steps else phase.topology.round(exchange - 1)
-
-
 def every(topology: ScheduleT, k: int) -> ScheduleT:
-    """Return the schedule with k - 1 local steps before each exchange.
+    """Return the schedule with k - 1 local steps before each exchange, for k of at least 1.
 
     Round s of this topology is round ``k (s + 1) - 1`` of the result: rounds k - 1, 2 k - 1, ... exchange, all
     others are the identity. Warm-up, period and the rounds until all is exact are k times as long. For k = 1,
     and for a single rank, it is the topology itself.
-
-    Parameters
-    ----------
-    k
-        Exchange in every k-th round only; at least 1.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If k is not an integer of at least 1.
 
     Examples
     --------
@@ -75,18 +41,7 @@ def every(topology: ScheduleT, k: int) -> ScheduleT:
     k = check_integer("k", k, minimum=1)
     if k == 1 or topology.world_size == 1:
         return topology
-    return _compose(
-        type(topology),
-        (
-            replace(
-                phase,
-                every=phase.every * k,
-                start=phase.start * k,
-                stop=None if phase.stop is None else phase.stop * k,
-            )
-            for phase in topology.phases
-        ),
-    )
+    return _compose(type(topology), (_moved(phase, times=k) for phase in topology.phases))
 
 
 def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
@@ -96,20 +51,7 @@ def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
     The first ``after`` rounds are a warm-up: period and exactness are those of ``other``. For ``after=0``, and
     for a single rank, it is ``other`` itself.
 
-    Parameters
-    ----------
-    other
-        A topology of as many ranks.
-    after
-        How many rounds this topology runs; at least 0.
-
-    Raises
-    ------
-    ValueError
-        If ``after`` is negative, the world sizes differ, or one of the two is row- and the other one
-        column-stochastic.
-    TypeError
-        If ``other`` is no topology or ``after`` no integer.
+    Not both may be stochastic in one direction only, one by rows and the other one by columns.
 
     Examples
     --------
@@ -128,11 +70,14 @@ def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
         for phase in topology.phases
         if phase.start < after
     )
-    behind = (
-        replace(phase, start=phase.start + after, stop=None if phase.stop is None else phase.stop + after)
-        for phase in other.phases
-    )
+    behind = (_moved(phase, by=after) for phase in other.phases)
     return _compose(type(topology), (*before, *behind))
+
+
+def _moved(phase: Phase[ScheduleT], times: int = 1, by: int = 0) -> Phase[ScheduleT]:
+    """Return the phase ``times`` as long, and later by so many rounds."""
+    stop = None if phase.stop is None else phase.stop * times + by
+    return Phase(phase.topology, phase.every * times, phase.start * times + by, stop)
 
 
 @dataclass(frozen=True)
@@ -141,10 +86,6 @@ class Interleaving(Expression):
 
     even: Schedule
     odd: Schedule
-
-    @property
-    def parts(self) -> tuple[Schedule, ...]:
-        return self.even, self.odd
 
     def __call__(self, t: int) -> Round:
         return self.parts[t % 2].round(t // 2)
@@ -155,13 +96,6 @@ def interleave(topology: ScheduleT, other: ScheduleT) -> ScheduleT:
 
     Round 2 s is round s of this topology, round 2 s + 1 round s of ``other``. The period is twice the least
     common multiple of both. It takes a topology of as many ranks; neither of the two may have a warm-up.
-
-    Raises
-    ------
-    ValueError
-        If the world sizes differ, one has a warm-up, or one is row- and the other column-stochastic.
-    TypeError
-        If ``other`` is no topology.
 
     Examples
     --------
@@ -191,10 +125,6 @@ class Averaging(Expression):
     k: int
     offset: int = 0
 
-    @property
-    def parts(self) -> tuple[Schedule, ...]:
-        return (self.part,)
-
     def __call__(self, t: int) -> Round:
         is_average = (t + self.offset + 1) % self.k == 0
         return _average(self.part.world_size) if is_average else self.part.round(t)
@@ -206,16 +136,6 @@ def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
     Rounds k - 1, 2 k - 1, ... are the exact average, W = J; round t is round t of this topology for all others.
     The period of a part that repeats becomes the least common multiple of its own and k. A schedule whose rounds
     k - 1, 2 k - 1, ... are such averages already is returned as it is, as for a single rank.
-
-    Parameters
-    ----------
-    k
-        At least 1.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If k is not an integer of at least 1.
 
     References
     ----------
@@ -269,16 +189,8 @@ def averaging(topology: ScheduleT, k: int, offset: int) -> ScheduleT:
 def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
     """Return the same schedule with the ranks in other places.
 
-    Parameters
-    ----------
-    order
-        Rank ``order[place]`` does what rank ``place`` does in this topology: for a ring, the order in which it
-        passes the ranks.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If ``order`` does not name every rank once.
+    Rank ``order[place]`` does what rank ``place`` does in this topology: for a ring, ``order`` is that in which it
+    passes the ranks. It names every rank once.
 
     Examples
     --------
@@ -330,8 +242,3 @@ def _check_other(topology: Schedule, other: object) -> None:
 @functools.lru_cache
 def _average(world_size: int) -> Round:
     return Round.from_groups(world_size, [range(world_size)])
-
-
-@functools.lru_cache
-def _identity(world_size: int) -> Round:
-    return Round.identity(world_size)

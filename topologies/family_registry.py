@@ -44,13 +44,6 @@ def register(name: str, *, variants: Variants | None = None) -> Callable[[_Famil
         ``world_size >= 2`` ranks on nodes of ``local_size`` (1: each rank is alone). By default the family's own
         defaults; none if an option has no default.
 
-    Raises
-    ------
-    ValueError
-        If the name is taken.
-    TypeError
-        If the options are not keyword-only.
-
     Examples
     --------
     >>> import topologies
@@ -81,15 +74,7 @@ def available() -> tuple[str, ...]:
 
 
 def family(name: str) -> Family:
-    """Return the function registered as ``name``; its docstring and signature describe the family.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the error lists what exists and the nearest match.
-    TypeError
-        If the name is no text.
-    """
+    """Return the function registered as ``name``; its docstring and signature describe the family."""
     return FAMILIES.get(name)
 
 

@@ -31,13 +31,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors in rising order, 1 and the number itself included.
-
-    Examples
-    --------
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
+    """Return all divisors in rising order, 1 and the number itself included."""
     found = {1}
     for prime in prime_factors(number):
         found |= {prime * divisor for divisor in found}
@@ -45,13 +39,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def powers(base: int, largest: int) -> tuple[int, ...]:
-    """Return 1, base, base^2, .. up to ``largest``.
-
-    Examples
-    --------
-    >>> powers(3, 30)
-    (1, 3, 9, 27)
-    """
+    """Return 1, base, base^2, .. up to ``largest``."""
     found = [1]
     while found[-1] * base <= largest:
         found.append(found[-1] * base)
@@ -59,12 +47,6 @@ def powers(base: int, largest: int) -> tuple[int, ...]:
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:
-    """Return a list as text for an error, of a long one its beginning and its last item.
-
-    Examples
-    --------
-    >>> listed(range(100), most=3)
-    '0, 1, 2, .., 99'
-    """
+    """Return a list as text for an error, of a long one its beginning and its last item: "0, 1, 2, .., 99"."""
     text = ", ".join(map(str, values[:most]))
     return f"{text}, .., {values[-1]}" if len(values) > most else text

@@ -5,9 +5,10 @@ None of the three holds a matrix of n x n numbers. A ``Row`` is ``{j: W[i, j]}``
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +32,8 @@ class UniformGroups:
     groups: Groups
 
     def row(self, rank: int) -> Row:
-        return self._rows_of_groups[self._index[rank]].copy()
+        group = self._group_of(rank)
+        return dict.fromkeys(group, 1.0 / len(group))
 
     def self_weight(self, rank: int) -> float:
         return 1.0 / len(self._group_of(rank))
@@ -115,23 +117,6 @@ class UniformGroups:
     @cached_property
     def _sizes(self) -> IntArray:
         return np.fromiter(map(len, self.groups), dtype=np.int64, count=len(self.groups))
-
-    @cached_property
-    def _rows_of_groups(self) -> _RowOfGroup:
-        return _RowOfGroup(self.groups)
-
-
-class _RowOfGroup(dict[int, Row]):
-    """The row that all members of group number k share, made when it is first asked for."""
-
-    def __init__(self, groups: Groups) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def __missing__(self, number: int) -> Row:
-        group = self.groups[number]
-        row = self[number] = dict.fromkeys(group, 1.0 / len(group))
-        return row
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,30 +264,22 @@ class Formula:
     #: ``None``: W is symmetric, a rank is read by those it reads.
     read_by: Callable[[int], tuple[int, ...]] | None
     write_down: Callable[[], Explicit]
-    _newest_row: dict[int, Row] = field(default_factory=dict, init=False, repr=False)
-    _newest_readers: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def row(self, rank: int) -> Row:
-        row = self._newest_row.get(rank)
-        if row is None:
-            row = complete_row(rank, self.formula(rank))
-            self._newest_row.clear()
-            self._newest_row[rank] = row
-        return row.copy()
+        return self._row(rank).copy()
 
     def self_weight(self, rank: int) -> float:
-        return self.row(rank)[rank]
+        return self._row(rank)[rank]
 
-    def readers(self, rank: int) -> tuple[int, ...]:
-        readers = self._newest_readers.get(rank)
-        if readers is None:
-            if self.read_by is not None:
-                readers = self.read_by(rank)
-            else:
-                readers = tuple(sorted(other for other in self.row(rank) if other != rank))
-            self._newest_readers.clear()
-            self._newest_readers[rank] = readers
-        return readers
+    @cached_property
+    def _row(self) -> Callable[[int], Row]:
+        return functools.lru_cache(maxsize=1)(lambda rank: complete_row(rank, self.formula(rank)))
+
+    @cached_property
+    def readers(self) -> Callable[[int], tuple[int, ...]]:
+        if self.read_by is not None:
+            return functools.lru_cache(maxsize=1)(self.read_by)
+        return lambda rank: tuple(sorted(other for other in self._row(rank) if other != rank))
 
     @cached_property
     def explicit(self) -> Explicit:

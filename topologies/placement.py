@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from topologies.array_arguments import rank_array
 from topologies.round import Round
 from topologies.schedule import (
     Expression,
@@ -19,7 +20,6 @@ from topologies.schedule import (
     common_stochasticity,
     expression_text,
 )
-from topologies.validation import check_integer
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,6 @@ class Product(Expression):
 
     machines: Schedule
     local: Schedule
-
-    @property
-    def parts(self) -> tuple[Schedule, ...]:
-        return self.machines, self.local
 
     def __call__(self, t: int) -> Round:
         return _kronecker(self.machines.round(t), self.local.round(t))
@@ -43,13 +39,6 @@ def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
     Rank ``machine * local.world_size + place`` reads rank ``other * local.world_size + there`` with the weight
     ``W[machine, other] * local W[place, there]`` of round t of both. The period is the least common multiple;
     exact once both are. Neither of the two may have a warm-up.
-
-    Raises
-    ------
-    ValueError
-        If one has a warm-up, or one is row- and the other column-stochastic.
-    TypeError
-        If ``local`` is no topology.
 
     Examples
     --------
@@ -114,10 +103,6 @@ class Permutation(Expression):
     topology: Schedule
     order: tuple[int, ...]
 
-    @property
-    def parts(self) -> tuple[Schedule, ...]:
-        return (self.topology,)
-
     def __call__(self, t: int) -> Round:
         return _relabelled(self.topology.round(t), self.order)
 
@@ -136,22 +121,13 @@ def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
 
 
 def _check_order(order: Sequence[int], world_size: int) -> tuple[int, ...]:
-    # A mapping or a set has a length too, but what it says about places is not what is read here.
-    in_order = isinstance(order, Sequence) and not isinstance(order, str | bytes)
-    if not in_order and getattr(order, "ndim", None) != 1:
-        raise TypeError(
-            f"order must be a sequence of the {world_size} ranks, got {reprlib.repr(order)} "
-            f"({type(order).__name__}); pass a list or a 1-D array"
-        )
-    ranks = tuple(check_integer("a rank in order", rank, minimum=0) for rank in order)
-    if sorted(ranks) != list(range(world_size)):
-        missing = sorted(set(range(world_size)) - set(ranks))
-        wrong = f"it leaves out rank {missing[0]}" if missing else f"it has {len(ranks)} entries"
+    ranks = rank_array("order", order, world_size)
+    if not np.array_equal(np.sort(ranks), np.arange(world_size)):
         raise ValueError(
-            f"order must name every rank from 0 to {world_size - 1} once, {wrong}; order[place] is the rank that "
-            f"takes that place"
+            f"order must name every rank from 0 to {world_size - 1} once, got {reprlib.repr(order)}; order[place] is "
+            f"the rank that takes that place"
         )
-    return ranks
+    return tuple(ranks.tolist())
 
 
 def _relabelled(round_: Round, order: tuple[int, ...]) -> Round:

@@ -26,10 +26,3 @@ def frozen(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(frozen, value))
     return value
-
-
-def thawed(value: Any) -> Any:
-    """Return the data with plain dictionaries of its own."""
-    if isinstance(value, Mapping):
-        return {key: thawed(item) for key, item in value.items()}
-    return tuple(map(thawed, value)) if isinstance(value, tuple) else value

@@ -10,14 +10,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Functions or classes of one kind by their names.
-
-    Parameters
-    ----------
-    kind
-        What they are, for errors: "topology".
-    entries
-        What is there from the start.
+    """Functions or classes of one kind by their names; the errors name the kind, such as "topology".
 
     Examples
     --------
@@ -36,15 +29,7 @@ class Registry(Generic[T]):
         self._entries = dict(entries or {})
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that makes a function or a class available under a name.
-
-        Raises
-        ------
-        ValueError
-            If the name is taken.
-        TypeError
-            If it is no text.
-        """
+        """Return a decorator that makes a function or a class available under a name that is not taken."""
         self._check_text(name)
 
         def decorate(entry: T) -> T:
@@ -62,15 +47,7 @@ class Registry(Generic[T]):
         return tuple(sorted(self._entries))
 
     def get(self, name: str) -> T:
-        """Return what is registered under a name.
-
-        Raises
-        ------
-        ValueError
-            If there is nothing; the error lists what exists and the nearest match.
-        TypeError
-            If the name is no text.
-        """
+        """Return what is registered under a name; the ValueError for another one lists what exists."""
         self._check_text(name)
         if name in self._entries:
             return self._entries[name]

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.array_arguments import check_number, rank_array, weight_array
+from topologies.array_arguments import rank_array, weight_array
 from topologies.matrix_storage import (
     Explicit,
     FloatArray,
@@ -24,7 +24,9 @@ from topologies.matrix_storage import (
     UniformGroups,
     complete_row,
 )
-from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_world_size
+from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_real, check_world_size
+
+_ROWS = "a list of mappings {j: W[i, j]}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,29 +57,19 @@ class Round:
     def from_groups(cls, world_size: int, groups: Iterable[Iterable[int]]) -> Round:
         """Return the round in which every group replaces its members by their mean.
 
-        Parameters
-        ----------
-        world_size
-            Number of ranks n.
-        groups
-            Disjoint sets of ranks; on a group of g ranks all weights are 1/g. A rank in no group is alone.
-
-        Raises
-        ------
-        ValueError
-            If a rank is outside ``0 .. world_size - 1`` or named twice.
+        Groups are disjoint sets of ranks; on a group of g ranks all weights are 1/g. A rank in no group is alone.
         """
         world_size = check_world_size(world_size)
         alone = np.ones(world_size, dtype=bool)
         partition = []
-        for number, group in enumerate(_iterable("groups", groups)):
-            ranks = _iterable(f"groups[{number}]", group)
-            members = tuple(sorted(check_integer("a rank in groups", rank, minimum=0) for rank in ranks))
+        for group in _iterable("groups", groups, "a list of groups of ranks"):
+            members = tuple(
+                sorted(
+                    check_integer("a rank in groups", rank, minimum=0, maximum=world_size - 1)
+                    for rank in _iterable("a group in groups", group, "a list of ranks")
+                )
+            )
             for rank in members:
-                if rank >= world_size:
-                    raise ValueError(
-                        f"groups names rank {rank}, ranks go from 0 to {world_size - 1}; remove it or raise world_size"
-                    )
                 if not alone[rank]:
                     raise ValueError(f"groups names rank {rank} twice, groups are disjoint; name it once")
                 alone[rank] = False
@@ -99,8 +91,6 @@ class Round:
 
         Parameters
         ----------
-        world_size
-            Number of ranks n.
         targets, sources
             Integers, shape ``[edges]``: rank ``targets[e]`` reads what rank ``sources[e]`` sends. No pair occurs
             twice, and none is a loop.
@@ -108,11 +98,6 @@ class Round:
             Shape ``[edges]`` or a scalar. A weight of 0 is no edge.
         self_weights
             Shape ``[n]`` or a scalar: the diagonal of W. By default what makes every row sum to 1.
-
-        Raises
-        ------
-        ValueError
-            If a rank is out of range, a pair is repeated or a loop, or a weight is not finite.
         """
         world_size = check_world_size(world_size)
         target = np.atleast_1d(rank_array("targets", targets, world_size))
@@ -123,23 +108,19 @@ class Round:
                 f"{list(source.shape)}; pass one of each per edge, of shape [edges]"
             )
         weight = _one_each("weights", weights, len(target), "edge")
-        _check_edges(target, source, weight)
+        _refuse_first(target == source, target, source, "is a loop; give what a rank keeps as its self weight")
+        _refuse_first(~np.isfinite(weight), target, source, "has a weight that is not finite; correct it")
         kept = np.flatnonzero(weight)
         kept = kept[np.lexsort((source[kept], target[kept]))]
         target, source, weight = target[kept], source[kept], weight[kept]
-        repeated = np.flatnonzero((np.diff(target) == 0) & (np.diff(source) == 0))
-        if len(repeated):
-            edge = repeated[0]
-            raise ValueError(
-                f"the edge {source[edge]} -> {target[edge]} is given twice; merge the two and add their weights"
-            )
+        repeated = (np.diff(target) == 0) & (np.diff(source) == 0)
+        _refuse_first(repeated, target, source, "is given twice; merge the two and add their weights")
         if self_weights is None:
             diagonal = np.ones(world_size) - np.bincount(target, weights=weight, minlength=world_size)
         else:
             diagonal = _one_each("self_weights", self_weights, world_size, "rank").copy()
-            if not np.isfinite(diagonal).all():
-                rank = int(np.flatnonzero(~np.isfinite(diagonal))[0])
-                raise ValueError(f"W[{rank}, {rank}] is {float(diagonal[rank])}; every weight must be finite")
+            ranks = np.arange(world_size)
+            _refuse_first(~np.isfinite(diagonal), ranks, ranks, "has a self weight that is not finite; correct it")
         starts = np.concatenate(([0], np.cumsum(np.bincount(target, minlength=world_size))))
         return cls(world_size, SparseRows(starts, source, weight, diagonal))
 
@@ -154,7 +135,7 @@ class Round:
         >>> Round.from_rows([{1: 0.25}, {0: 0.5, 1: 0.5}]).self_weight(0)
         0.75
         """
-        rows = [complete_row(i, _checked_row(i, row)) for i, row in enumerate(_iterable("rows", rows))]
+        rows = [complete_row(i, _checked_row(i, row)) for i, row in enumerate(_iterable("rows", rows, _ROWS))]
         edges = [(i, j, weight) for i, row in enumerate(rows) for j, weight in row.items() if j != i]
         own = [row[i] for i, row in enumerate(rows)]
         targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())
@@ -162,13 +143,7 @@ class Round:
 
     @classmethod
     def from_matrix(cls, matrix: npt.ArrayLike) -> Round:
-        """Return the round with the mixing matrix W of shape ``[n, n]``.
-
-        Raises
-        ------
-        ValueError
-            If the matrix is not square or an entry is not finite.
-        """
+        """Return the round with the mixing matrix W of shape ``[n, n]``, of finite entries."""
         dense = weight_array("matrix", matrix)
         if dense.ndim != 2 or dense.shape[0] != dense.shape[1] or not len(dense):
             raise ValueError(
@@ -197,8 +172,6 @@ class Round:
 
         Parameters
         ----------
-        world_size
-            Number of ranks n.
         row
             ``row(i) -> {j: W[i, j]}`` by rising j; what does not name i itself keeps what the others leave, as in
             :meth:`from_rows`.
@@ -379,10 +352,7 @@ class Round:
         return f"<Round: {int(self.num_sources().sum())} edges on {self.world_size} ranks>"
 
     def _check_rank(self, rank: int) -> int:
-        rank = check_integer("rank", rank, minimum=0)
-        if rank >= self.world_size:
-            raise ValueError(f"rank must be between 0 and {self.world_size - 1}, got {rank}; pass one of these")
-        return rank
+        return check_integer("rank", rank, minimum=0, maximum=self.world_size - 1)
 
     def _check_values(self, values: npt.ArrayLike) -> FloatArray:
         array = np.asarray(values, dtype=np.float64)
@@ -407,45 +377,21 @@ def proven_by(rows: float, columns: float) -> Stochasticity | None:
 
 
 def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:
-    """Check that rows (and, unless declared otherwise, columns) of a round's matrix sum to 1.
-
-    Raises
-    ------
-    ValueError
-        Naming the first row or column that does not, and its sum.
-    """
-    if stochasticity in ("doubly", "row"):
-        _check_each_sum(
-            "row",
-            round_.row_sums(),
-            where,
-            "Scale the row; or, if only the columns are meant to sum to 1, declare stochasticity='column'.",
-        )
-    if stochasticity in ("doubly", "column"):
-        _check_each_sum(
-            "column",
-            round_.column_sums(),
-            where,
-            "The mean over ranks would drift. Make the matrix doubly stochastic; or, if the algorithm corrects "
-            "the bias, declare stochasticity='row'.",
-        )
+    """Raise a ValueError for the first row or column of W that does not sum to 1 as ``stochasticity`` promises."""
+    for kind, sums in (("row", round_.row_sums()), ("column", round_.column_sums())):
+        wrong = ~(np.abs(sums - 1) <= SUM_TOLERANCE)
+        if stochasticity in ("doubly", kind) and wrong.any():
+            first = int(np.argmax(wrong))
+            raise ValueError(
+                f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
+                f"(within {SUM_TOLERANCE:g}), or the mean over ranks would drift. Scale its weights; or, if the "
+                f"algorithm corrects the bias, declare stochasticity={'column' if kind == 'row' else 'row'!r}."
+            )
 
 
-def _check_each_sum(kind: str, sums: FloatArray, where: str, advice: str) -> None:
-    wrong = np.flatnonzero(~(np.abs(sums - 1) <= SUM_TOLERANCE))
-    if len(wrong):
-        first = int(wrong[0])
-        raise ValueError(
-            f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
-            f"(within {SUM_TOLERANCE:g}). {advice}"
-        )
-
-
-def _iterable(argument: str, value: Any) -> Iterable[Any]:
+def _iterable(argument: str, value: Any, what: str) -> Iterable[Any]:
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        what = "a list of mappings {j: W[i, j]}" if argument == "rows" else "a list of ranks"
-        what = "a list of groups of ranks" if argument == "groups" else what
-        raise TypeError(f"{argument} must be {what}, got {reprlib.repr(value)} ({type(value).__name__})")
+        raise TypeError(f"{argument} must be {what}, got {reprlib.repr(value)} ({type(value).__name__}); pass one")
     return value
 
 
@@ -458,7 +404,9 @@ def _checked_row(rank: int, row: Any) -> Mapping[int, float]:
     if {*map(type, row)} <= {int} and {*map(type, row.values())} <= {float}:
         return row
     return {
-        check_integer(f"a rank in rows[{rank}]", other, minimum=0): check_number(f"the weights in rows[{rank}]", weight)
+        check_integer(f"a rank in rows[{rank}]", other, minimum=0): check_real(
+            f"a weight in rows[{rank}]", weight, "finite", example=0.5
+        )
         for other, weight in row.items()
     }
 
@@ -473,12 +421,7 @@ def _one_each(argument: str, values: npt.ArrayLike, count: int, what: str) -> Fl
     return np.broadcast_to(array, (count,))
 
 
-def _check_edges(targets: IntArray, sources: IntArray, weights: FloatArray) -> None:
-    loops = np.flatnonzero(targets == sources)
-    if len(loops):
-        rank = targets[loops[0]]
-        raise ValueError(f"the edge {rank} -> {rank} is a loop; give what a rank keeps as its self weight")
-    wrong = np.flatnonzero(~np.isfinite(weights))
-    if len(wrong):
-        edge = wrong[0]
-        raise ValueError(f"W[{targets[edge]}, {sources[edge]}] is {float(weights[edge])}; every weight must be finite")
+def _refuse_first(wrong: npt.NDArray[np.bool_], targets: IntArray, sources: IntArray, why: str) -> None:
+    if wrong.any():
+        edge = int(np.argmax(wrong))
+        raise ValueError(f"the edge {sources[edge]} -> {targets[edge]} {why}")

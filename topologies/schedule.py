@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import bisect
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -77,26 +78,17 @@ class Schedule:
     def from_rounds(
         cls, rounds: Iterable[Round], *, stochasticity: Stochasticity = "doubly", name: str = "custom"
     ) -> Self:
-        """Return the schedule that repeats the given rounds.
+        """Return the schedule that repeats the given rounds, at least one.
 
-        Raises
-        ------
-        ValueError
-            If there are none, their sizes differ, or a row or column does not sum to 1 as ``stochasticity``
-            promises. The error names the round, the row and the sum.
+        The ValueError for a row or column that does not sum to 1 as ``stochasticity`` promises names the round, the row
+        and the sum.
         """
-        if isinstance(rounds, Round) or not isinstance(rounds, Iterable):
+        given = tuple(rounds) if isinstance(rounds, Iterable) else ()
+        if not given or not all(isinstance(round_, Round) for round_ in given):
             raise TypeError(
-                f"rounds must be a list of at least one Round, got a {type(rounds).__name__}; pass [round_]"
+                f"rounds must be a list of at least one Round, got {reprlib.repr(rounds)}; wrap a matrix in "
+                f"Round.from_matrix"
             )
-        given = tuple(rounds)
-        if not given:
-            raise ValueError("rounds is empty; pass at least one Round, such as Round.identity(world_size)")
-        for number, round_ in enumerate(given):
-            if not isinstance(round_, Round):
-                raise TypeError(
-                    f"rounds[{number}] is a {type(round_).__name__}, not a Round; wrap a matrix in Round.from_matrix"
-                )
         schedule = cls(
             world_size=given[0].world_size,
             make_round=given.__getitem__,
@@ -137,12 +129,6 @@ class Schedule:
         name
             A name for reports.
 
-        Raises
-        ------
-        ValueError
-            If round 0 breaks a promise; later rounds are checked when they are first used. A round from
-            :meth:`Round.from_formula` is trusted: return one from ``from_rows`` or ``from_edges`` to have it checked.
-
         Examples
         --------
         >>> def shift(t):
@@ -169,13 +155,7 @@ class Schedule:
         return schedule
 
     def round(self, t: int) -> Round:
-        """Return round t >= 0. No other round is built for it.
-
-        Raises
-        ------
-        ValueError
-            If t is negative, or round t is of another size or its matrix breaks the declared stochasticity.
-        """
+        """Return round t >= 0, checked against what the schedule promises. No other round is built for it."""
         number = check_integer("t", t, minimum=0)
         if self.period is not None and number >= self.warmup:
             number = self.warmup + (number - self.warmup) % self.period
@@ -192,8 +172,7 @@ class Schedule:
     @property
     def phases(self) -> tuple[Phase[Self], ...]:
         """The topologies that run one after the other: only itself, unless it was made by ``every`` or ``then``."""
-        phases = self.make_round.phases if isinstance(self.make_round, Expression) else ()
-        return phases or (Phase(self),)
+        return self.make_round.phases if isinstance(self.make_round, Composition) else (Phase(self),)
 
     @property
     def warmup(self) -> int:
@@ -291,13 +270,7 @@ class Phase(Generic[ScheduleT]):
         return self.start + self.every * (exchange + 1) - 1
 
     def num_distinct(self, *, sampled: int) -> int:
-        """Return after how many exchanges they repeat or the phase ends.
-
-        Parameters
-        ----------
-        sampled
-            How many exchanges to count at most of a topology without a period.
-        """
+        """Return after how many exchanges they repeat or the phase ends; at most ``sampled`` without a period."""
         distinct = self.topology.period or sampled
         return distinct if self.stop is None else min(distinct, (self.stop - self.start) // self.every)
 
@@ -320,23 +293,43 @@ class Expression(abc.ABC):
     """
 
     @property
-    @abc.abstractmethod
     def parts(self) -> tuple[Schedule, ...]:
         """The topologies that it is made of."""
-
-    @abc.abstractmethod
-    def __call__(self, t: int) -> Round:
-        """Return round t."""
-
-    @property
-    def phases(self) -> tuple[Phase[Any], ...]:
-        """The phases that follow each other; empty: the schedule is one phase."""
-        return ()
+        return tuple(value for value in vars(self).values() if isinstance(value, Schedule))
 
     @property
     def symmetric(self) -> bool:
         """Whether every W is symmetric; without a period only if the parts promise it."""
         return all(part.symmetric for part in self.parts)
+
+    @abc.abstractmethod
+    def __call__(self, t: int) -> Round:
+        """Return round t."""
+
+
+@dataclass(frozen=True)
+class Composition(Expression):
+    """The rounds of phases that follow each other: the first one starts at round 0, only the last one never ends."""
+
+    phases: tuple[Phase[Any], ...]
+
+    @property
+    def parts(self) -> tuple[Schedule, ...]:
+        return tuple(phase.topology for phase in self.phases)
+
+    @property
+    def symmetric(self) -> bool:
+        return all(phase.symmetric for phase in self.phases)
+
+    def __call__(self, t: int) -> Round:
+        phase = self.phases[bisect.bisect_right(self.phases, t, key=lambda phase: phase.start) - 1]
+        exchange, local_steps = divmod(t - phase.start + 1, phase.every)
+        return _identity(phase.topology.world_size) if local_steps else phase.topology.round(exchange - 1)
+
+
+@functools.lru_cache
+def _identity(world_size: int) -> Round:
+    return Round.identity(world_size)
 
 
 class _Seeded:
@@ -351,7 +344,6 @@ class _Seeded:
 
 
 def check_schedule(argument: str, value: object, world_size: int | str = "world_size") -> None:
-    """Raise TypeError for an object that is not a topology."""
     if not isinstance(value, Schedule):
         raise TypeError(
             f"{argument} must be a Topology, got {value!r} ({type(value).__name__}); make one with "
@@ -360,7 +352,6 @@ def check_schedule(argument: str, value: object, world_size: int | str = "world_
 
 
 def _check_is_round(value: object, number: int) -> None:
-    """Raise TypeError for an object that is not a round."""
     if not isinstance(value, Round):
         raise TypeError(
             f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "
@@ -392,13 +383,7 @@ def check_no_warmup(operation: str, parts: Iterable[Schedule]) -> None:
 
 
 def common_stochasticity(parts: Iterable[Schedule]) -> Stochasticity:
-    """Return what the rounds of all parts keep: "doubly", "row" or "column".
-
-    Raises
-    ------
-    ValueError
-        If one part is only row- and another only column-stochastic.
-    """
+    """Return what the rounds of all parts keep, if none is only row- and another one only column-stochastic."""
     weaker: dict[Stochasticity, str] = {part.stochasticity: part.name for part in parts}
     weaker.pop("doubly", None)
     if len(weaker) > 1:

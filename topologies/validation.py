@@ -30,15 +30,7 @@ _WINDOW = 4096
 
 
 def check_integer(argument: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
-    """Return ``value`` as an ``int`` of at least ``minimum`` and at most ``maximum``.
-
-    Raises
-    ------
-    TypeError
-        If it is not an integer (a ``bool`` or a ``float`` is not one).
-    ValueError
-        If it is smaller than ``minimum`` or larger than ``maximum``.
-    """
+    """Return ``value`` as an ``int`` of at least ``minimum`` and at most ``maximum``; a ``bool`` is none."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -65,19 +57,12 @@ _INTERVALS: dict[str, Callable[[float], bool]] = {
     "above 0": lambda number: number > 0.0,
     "above 0 and finite": lambda number: 0.0 < number < math.inf,
     "at least 0 and finite": lambda number: 0.0 <= number < math.inf,
+    "finite": math.isfinite,
 }
 
 
 def check_real(argument: str, value: object, allowed: str, *, example: float) -> float:
-    """Return ``value`` as a float of the interval ``allowed``, one of the keys of ``_INTERVALS``.
-
-    Raises
-    ------
-    TypeError
-        If it is no real number (a ``bool`` is none).
-    ValueError
-        If it is outside of the interval.
-    """
+    """Return ``value`` as a float of the interval ``allowed``, one of the keys of ``_INTERVALS``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{argument} must be a number, {allowed}, got {value!r} ({type(value).__name__}); pass for example "
@@ -96,30 +81,15 @@ def check_world_size(world_size: object) -> int:
 def check_stored(family: str, world_size: int, size: float, *, most: int = MAX_STORED, advice: str = "") -> None:
     """Refuse a world size for which a family would have to store too much; called before anything is allocated.
 
-    Parameters
-    ----------
-    family
-        The registered name.
-    world_size
-        Number of ranks.
-    size
-        Edges of a round, or ranks in its groups, about.
-    most
-        How many are served.
-    advice
-        What else the user can change, as part of a sentence: "or a smaller degree".
-
-    Raises
-    ------
-    ValueError
-        If there are more.
+    ``size`` are the edges of a round, or the ranks in its groups, about, of which ``most`` are served; ``advice`` is
+    what else the user can change, as part of a sentence: "or a smaller degree".
     """
     if size > most:
         raise ValueError(
             f"topology {family!r} stores a whole round, and serves at most {most} edges or members of groups in it; "
             f"for a world_size of {world_size} there are about {size:.2g}. Choose a smaller world_size"
             f"{advice and f' {advice}'}, or a family of formulas, which serves any size: ring, exponential, "
-            f"one_peer_exponential, simple_base or random_matching"
+            f"one_peer_exponential, simple_base or equi_dyn"
         )
 
 
@@ -133,7 +103,6 @@ def check_measured_size(world_size: int) -> None:
 
 
 def check_stochasticity(stochasticity: str) -> None:
-    """Refuse a ``stochasticity`` that is none of "doubly", "row" and "column"."""
     if stochasticity not in get_args(Stochasticity):
         raise ValueError(
             f"stochasticity must be one of {', '.join(map(repr, get_args(Stochasticity)))}, "
@@ -152,25 +121,8 @@ def check_served(
 ) -> None:
     """Refuse a world size that a family cannot serve; the error names the nearest sizes that it can.
 
-    Parameters
-    ----------
-    family
-        The registered name.
-    world_size
-        The size asked for.
-    rule
-        The sizes served, in words: "a power of two".
-    serves
-        Whether a size is served.
-    sparse
-        Sizes to try if none within 4096 of ``world_size`` is served: the nearest served ones are among them.
-    advice
-        What else the user can change, as a full sentence.
-
-    Raises
-    ------
-    ValueError
-        If the size is not served.
+    ``rule`` says in words which sizes ``serves`` is true for: "a power of two". ``sparse`` are the sizes to try if none
+    within 4096 of ``world_size`` is served. ``advice`` is what else the user can change, as a full sentence.
     """
     if serves(world_size):
         return

@@ -32,11 +32,3 @@ import topologies
 assert before == (dict(os.environ), list(warnings.filters), logging.getLogger().handlers[:], threading.active_count())
 """
     subprocess.run([sys.executable, "-c", "import networkx, numpy\n" + code], check=True, env=dict(os.environ))
-
-
-def test_public_names_are_listed() -> None:
-    import topologies
-
-    assert sorted(topologies.__all__) == list(topologies.__all__)
-    for name in topologies.__all__:
-        assert hasattr(topologies, name)

@@ -30,16 +30,6 @@ def test_expressions_are_built_of_their_parts() -> None:
     assert_same(build(8).resized(5), build(5))
 
 
-def test_the_same_size_is_the_same_topology() -> None:
-    topology = topologies.build("ring", 4)
-    assert topology.resized(4) is topology
-
-
-def test_what_a_family_cannot_serve_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"power of (two|2)"):
-        topologies.build("hypercube", 8).resized(7)
-
-
 @pytest.mark.parametrize(
     "topology",
     [
@@ -52,9 +42,3 @@ def test_what_a_family_cannot_serve_is_refused() -> None:
 def test_what_was_made_for_its_own_ranks_is_refused(topology: Topology) -> None:
     with pytest.raises(ValueError, match=r"was made for 4 ranks by rounds, a product or a permutation of its own"):
         topology.resized(3)
-
-
-@pytest.mark.parametrize("world_size", [0, -1, 2.5])
-def test_a_size_is_a_number_of_ranks(world_size: int) -> None:
-    with pytest.raises((ValueError, TypeError), match="world_size"):
-        topologies.build("ring", 4).resized(world_size)

@@ -1,6 +1,5 @@
 """Whatever is asked for is built or refused at once: absurd sizes and options cost neither minutes nor memory."""
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -11,9 +10,8 @@ import pytest
 
 import topologies
 from topologies import Round, Topology
-from topologies.analysis.traffic import check_local_size
 from topologies.families.uniform_groups import fewest_factors
-from topologies.integers import divisors, is_prime, powers, prime_factors
+from topologies.integers import divisors
 from topologies.validation import MAX_WORLD_SIZE
 
 pytestmark = pytest.mark.timeout(15)
@@ -25,24 +23,18 @@ BILLION = 10**9
     ("name", "world_size", "options", "nearest"),
     [
         ("hypercube", BILLION, {}, (1 << 29, 1 << 30)),
-        ("one_peer_hypercube", BILLION, {}, (1 << 29, 1 << 30)),
-        ("de_bruijn", BILLION, {}, (1 << 29, 1 << 30)),
         ("de_bruijn", 8, {"p": BILLION}, (1, BILLION)),
-        ("de_bruijn", 8, {"p": 1 << 40}, (1,)),
         ("hyper_hypercube", 3 * 10**8, {"k": 1}, (1 << 28, 1 << 29)),
         ("hyper_hypercube", BILLION + 7, {"k": 4}, (BILLION, 1006632960)),
-        ("hyper_hypercube", BILLION + 7, {"k": 40}, (1000000000, 1000016500)),
         ("hyper_hypercube", BILLION + 7, {"k": BILLION}, (BILLION + 6, BILLION + 8)),
         ("margulis", BILLION, {}, (31622**2, 31623**2)),
         ("chordal", MAX_WORLD_SIZE, {}, (MAX_WORLD_SIZE - 1,)),
         ("paley", BILLION + 7, {}, (999999937, 1000000009)),
         ("alternating_exp_ring", 8, {"local_size": BILLION}, (1, 2 * BILLION)),
-        ("local_global", 8, {"local_size": BILLION}, (1, BILLION)),
         ("local_global", BILLION + 1, {"local_size": BILLION}, (BILLION, 2 * BILLION)),
         ("barabasi_albert", 8, {"attachments": BILLION}, (1, BILLION + 1)),
         ("watts_strogatz", 8, {"neighbours": BILLION}, (1, BILLION)),
         ("random_regular", 8, {"degree": BILLION}, (1, BILLION + 1)),
-        ("random_regular", 8, {"degree": BILLION + 1}, (1, BILLION + 2)),
     ],
 )
 def test_the_nearest_sizes_are_found_without_a_walk(
@@ -55,50 +47,16 @@ def test_the_nearest_sizes_are_found_without_a_walk(
     assert tuple(int(size) for size in found.groups() if size) == nearest
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6, 12, 30, 31, 40])
-def test_nearest_products_of_small_factors(k: int) -> None:
-    world_size = 100_003
-    with pytest.raises(ValueError, match="the nearest are") as error:
-        topologies.build("hyper_hypercube", world_size, k=k)
-    below = next(size for size in range(world_size, 1, -1) if prime_factors(size)[-1] <= k + 1)
-    above = next(size for size in itertools.count(world_size) if prime_factors(size)[-1] <= k + 1)
-    assert f"the nearest are {below} and {above}." in str(error.value)
-
-
-@pytest.mark.parametrize("name", topologies.available())
-@pytest.mark.parametrize("world_size", [MAX_WORLD_SIZE + 1, 1 << 20_000], ids=int.bit_length)
-def test_no_family_serves_more_ranks_than_the_limit(name: str, world_size: int) -> None:
-    needed: dict[str, dict[str, Any]] = {
-        "hyper_cuboid": {"factors": (2, 3)},
-        "hyper_hypercube": {"k": 1},
-        "local_global": {"local_size": 2},
-        "alternating_exp_ring": {"local_size": 2},
-        "graph": {"graph": "a.json"},
-        "matcha": {"graph": "ring"},
-        "matchings": {"graph": "ring"},
-    }
-    options = needed.get(name, {})
-    with pytest.raises(ValueError, match=r"world_size must be at most 2147483648") as error:
-        topologies.build(name, world_size, **options)
-    assert len(str(error.value)) < 200
-
-
 @pytest.mark.parametrize(
     ("name", "world_size", "options"),
     [
         ("ring", BILLION, {}),
-        ("directed_ring", BILLION, {}),
         ("exponential", MAX_WORLD_SIZE, {}),
-        ("undirected_exponential", BILLION, {}),
         ("one_peer_exponential", MAX_WORLD_SIZE, {}),
-        ("one_peer_hypercube", MAX_WORLD_SIZE, {}),
         ("de_bruijn", MAX_WORLD_SIZE, {}),
         ("equi_static", BILLION, {}),
-        ("equi_dyn", BILLION, {}),
         ("equi_dyn", BILLION, {"directed": True}),
-        ("random_matching", BILLION, {}),
         ("hyper_cuboid", BILLION, {"factors": (10**4, 10**5)}),
-        ("hyper_hypercube", BILLION, {"k": 9}),
         ("hyper_hypercube", 735134400, {"k": 30}),
         ("simple_base", BILLION, {}),
         ("simple_base", BILLION + 7, {"k": 3}),
@@ -131,16 +89,14 @@ def test_no_loop_over_the_number_of_peers(name: str, k: int, period: int) -> Non
             (name, BILLION, {})
             for name in ("path", "star", "complete", "grid", "torus", "erdos_renyi", "watts_strogatz")
         ),
-        ("complete", 10**8, {}),
         ("chordal", BILLION + 7, {}),
-        ("paley", 100049, {}),
         ("paley", BILLION + 9, {}),
         ("margulis", 10**8, {}),
         ("hypercube", 1 << 26, {}),
         ("alternating_exp_ring", 1 << 30, {"local_size": 8}),
-        ("random_regular", 10**6, {}),
         ("random_regular", BILLION, {"degree": 4}),
         ("barabasi_albert", BILLION, {}),
+        ("random_matching", BILLION, {}),
         ("matchings", BILLION, {"graph": "ring"}),
         ("matcha", BILLION, {"graph": "ring"}),
         ("matcha", 10**6, {"graph": "complete"}),
@@ -160,34 +116,10 @@ def test_fewer_large_graphs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         topologies.build("erdos_renyi", 200, probability=0.005)
 
 
-def test_graphs_that_take_minutes_to_draw_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"at most 500, or at least 1499 for 2000 ranks, got 1000"):
-        topologies.build("random_regular", 2000, degree=1000)
-    with pytest.raises(ValueError, match=r"neighbours=998 .* choose fewer neighbours or a smaller probability"):
-        topologies.build("watts_strogatz", 1000, neighbours=998)
-    assert topologies.build("watts_strogatz", 60, neighbours=58).world_size == 60
-    assert topologies.build("random_regular", 520, degree=519).round(0).num_sources().tolist() == [519] * 520
-
-
-@pytest.mark.parametrize("name", ["grid", "torus"])
-def test_shapes_of_a_billion_ranks_are_listed_in_part(name: str) -> None:
-    with pytest.raises(ValueError, match=r"use one of \(1, 1000000000\), \(2, .*, \.\., \(1000000000, 1\)") as error:
-        topologies.build(name, BILLION, shape=(3, 5))
-    assert len(str(error.value)) < 500
-
-
-def test_ranks_per_node_of_a_billion_ranks() -> None:
-    with pytest.raises(ValueError, match=r"use one of 1, 2, 4, .*\.\., 1000000000$"):
-        check_local_size(3, BILLION)
-    with pytest.raises(ValueError, match=r"a local_size out of \[1, 2, .*\.\., 1000000000\]"):
-        topologies.build("local_global", BILLION, local_size=3)
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
         (lambda: topologies.build("equi_dyn", 8, seed=None), TypeError, "seed must be an integer"),
-        (lambda: topologies.build("random_matching", 8, seed=None), TypeError, "seed must be an integer"),
         (lambda: topologies.build("equi_static", 8, m=BILLION), ValueError, "m must be at most 1000000"),
         (lambda: topologies.build("local_global", 8, local_size=np.array(3.5)), TypeError, r"integer .*got 3\.5"),
         (lambda: topologies.build([], 8), TypeError, r"name of a topology must be a str, got \[\]"),  # type: ignore[arg-type]
@@ -196,10 +128,9 @@ def test_ranks_per_node_of_a_billion_ranks() -> None:
             TypeError,
             r"no option 'shap' \(did you mean 'shape'\?\); its options are: shape",
         ),
-        (lambda: topologies.build("hyper_cuboid", 12, factors=12), TypeError, r"use for example \[12\]"),
+        (lambda: topologies.build("hyper_cuboid", 12, factors=12), TypeError, r"use for example \[2, 2, 3\]"),
         (lambda: Topology.from_function(5), TypeError, "function must be a function of t"),  # type: ignore[arg-type]
-        (lambda: Topology.from_rounds(Round.identity(2)), TypeError, r"pass \[round_\]"),  # type: ignore[arg-type]
-        (lambda: Topology.from_rounds(None), TypeError, "list of at least one Round, got a NoneType"),  # type: ignore[arg-type]
+        (lambda: Topology.from_rounds(Round.identity(2)), TypeError, "list of at least one Round"),  # type: ignore[arg-type]
         (
             lambda: Topology.from_function(lambda t: None if t else Round.identity(2)).round(3),  # type: ignore[arg-type,return-value]
             TypeError,
@@ -226,14 +157,6 @@ def test_a_billion_ranks_are_not_measured(measure: Callable[[], Any]) -> None:
         measure()
 
 
-def test_the_text_of_a_description_does_not_contradict_itself() -> None:
-    mixed = str(topologies.build("simple_base", 11, k=2).describe())
-    assert "uniform groups  no\n" in mixed
-    assert " for those of the rounds that have uniform groups\n" in mixed
-    single = str(topologies.build("ring", 1).describe())
-    assert single.count("at once: a single rank holds the mean") == 2
-
-
 def test_an_option_can_be_a_number_of_numpy() -> None:
     assert topologies.build("local_global", 8, local_size=np.array(2)).options == {"local_size": 2}
     assert topologies.build("hyper_cuboid", 8, factors=[np.array(2), np.int64(4)]).options == {"factors": (2, 4)}
@@ -251,15 +174,7 @@ def test_a_promise_of_symmetry_is_checked(period: int | None) -> None:
             later.round(2)
 
 
-def test_prime_numbers_and_divisors() -> None:
-    for number in range(1, 400):
-        assert math.prod(prime_factors(number)) == number
-        assert divisors(number) == tuple(each for each in range(1, number + 1) if number % each == 0)
-        assert is_prime(number) == (len(divisors(number)) == 2)
-    assert powers(10, 999) == (1, 10, 100)
-
-
-@pytest.mark.parametrize("largest", range(1, 14))
+@pytest.mark.parametrize("largest", [1, 2, 5, 13])
 def test_fewest_factors_are_the_fewest_and_the_most_equal(largest: int) -> None:
     def best(number: int, limit: int) -> tuple[int, ...] | None:
         if number == 1:

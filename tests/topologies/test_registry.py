@@ -39,9 +39,3 @@ def test_a_taken_name_is_refused_with_whose_it_is(colours: Registry[type]) -> No
     with pytest.raises(ValueError, match=r"the colour name 'red' is taken by builtins\.int; choose another name"):
         colours.register("red")(str)
     assert colours.get("red") is int
-
-
-def test_entries_of_one_registry_are_no_other_ones() -> None:
-    entries = {"red": int}
-    Registry("colour", entries).register("green")(str)
-    assert Registry("colour", entries).available() == ("red",)

@@ -27,16 +27,6 @@ def test_data_flows_from_the_source_to_the_reader() -> None:
     assert not round_.graph.has_edge(0, 1)
 
 
-def test_groups_average_and_leave_the_others_alone() -> None:
-    round_ = Round.from_groups(6, [(4, 1, 2), [5, 0]])
-    assert round_.groups == round_.uniform_groups == ((0, 5), (1, 2, 4), (3,))
-    assert round_.neighbours(4) == {1: 1 / 3, 2: 1 / 3}
-    assert round_.self_weight(3) == 1.0
-    assert round_.num_sources().tolist() == round_.num_targets().tolist() == [1, 2, 2, 0, 2, 1]
-    assert not round_.is_identity
-    assert Round.from_groups(3, [(0,), ()]).is_identity
-
-
 def test_uniform_groups_are_recognised_in_a_matrix() -> None:
     grouped = Round.from_groups(5, [(0, 3), (1, 2, 4)])
     recognised = Round.from_matrix(grouped.matrix())
@@ -57,16 +47,6 @@ def test_uniform_groups_are_recognised_in_a_matrix() -> None:
 )
 def test_other_weights_are_not_uniform(matrix: list[list[float]]) -> None:
     assert Round.from_matrix(matrix).uniform_groups is None
-
-
-def test_identity() -> None:
-    round_ = Round.identity(3)
-    assert round_.is_identity
-    assert round_.groups == ((0,), (1,), (2,))
-    np.testing.assert_array_equal(round_.matrix(), np.eye(3))
-    assert Round.from_matrix(np.eye(3)).is_identity
-    assert not Round.from_matrix(np.diag([1, 0.5, 1])).is_identity
-    assert Round.from_matrix(np.eye(3)) == round_
 
 
 def test_a_row_keeps_what_the_others_leave() -> None:
@@ -96,36 +76,23 @@ def test_copies_and_json_are_exact(round_: Round) -> None:
     assert copy.deepcopy(round_) == round_
 
 
-def test_rounds_that_differ_are_not_equal() -> None:
-    assert Round.from_groups(3, [(0, 1)]) != Round.from_groups(3, [(0, 2)])
-    assert Round.from_rows([{1: 0.5}, {0: 0.5}]) != Round.from_rows([{1: 0.4}, {0: 0.4}])
-    assert Round.identity(2) != Round.identity(3)
-    assert Round.identity(2) != "identity"
-
-
-def test_repr_says_what_it_is() -> None:
-    assert repr(Round.identity(3)) == "<Round: identity on 3 ranks>"
-    assert repr(Round.from_groups(5, [(0, 1), (2, 3)])) == "<Round: 3 uniform groups of [1, 2] on 5 ranks>"
-    assert repr(Round.from_rows([{1: 0.1}, {}])) == "<Round: 1 edges on 2 ranks>"
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Round.from_groups(3, [(0, 3)]), r"rank 3, ranks go from 0 to 2"),
+        (lambda: Round.from_groups(3, [(0, 3)]), r"a rank in groups must be at most 2, got 3"),
         (lambda: Round.from_groups(3, [(0, 1), (1, 2)]), r"rank 1 twice"),
         (lambda: Round.from_groups(3, [(-1, 1)]), r"at least 0, got -1"),
         (lambda: Round.from_groups(0, []), r"world_size must be at least 1, got 0"),
         (lambda: Round.from_matrix(np.ones((2, 3))), r"square.*\[2, 3\]"),
         (lambda: Round.from_matrix(np.zeros((0, 0))), r"square"),
-        (lambda: Round.from_matrix([[0.5, np.nan], [0, 1]]), r"W\[0, 1\] is nan"),
-        (lambda: Round.from_matrix([[0.5, 0.5], [0, np.inf]]), r"W\[1, 1\] is inf"),
+        (lambda: Round.from_matrix([[0.5, np.nan], [0, 1]]), r"edge 1 -> 0 has a weight that is not finite"),
+        (lambda: Round.from_matrix([[0.5, 0.5], [0, np.inf]]), r"edge 1 -> 1 has a self weight that is not finite"),
         (lambda: Round.from_edges(2, [0], [2], 0.5), r"sources names rank 2"),
         (lambda: Round.from_edges(2, [-1], [1], 0.5), r"targets names rank -1"),
         (lambda: Round.from_edges(2, [1], [1], 0.5), r"1 -> 1 is a loop"),
         (lambda: Round.from_edges(2, [0, 0], [1, 1], 0.5), r"1 -> 0 is given twice"),
         (lambda: Round.from_edges(2, [0, 1], [1], 0.5), r"targets has 2 entries and sources has 1"),
-        (lambda: Round.identity(2).neighbours(2), r"rank must be between 0 and 1, got 2"),
+        (lambda: Round.identity(2).neighbours(2), r"rank must be at most 1, got 2"),
         (lambda: Round.identity(2).targets(-1), r"rank must be at least 0, got -1"),
         (lambda: Round.from_dict({"world_size": 2}), r"needs the keys"),
     ],
@@ -149,17 +116,6 @@ def test_any_matrix_survives(matrix: np.ndarray) -> None:
         assert round_.targets(i) == tuple(j for j in range(n) if j != i and matrix[j, i])
     np.testing.assert_allclose(round_.row_sums(), matrix.sum(axis=1))
     np.testing.assert_allclose(round_.column_sums(), matrix.sum(axis=0))
-
-
-def test_large_rounds_need_no_dense_matrix() -> None:
-    n = 200_000  # a dense matrix would take 320 GB
-    everybody = Round.from_groups(n, [range(n)])
-    assert len(everybody.neighbours(5)) == n - 1
-    assert everybody.self_weight(5) == 1 / n
-    ranks = np.arange(n)
-    ring = Round.from_edges(n, np.r_[ranks, ranks], np.r_[(ranks + 1) % n, (ranks - 1) % n], 1 / 3, 1 / 3)
-    assert ring.groups == (tuple(range(n)),)
-    assert ring.peers(0) == (1, n - 1)
 
 
 def test_a_formula_is_the_round_that_it_writes_down() -> None:
@@ -208,8 +164,3 @@ def test_mixing_is_the_product_with_the_matrix(world_size: int, seed: int, group
         matrix = round_.matrix()
         np.testing.assert_allclose(round_.mix(values), np.tensordot(matrix, values, axes=1), atol=1e-12)
         np.testing.assert_allclose(round_.mix_transposed(values), np.tensordot(matrix.T, values, axes=1), atol=1e-12)
-
-
-def test_values_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"values must have the shape \[4, ...\], one row per rank, got \[3, 2\]"):
-        Round.identity(4).mix(np.ones((3, 2)))

@@ -31,7 +31,6 @@ MILLION = [
     ("one_peer_ring", 1_000_000),
     ("ring", 1_000_000),
     ("base", 1_000_000),
-    ("random_matching", 1_000_000),
     ("equi_dyn", 1_000_000),
 ]
 
@@ -87,11 +86,6 @@ def test_one_row_of_a_million_does_not_make_the_whole_round(name: str, n: int, m
 
     assert peak_bytes(use) < 500_000
     assert asked == [n // 3] * 25
-
-
-@pytest.mark.parametrize("name", ["star", "hypercube", "one_peer_hypercube"])
-def test_a_description_of_4096_ranks_forms_no_dense_matrix(name: str) -> None:
-    assert peak_bytes(topologies.build(name, 4096).describe) < 2 * 4096**2
 
 
 def test_a_hub_does_not_make_a_matrix_dense() -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from topologies.matrix_storage import IntArray
+from topologies.matrix_storage import Groups, IntArray
 from topologies.round import Round
 from topologies.schedule import Schedule, check_schedule
 from topologies.validation import check_integer
 
-#: Above this size the sets of who has heard of whom, n^2 bits, are not formed.
-MAX_DIAMETER_WORLD_SIZE = 16_384
+#: Above this size matrices of who has heard of whom are not formed.
+MAX_DIAMETER_WORLD_SIZE = 2048
 
 #: How many exchanges are looked at of a schedule without a period.
 SAMPLED_ROUNDS = 16
-
-#: Distances up to which sets of who has heard of whom are formed; from there on ranks are searched one by one.
-_MOST_SWEEPS = 32
-
-#: Memory of the sets that are looked at at once.
-_BLOCK_BYTES = 1 << 24
 
 
 def repeated_rounds(topology: Schedule) -> list[Round]:
@@ -44,16 +38,9 @@ def distinct_rounds(topology: Schedule) -> list[Round]:
 
 
 def exchanges_from(topology: Schedule, start: int | None) -> tuple[Schedule, int, Callable[[int], int]]:
-    """Return what takes place from round ``start`` on, without the local steps in between.
+    """Return what takes place from round ``start`` on, by default after the warm-up, without local steps in between.
 
-    Parameters
-    ----------
-    start
-        A round; by default the first after the warm-up.
-
-    Returns
-    -------
-    The topology whose rounds are exchanged, the first of them, and how many rounds of the schedule k of them take.
+    That is the topology whose rounds are exchanged, the first of them, and how many rounds k of them take.
     """
     check_schedule("topology", topology)
     start = topology.warmup if start is None else check_integer("start", start, minimum=0)
@@ -101,12 +88,26 @@ def connected(topology: Schedule) -> bool:
     """
     from scipy import sparse
 
-    links = _Links(repeated_rounds(topology))
-    hubs, num_nodes = links.hubs + topology.world_size, topology.world_size + links.num_hubs
-    ends = np.concatenate((links.readers, links.members, hubs)), np.concatenate((links.senders, hubs, links.members))
-    graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(num_nodes, num_nodes))
+    n = topology.world_size
+    edges = [
+        all_reduce_rings(round_.uniform_groups)[:2] if round_.uniform_groups is not None else round_.edges()[:2]
+        for round_ in repeated_rounds(topology)
+    ]
+    ends = tuple(np.concatenate(ranks) for ranks in zip(*edges, strict=True))
+    graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(n, n))
     num_components, _ = sparse.csgraph.connected_components(graph, directed=True, connection="strong")
     return bool(num_components == 1)
+
+
+def all_reduce_rings(groups: Groups) -> tuple[IntArray, IntArray, IntArray]:
+    """Return receivers and senders where each rank sends to the next of its group, and the size of their group."""
+    large = [group for group in groups if len(group) > 1]
+    lengths = np.fromiter(map(len, large), np.int64, len(large))
+    senders = np.fromiter(itertools.chain.from_iterable(large), np.int64, int(lengths.sum()))
+    ends = np.cumsum(lengths)
+    receivers = np.roll(senders, -1)
+    receivers[ends - 1] = senders[ends - lengths]  # the last one sends to the first
+    return receivers, senders, np.repeat(lengths, lengths)
 
 
 def diameter(topology: Schedule) -> int | None:
@@ -117,7 +118,7 @@ def diameter(topology: Schedule) -> int | None:
     Raises
     ------
     ValueError
-        Above 16,384 ranks.
+        Above 2048 ranks.
 
     Examples
     --------
@@ -131,73 +132,17 @@ def diameter(topology: Schedule) -> int | None:
             f"the diameter of {n} ranks is not computed, at most that of {MAX_DIAMETER_WORLD_SIZE} is; use fewer ranks"
         )
     rounds = repeated_rounds(topology)
-    links, ranks = _Links(rounds), np.arange(n)
-    heard = np.zeros((n, (n + 63) // 64), dtype=np.uint64)  # row i: one bit for each rank that i has heard of
-    heard[ranks, ranks // 64] = np.uint64(1) << (ranks % 64).astype(np.uint64)
-    everybody = np.bitwise_or.reduce(heard, axis=0)
-    for distance in range(min(n, _MOST_SWEEPS)):
-        if bool((heard == everybody).all()):
-            return distance
-        farther = heard.copy()
-        links.spread(heard, farther)
-        if np.array_equal(farther, heard):
-            return None
-        heard = farther
-    return _deepest_search(rounds)
-
-
-def _deepest_search(rounds: list[Round]) -> int | None:
-    """Return the depth of the deepest of all breadth-first searches: cheaper than sets where distances are long."""
-    from scipy import sparse
-
-    n, edges = rounds[0].world_size, [round_.edges() for round_ in rounds]
-    ends = np.concatenate([readers for readers, _, _ in edges]), np.concatenate([senders for _, senders, _ in edges])
-    graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(n, n)).tocsr()
-    deepest = 0
-    for rank in range(n):
-        order, predecessors = sparse.csgraph.breadth_first_order(graph, rank)
-        if len(order) < n:
-            return None
-        node, depth, found_from = int(order[-1]), 0, predecessors.tolist()
-        while node != rank:
-            node, depth = found_from[node], depth + 1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-class _Links:
-    """The edges of some rounds together, with a hub for every uniform group of three or more instead of its pairs."""
-
-    def __init__(self, rounds: list[Round]) -> None:
-        n, none = rounds[0].world_size, np.empty(0, dtype=np.int64)
-        keys, groups = [none], dict[tuple[int, ...], None]()
-        for round_ in rounds:
-            large = [group for group in round_.uniform_groups or () if len(group) > 2]
-            if large:
-                groups.update(dict.fromkeys(group for group in round_.uniform_groups or () if len(group) > 1))
-            else:
-                readers, senders, _ = round_.edges()
-                keys.append(readers.astype(np.int64) * n + senders)
-        rising = np.sort(np.concatenate(keys))
-        self.readers, self.senders = np.divmod(rising[np.diff(rising, prepend=-1) > 0], n)
-        self.num_hubs = len(groups)
-        self.members = np.concatenate([none, *(np.array(group, dtype=np.int64) for group in groups)])
-        self.hubs = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-
-    def spread(self, heard: npt.NDArray[np.uint64], farther: npt.NDArray[np.uint64]) -> None:
-        """Add to ``farther`` what each rank hears of."""
-        _collect(farther, self.readers, heard, self.senders)
-        if self.num_hubs:
-            heard_by_hub = np.zeros((self.num_hubs, heard.shape[1]), dtype=np.uint64)
-            _collect(heard_by_hub, self.hubs, heard, self.members)
-            by_member = np.argsort(self.members, kind="stable")
-            _collect(farther, self.members[by_member], heard_by_hub, self.hubs[by_member])
-
-
-def _collect(into: npt.NDArray[np.uint64], readers: IntArray, sets: npt.NDArray[np.uint64], senders: IntArray) -> None:
-    """Add to the set of each reader those of its senders; edges come by rising reader."""
-    block = max(1, _BLOCK_BYTES // sets[0].nbytes)
-    for first in range(0, len(readers), block):
-        reader = readers[first : first + block]
-        starts = np.flatnonzero(np.diff(reader, prepend=-1))
-        into[reader[starts]] |= np.bitwise_or.reduceat(sets[senders[first : first + block]], starts)
+    if n == 1 or not connected(topology):
+        return 0 if n == 1 else None
+    within = [np.eye(n, dtype=np.float32)]  # of each pair of ranks, whether 2^k edges are enough
+    for round_ in rounds:
+        readers, senders, _ = round_.edges()
+        within[0][readers, senders] = 1.0
+    while not within[-1].all():
+        within.append(np.minimum(within[-1] @ within[-1], 1.0))
+    heard, distance = np.eye(n, dtype=np.float32), 0
+    for k in reversed(range(len(within) - 1)):
+        farther = np.minimum(heard @ within[k], 1.0)
+        if not farther.all():
+            heard, distance = farther, distance + 2**k
+    return distance + 1

@@ -51,16 +51,13 @@ def slem(of: Schedule | Round | npt.ArrayLike) -> float:
     that are not symmetric it may say little: all other eigenvalues of a De Bruijn graph are 0 (and come out as 1e-4
     or less, rounding of a defective matrix), and yet one round leaves the worst disagreement as it is.
 
-    Parameters
-    ----------
-    of
-        A topology with period 1, a round, or a stochastic matrix of shape ``[n, n]``.
+    It takes a topology with period 1, a round, or a stochastic matrix of shape ``[n, n]``.
 
     Raises
     ------
     ValueError
-        For a topology with another period: the eigenvalues of a product say nothing about one use of it. For a
-        matrix that is not stochastic.
+        For a topology with another period (the eigenvalues of a product say nothing about one use of it), or a matrix
+        that is not stochastic.
 
     Examples
     --------
@@ -68,7 +65,12 @@ def slem(of: Schedule | Round | npt.ArrayLike) -> float:
     >>> round(slem(topologies.build("ring", 6)), 12)
     0.666666666667
     """
-    round_ = _single_round(of, "slem")
+    if isinstance(of, Schedule) and of.period != 1:
+        raise ValueError(
+            f"slem is defined for one matrix that is used in every round, topology {of.name!r} has period {of.period}; "
+            f"use consensus_rate or beta"
+        )
+    round_ = of.round(of.warmup) if isinstance(of, Schedule) else _as_round(of)
     if measure_stochasticity(round_) is None:
         raise ValueError(
             "slem is defined for a matrix whose rows or columns sum to 1, neither do; pass a stochastic matrix"
@@ -86,14 +88,8 @@ def spectral_gap(of: Schedule | Round | npt.ArrayLike) -> float:
 def beta(of: Schedule | Round | npt.ArrayLike, num_rounds: int | None = None, *, start: int | None = None) -> float:
     """Return ``||M - J||_2``, the largest factor by which M leaves a distance to the mean.
 
-    Parameters
-    ----------
-    of
-        A topology, whose M is the product of its rounds; or a round or a matrix M of shape ``[n, n]``.
-    num_rounds
-        How many rounds of the topology; by default one period, or the first 64 rounds of a schedule without one.
-    start
-        The first of them; by default the first after the warm-up.
+    M is a round or a matrix of shape ``[n, n]``, or the product of ``num_rounds`` rounds of a topology from ``start``
+    on: by default of one period after the warm-up, or of the first 64 rounds of a schedule without one.
 
     Examples
     --------
@@ -114,20 +110,9 @@ def beta(of: Schedule | Round | npt.ArrayLike, num_rounds: int | None = None, *,
 def consensus_errors(topology: Schedule, num_rounds: int, *, start: int = 0) -> FloatArray:
     """Return what k rounds leave of the worst disagreement, for k = 0 .. num_rounds: ``||R_k - J||_2``, R_0 = I.
 
-    R_k is the product of k rounds, or what push-sum makes of it if they are only column-stochastic.
-
-    Parameters
-    ----------
-    topology
-        Any; one that is only row-stochastic ends at its bias, not at 0.
-    num_rounds
-        The largest k.
-    start
-        The first round: schedules behave differently from another starting round.
-
-    Returns
-    -------
-    Array of ``num_rounds + 1`` numbers, 0.0 where the ranks hold the mean up to rounding.
+    R_k is the product of k rounds from ``start`` on, or what push-sum makes of it if they are only column-stochastic.
+    What is only row-stochastic ends at its bias, not at 0. The array has ``num_rounds + 1`` numbers, 0.0 where the
+    ranks hold the mean up to rounding.
 
     Examples
     --------
@@ -184,17 +169,7 @@ def rounds_to(topology: Schedule, tolerance: float, *, start: int | None = None)
     Where a round may enlarge a disagreement (some negative weights, row- or column-stochastic matrices), the first 256
     rounds are looked at one by one, and a later k is found by bisection: below the tolerance, not always the first.
 
-    Parameters
-    ----------
-    tolerance
-        Between 0 and 1, both excluded.
-    start
-        The first round; by default the first after the warm-up.
-
-    Raises
-    ------
-    ValueError
-        If the tolerance is not between 0 and 1.
+    The tolerance lies between 0 and 1, both excluded; ``start`` is the first round, by default that after the warm-up.
 
     Examples
     --------
@@ -324,17 +299,6 @@ def _first(holds: Callable[[int], bool]) -> int | None:
         middle = (above + below) // 2
         below, above = (below, middle) if holds(middle) else (middle, above)
     return above
-
-
-def _single_round(of: Schedule | Round | npt.ArrayLike, function: str) -> Round:
-    if not isinstance(of, Schedule):
-        return _as_round(of)
-    if of.period != 1:
-        raise ValueError(
-            f"{function} is defined for one matrix that is used in every round, topology {of.name!r} has period "
-            f"{of.period}; use consensus_rate or beta"
-        )
-    return of.round(of.warmup)
 
 
 def _as_round(of: Round | npt.ArrayLike) -> Round:

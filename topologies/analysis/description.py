@@ -22,37 +22,27 @@ class Description:
 
     ``None`` marks values that are not defined: ``slem`` and ``spectral_gap`` unless the period is 1, ``exact_after`` if
     it never is or without a period, ``diameter`` and ``rounds_to_tolerance`` if it is never reached; and for the
-    diameter of more than 16,384 ranks, which is not measured.
+    diameter of more than 2048 ranks, which is not measured.
 
     Attributes
     ----------
-    warmup
-        Rounds before the part that repeats. They count for ``max_sends``, ``max_receives``, ``largest_deviation``,
-        ``symmetric`` and ``uniform_groups``; all else is about what comes after them.
-    period
-        Rounds before that part repeats.
+    warmup, period
+        Rounds before the part that repeats, and before it does. The warm-up counts for ``max_sends``, ``max_receives``,
+        ``largest_deviation``, ``symmetric`` and ``uniform_groups``; all else is about what comes after it.
     num_rounds
         Rounds measured after the warm-up: one period, or those of the first 16 exchanges of a schedule without one.
-    max_sends, max_receives
-        Most messages of one rank in one round, point to point.
-    mean_messages
-        Messages sent per rank and round, on average, point to point.
+    max_sends, max_receives, mean_messages
+        Most messages of one rank in one round, and their mean over ranks and rounds, point to point.
     bytes_per_rank
         Models sent per rank and round, on average, where uniform groups run as ring all-reduces.
-    num_communicators
-        Distinct uniform groups of three and more ranks; pairs need none.
-    uniform_groups
-        Whether every round can run as one small all-reduce per group.
+    num_communicators, uniform_groups
+        Distinct uniform groups of three and more ranks (pairs need none), and whether every round consists of such.
     connected, diameter
         Whether the edges of the rounds measured join all ranks (in both directions), and over how many of them.
     largest_deviation
         Largest ``|sum - 1|`` over the rows and columns that must sum to 1.
-    slem
-        Second largest modulus of the eigenvalues of W.
-    beta
-        ``||product of the rounds measured - J||_2``.
-    rate
-        The factor per round by which a disagreement shrinks in the long run, 0.0 if it vanishes exactly.
+    slem, beta, rate
+        As :mod:`topologies.analysis` has them, ``beta`` of the rounds measured.
     rounds_to_tolerance
         Rounds until at most 1 % is left of the worst disagreement.
     """
@@ -87,11 +77,6 @@ class Description:
         return plain
 
     def __str__(self) -> str:
-        lines = self._lines()
-        width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
-
-    def _lines(self) -> list[tuple[str, str]]:
         measured = "one period" if self.period else f"the first {count(self.num_rounds, 'round')}"
         period = count(self.period, "round") if self.period else "none"
         if self.warmup:
@@ -108,7 +93,7 @@ class Description:
         if self.world_size == 1:
             agreed = exact = "at once: a single rank holds the mean"
         no_slem = "only defined for period 1"
-        return [
+        lines = [
             ("topology", self.name + (f" ({brief_options(self.options)})" if self.options else "")),
             ("world size", str(self.world_size)),
             ("period", period),
@@ -132,17 +117,13 @@ class Description:
             ("rounds to 1 %", agreed),
             ("exact after", exact if self.period else "not promised: no period"),
         ]
+        return "\n".join(f"{label:<14}  {text}" for label, text in lines)
 
 
 def describe(topology: Schedule) -> Description:
-    """Return what can be measured of a topology: ``str()`` is one page of text, ``.to_dict()`` plain JSON.
+    """Return what can be measured of a topology of at most a million ranks; ``str()`` of it is one page of text.
 
     It is measured over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
-
-    Raises
-    ------
-    ValueError
-        If it has more than a million ranks.
     """
     check_measured_size(topology.world_size)
     last = topology.phases[-1]

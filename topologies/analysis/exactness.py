@@ -29,16 +29,8 @@ def exact_after(topology: Schedule, *, start: int | None = None) -> int | None:
     are applied to eight random vectors: a product other than J takes these to their means with probability 0. Of
     column-stochastic rounds the ratios are judged that push-sum forms.
 
-    Parameters
-    ----------
-    start
-        The first round; by default the first after the warm-up, which is a period boundary. From another round most
-        schedules need longer.
-
-    Raises
-    ------
-    ValueError
-        If the topology has no period.
+    ``start`` is the first round, by default that after the warm-up, which is a period boundary: from another one most
+    schedules need longer. A topology without a period is refused.
 
     Examples
     --------
@@ -105,15 +97,7 @@ def _start_values(world_size: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Sums:
-    """How far the sums of a schedule's matrices are from 1, over the rounds looked at.
-
-    Attributes
-    ----------
-    rows, columns
-        Largest ``|sum - 1|`` over all rows, and over all columns.
-    smallest_weight
-        Smallest entry of any W; below 0 for some optimised weights.
-    """
+    """Largest ``|sum - 1|`` over all rows, and over all columns, of some matrices, and their smallest entry."""
 
     rows: float
     columns: float
@@ -128,11 +112,7 @@ class Sums:
 def sums(of: Schedule | Iterable[Round]) -> Sums:
     """Add up the rows and columns of every matrix: the proof that the mean is kept, and its largest deviation.
 
-    Parameters
-    ----------
-    of
-        Rounds; or a topology, of which all exchanges of its warm-up and of one period are taken (16 of a part
-        without a period).
+    Of a topology all exchanges of its warm-up and of one period are taken (16 of a part without a period).
 
     Examples
     --------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import networkx as nx
 
 from topologies.round import Round
@@ -11,20 +13,8 @@ from topologies.schedule import Schedule
 def check_static(topology: Schedule, needed_by: str, instead: str, *, symmetric: bool = False) -> None:
     """Refuse a topology whose exchanges differ from each other; local steps between them do not matter.
 
-    Parameters
-    ----------
-    topology : Schedule
-    needed_by : str
-        What cannot do without: "compression choco", "algorithm ExactDiffusion".
-    instead : str
-        What to choose on such a topology.
-    symmetric : bool
-        Whether W must be symmetric too.
-
-    Raises
-    ------
-    ValueError
-        Says why, and what to choose.
+    ``needed_by`` is what cannot do without, such as "compression choco", and ``instead`` what to choose on such a
+    topology. With ``symmetric`` W must be symmetric too.
     """
     fault = _why_not_static(topology)
     if fault is not None:
@@ -58,27 +48,21 @@ def only_graph(topology: Schedule) -> nx.Graph:
     return graph
 
 
+def only_exchange(topology: Schedule) -> Round:
+    """Return the one exchange of a static topology, or a round without an exchange if it has none."""
+    return next(_exchanges(topology), topology.round(0))
+
+
 def _why_not_static(topology: Schedule) -> str | None:
-    if topology.world_size == 1:
-        return None
-    found: Round | None = None
-    for phase in topology.phases:
-        if phase.topology.period is None:
-            return "never repeats its rounds"
-        for exchange in range(phase.num_distinct(sampled=0)):
-            other = phase.topology.round(exchange)
-            if other.is_identity:
-                continue
-            if found is not None and other != found:
-                return "mixes by another matrix from one exchange to the next"
-            found = other
+    if any(phase.topology.period is None for phase in topology.phases) and topology.world_size > 1:
+        return "never repeats its rounds"
+    found = only_exchange(topology)
+    if any(round_ != found for round_ in _exchanges(topology)):
+        return "mixes by another matrix from one exchange to the next"
     return None
 
 
-def only_exchange(topology: Schedule) -> Round:
-    """Return the one exchange of a static topology, or a round without an exchange if it has none."""
-    exchanges = (
-        phase.topology.round(exchange) for phase in topology.phases for exchange in range(phase.num_distinct(sampled=0))
-    )
-    first = topology.round(0)
-    return next((round_ for round_ in exchanges if not round_.is_identity), first)
+def _exchanges(topology: Schedule) -> Iterator[Round]:
+    for phase in topology.phases:
+        rounds = map(phase.topology.round, range(phase.num_distinct(sampled=0)))
+        yield from (round_ for round_ in rounds if not round_.is_identity)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
-from topologies.analysis.connectivity import repeated_rounds
+from topologies.analysis.connectivity import all_reduce_rings, repeated_rounds
 from topologies.analysis.consensus import consensus_rate
 from topologies.integers import divisors, listed
 from topologies.matrix_storage import FloatArray, IntArray
@@ -113,17 +112,7 @@ class Traffic:
 def traffic(topology: Schedule, *, message_bytes: float = 1.0, local_size: int = 1) -> Traffic:
     """Return what a topology sends, for messages of ``message_bytes`` and nodes of ``local_size`` ranks.
 
-    Parameters
-    ----------
-    message_bytes
-        Bytes of one message, usually those of the model; 1.0 counts in models.
-    local_size
-        Ranks per node; it divides the world size.
-
-    Raises
-    ------
-    ValueError
-        If ``message_bytes`` is negative, or ``local_size`` does not divide the world size.
+    A message is usually a model: 1.0 counts in models. ``local_size``, the ranks per node, divides the world size.
 
     Examples
     --------
@@ -176,16 +165,9 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
     local_size = check_local_size(local_size, n)
     if round_.uniform_groups is None:
         receivers, senders, _ = round_.edges()
-        amount = np.ones(len(senders))
-        steps = np.ones(len(senders))
+        amount = steps = np.ones(len(senders))
     else:
-        groups = [group for group in round_.uniform_groups if len(group) > 1]
-        lengths = np.fromiter(map(len, groups), np.int64, len(groups))
-        senders = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(lengths.sum()))
-        ends = np.cumsum(lengths)
-        receivers = np.roll(senders, -1)  # each sends to the next of its group, the last one to the first
-        receivers[ends - 1] = senders[ends - lengths]
-        sizes = np.repeat(lengths, lengths).astype(np.float64)
+        receivers, senders, sizes = all_reduce_rings(round_.uniform_groups)
         amount = 2.0 * (sizes - 1.0) / np.maximum(sizes, 1.0)
         steps = np.where(sizes > 2, 2.0 * (sizes - 1.0), 1.0)
     from_node, to_node = senders // local_size, receivers // local_size
@@ -197,7 +179,7 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
         sent_by_node=_total(from_node[crosses], amount[crosses], num_nodes),
         received_by_node=_total(to_node[crosses], amount[crosses], num_nodes),
         largest_link=float(_total(links, amount[crosses], 1).max()),
-        steps=_steps(round_, senders[crosses], receivers[crosses], steps[crosses]),
+        steps=_most_steps(round_, senders[crosses], receivers[crosses], steps[crosses]),
     )
 
 
@@ -206,10 +188,8 @@ def _total(places: IntArray, amounts: FloatArray, num_places: int) -> FloatArray
     return np.bincount(places, weights=amounts, minlength=num_places).astype(np.float64)
 
 
-def _steps(round_: Round, senders: IntArray, receivers: IntArray, steps: FloatArray) -> int:
+def _most_steps(round_: Round, senders: IntArray, receivers: IntArray, steps: FloatArray) -> int:
     """Return the most steps of a rank, one after the other."""
     if round_.uniform_groups is not None:
         return int(steps.max(initial=0.0))  # a ring all-reduce keeps all members busy for as long
-    sends = np.bincount(senders, minlength=1).max()
-    receives = np.bincount(receivers, minlength=1).max()
-    return int(max(sends, receives))
+    return int(max(np.bincount(ranks, minlength=1).max() for ranks in (senders, receivers)))

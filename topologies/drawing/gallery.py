@@ -57,25 +57,8 @@ dd { margin: 0; }
 
 
 def gallery_page(world_size: int = 16) -> str:
-    """Return the page, each family drawn for ``world_size`` ranks or the nearest number that it serves.
-
-    Parameters
-    ----------
-    world_size
-        Number of ranks, 2 to 80.
-
-    Raises
-    ------
-    ValueError
-        If ``world_size`` is outside, or the docstring of a family is not complete.
-    ImportError
-        If matplotlib is missing.
-    """
-    world_size = check_integer("world_size", world_size, minimum=2)
-    if world_size > LARGEST_GALLERY:
-        raise ValueError(
-            f"world_size of a gallery must be at most {LARGEST_GALLERY}, got {world_size}; choose a smaller one"
-        )
+    """Return the page, each family drawn for ``world_size`` ranks, 2 to 80, or the nearest number that it serves."""
+    world_size = check_integer("world_size", world_size, minimum=2, maximum=LARGEST_GALLERY)
     names = available()
     links = "\n".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name in names)
     cards = "\n".join(_card(facts_of(name), samples(name, world_size), world_size) for name in names)
@@ -142,22 +125,14 @@ def _card(facts: Facts, variants: Sequence[Topology], world_size: int) -> str:
 def _measured(topology: Topology) -> str:
     found = topology.describe()
     size = ", ".join(filter(None, (f"n={found.world_size}", options_text(topology.options))))
-    parts = [f"{size}: at most {found.max_sends} sent"]
-    if found.period is None:
-        parts.append("no period")
-    else:
-        parts.append(f"period {found.period}")
+    parts = [f"{size}: at most {found.max_sends} sent", f"period {found.period}" if found.period else "no period"]
+    if found.period is not None:
         parts.append(f"exact after {found.exact_after}" if found.exact_after else "not exact")
     if found.slem is not None and not found.exact_after:
-        parts.append(f"SLEM {_number(found.slem)}")
-    assert found.beta is not None  # no sample is as large as that
+        parts.append(f"SLEM {found.slem:.3g}")
     if found.num_rounds > 1:
-        parts.append(f"beta {_number(found.beta)} after {found.num_rounds} rounds")
+        parts.append(f"beta {found.beta:.3g} after {found.num_rounds} rounds")
     return ", ".join(parts)
-
-
-def _number(value: float) -> str:
-    return f"{value if abs(value) > 1e-12 else 0.0:.3g}"
 
 
 def _marked_up(text: str) -> str:

@@ -11,8 +11,8 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.building import build
 from topologies.family_registry import available
+from topologies.topology import build
 
 if TYPE_CHECKING:
     from topologies.topology import Topology
@@ -53,8 +53,8 @@ class Layout:
         share = _RADIUS_SHARE if len(self.places) <= _MANY else _RADIUS_SHARE_OF_MANY
         return float(min(_LARGEST_RADIUS, share * distances[~np.eye(len(distances), dtype=bool)].min()))
 
-    def way_out(self, rank: int, other: int) -> tuple[float, float] | None:
-        """Return the half step from ``rank`` over the border of a torus towards ``other``, if that is their way."""
+    def way_out(self, rank: int, other: int) -> complex | None:
+        """Return the half step x + iy from ``rank`` over the border of a torus to ``other``, if that is their way."""
         if self.closed_shape is None:
             return None
         rows, columns = self.closed_shape
@@ -62,9 +62,9 @@ class Layout:
         right = other % columns - rank % columns
         step = 0.6 * _cell(rows, columns, closed=True)
         if rows > 2 and right == 0 and abs(down) == rows - 1:
-            return 0.0, math.copysign(step, down)
+            return 1j * math.copysign(step, down)
         if columns > 2 and down == 0 and abs(right) == columns - 1:
-            return -math.copysign(step, right), 0.0
+            return complex(-math.copysign(step, right))
         return None
 
 
@@ -105,28 +105,22 @@ def _star(topology: Topology) -> Layout:
     return Layout(np.concatenate((np.zeros((1, 2)), _on_circle(np.arange(leaves) / leaves))))
 
 
-def _grid(topology: Topology) -> Layout:
+def _lattice(topology: Topology) -> Layout:
+    """Row by row from the top left; what is one line only stands on an arc, or closed on a circle."""
     rows, columns = topology.options["shape"]
+    closed = topology.name == "torus"
     if 1 in (rows, columns):
-        return _arc(topology)
-    return Layout(_lattice(rows, columns))
-
-
-def _torus(topology: Topology) -> Layout:
-    rows, columns = topology.options["shape"]
-    if 1 in (rows, columns):
-        return _circle(topology)
-    return Layout(_lattice(rows, columns, closed=True), closed_shape=(rows, columns))
+        return _circle(topology) if closed else _arc(topology)
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    places = np.stack((column - (columns - 1) / 2, (rows - 1) / 2 - row), axis=1)
+    return Layout(_cell(rows, columns, closed=closed) * places, closed_shape=(rows, columns) if closed else None)
 
 
 def _as_its_graph(topology: Topology) -> Layout:
     """Return the layout of the family that the option ``graph`` names, or of its graph."""
     graph = topology.options["graph"]
-    return (
-        layout_of(build(graph, topology.world_size))
-        if isinstance(graph, str) and graph in available()
-        else _springs(topology)
-    )
+    named = isinstance(graph, str) and graph in available()
+    return layout_of(build(graph, topology.world_size)) if named else _springs(topology)
 
 
 def _springs(topology: Topology) -> Layout:
@@ -147,23 +141,13 @@ def _springs(topology: Topology) -> Layout:
 
 
 _LAYOUTS: dict[str, Callable[[Topology], Layout]] = {
-    "alternating_exp_ring": _nodes,
-    "barabasi_albert": _springs,
-    "davis": _springs,
-    "erdos_renyi": _springs,
-    "florentine": _springs,
-    "graph": _as_its_graph,
-    "grid": _grid,
-    "karate_club": _springs,
-    "les_miserables": _springs,
-    "local_global": _nodes,
-    "margulis": _springs,
-    "matcha": _as_its_graph,
-    "matchings": _as_its_graph,
+    **dict.fromkeys(("alternating_exp_ring", "local_global"), _nodes),
+    **dict.fromkeys(("graph", "matcha", "matchings"), _as_its_graph),
+    **dict.fromkeys(("grid", "torus"), _lattice),
+    **dict.fromkeys(("barabasi_albert", "erdos_renyi", "margulis", "random_regular"), _springs),
+    **dict.fromkeys(("davis", "florentine", "karate_club", "les_miserables"), _springs),
     "path": _arc,
-    "random_regular": _springs,
     "star": _star,
-    "torus": _torus,
 }
 
 
@@ -174,13 +158,6 @@ def _on_circle(turns: FloatArray) -> FloatArray:
 def _cell(rows: int, columns: int, *, closed: bool) -> float:
     """Return the distance of neighbours; the ways out of a closed lattice need a cell more."""
     return 2.0 / (max(rows, columns) - 1 + closed)
-
-
-def _lattice(rows: int, columns: int, *, closed: bool = False) -> FloatArray:
-    """Return places row by row from the top left."""
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    cell = _cell(rows, columns, closed=closed)
-    return cell * np.stack((column - (columns - 1) / 2, (rows - 1) / 2 - row), axis=1)
 
 
 def _into_square(places: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Whole pictures: which rounds, matrices and curve, and where each stands. Lengths are in inches, from the top left."""
+"""Whole pictures: which rounds, matrices and curve, and where each stands."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from topologies.analysis import product
+from topologies.analysis.description import count
 from topologies.drawing.layouts import layout_of
-from topologies.drawing.mixing_panels import draw_curve, draw_matrix, horizon
+from topologies.drawing.mixing_panels import draw_curve, draw_matrix
 from topologies.drawing.picture_files import picture_path, save, settings
 from topologies.drawing.round_pictures import caption, draw_round, has_negative_weights, is_directed
 from topologies.reports.family_samples import options_text
@@ -18,7 +19,6 @@ from topologies.validation import check_integer
 
 if TYPE_CHECKING:
     from topologies.drawing.layouts import Layout
-    from topologies.round import Round
     from topologies.topology import Topology
 
 #: Of more ranks only matrices and the curve are drawn: lines between them show nothing.
@@ -34,13 +34,9 @@ _EXCHANGES_OF_THE_CURVE = 64
 #: Of many ranks each exchange costs a dense product.
 _EXCHANGES_OF_A_LARGE_CURVE = 16
 
+#: Inches: the width, and the heights of a line of the title, of one below it, of a caption, and of a row of panels.
 _WIDTH = 9.6
-_MARGIN = 0.15
-_TITLE_LINE, _LINE = 0.24, 0.2
-_MATRIX = 2.2
-#: A matrix or the curve with what is written around it.
-_PANEL_WIDTH, _PANEL_HEIGHT = 3.1, 2.85
-_CAPTION, _CAPTION_LINE = 0.15, 0.13
+_TITLE_LINE, _LINE, _CAPTION, _PANELS = 0.24, 0.2, 0.28, 2.7
 _FONT = 7.5
 _POINTS_PER_INCH = 72
 _INK, _FAINT = "#1f2933", "#5f6b76"
@@ -80,28 +76,13 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     if rounds is None:
         numbers: Sequence[int] = _exchanges(topology, _DEFAULT_ROUNDS)
     else:
-        numbers = range(check_integer("rounds", rounds, minimum=1))
-        if rounds > MAX_DRAWN_ROUNDS:
-            raise ValueError(f"rounds must be at most {MAX_DRAWN_ROUNDS}, got {rounds}; draw fewer")
+        numbers = range(check_integer("rounds", rounds, minimum=1, maximum=MAX_DRAWN_ROUNDS))
     with settings("path"):
         save(_whole_figure(topology, numbers), path)
 
 
 def draw_compact(topology: Topology) -> str:
-    """Return a small picture as SVG for a page: at most three rounds, one matrix and the curve. Text is text.
-
-    Parameters
-    ----------
-    topology
-        At most 1024 ranks.
-
-    Raises
-    ------
-    ValueError
-        If there are too many ranks.
-    ImportError
-        If matplotlib is missing.
-    """
+    """Return a small picture as SVG for a page: at most three rounds, one matrix and the curve. Text is text."""
     _check_world_size(topology)
     with settings("none"):
         text = io.StringIO()
@@ -109,109 +90,90 @@ def draw_compact(topology: Topology) -> str:
     return text.getvalue()
 
 
-class _Figure:
-    """A figure of matplotlib that is filled with panels at places in inches from the top left."""
-
-    def __init__(self, width: float, height: float) -> None:
-        from matplotlib.figure import Figure
-
-        self.figure = Figure(figsize=(width, height))
-        self.size = width, height
-
-    def panel(self, left: float, top: float, width: float, height: float) -> Any:
-        across, down = self.size
-        return self.figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
-
-    def text(self, left: float, top: float, text: str, size: float, **style: Any) -> None:
-        across, down = self.size
-        self.figure.text(left / across, 1 - top / down, text, fontsize=size, va="top", **{"color": _INK, **style})
-
-    def round(
-        self, number: int, round_: Round, layout: Layout, left: float, top: float, side: float, font_size: float,
-        *, lines: int = 1,
-    ) -> None:  # fmt: skip
-        """Draw a round under a caption of one line or two; ``side`` is that of the square without it."""
-        text = f"round {number}{': ' if lines == 1 else chr(10)}{caption(round_)}"
-        self.text(left + side / 2, top + 0.06, text, font_size, ha="center", linespacing=1.15)
-        axes = self.panel(left, top + _caption_height(lines), side, side)
-        draw_round(axes, round_, layout, side=side * _POINTS_PER_INCH)
-
-    def matrix(self, matrix: Any, title: str, left: float, top: float, side: float, font_size: float) -> None:
-        scale = self.panel(left + 0.42 + side + 0.08, top + 0.3, 0.09, side)
-        draw_matrix(self.panel(left + 0.42, top + 0.3, side, side), scale, matrix, title, font_size=font_size)
-
-
 def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     """Return the figure: rounds in lines and what they do below them, or one round with that beside it."""
     n = topology.world_size
-    with_lines = n <= MAX_RANKS_WITH_LINES
-    layout = layout_of(topology) if with_lines else None
-    beside = layout is not None and len(numbers) == 1
-    side = 2.35 if n <= 16 else 3.1 if n <= 32 else 4.65
-    if beside:
-        side = max(side, 3.3)
-    columns = min(len(numbers), int(_WIDTH // side))
-    rounds_height = (side + _caption_height(1)) * -(-len(numbers) // columns) if layout is not None else 0.0
-    matrices = _matrices(topology, numbers, with_lines=with_lines)
-
+    layout = layout_of(topology) if n <= MAX_RANKS_WITH_LINES else None
+    matrices = _matrices(topology, numbers, with_lines=layout is not None)
     title = textwrap.wrap(_title(topology), 88)
     lines = textwrap.wrap(_subtitle(topology, numbers), 125)
     if layout is not None:
         lines.append(_legend(topology, numbers, layout))
-    header = _MARGIN + _TITLE_LINE * len(title) + _LINE * len(lines) + 0.1
-    panels_height = _PANEL_HEIGHT * -(-(len(matrices) + 1) // 3)
-    body = max(rounds_height, panels_height) if beside else rounds_height + panels_height
-    width = side + 2 * _PANEL_WIDTH if beside else _WIDTH
-    picture = _Figure(width, header + body + _MARGIN)
-    for number, line in enumerate(title):
-        picture.text(_MARGIN, _MARGIN + _TITLE_LINE * number, line, 11.5, weight="bold")
-    for number, line in enumerate(lines):
-        picture.text(_MARGIN, _MARGIN + _TITLE_LINE * len(title) + _LINE * number, line, 8.5, color=_FAINT)
+    header = _TITLE_LINE * len(title) + _LINE * len(lines) + 0.25
+    num_rows = -(-(len(matrices) + 1) // 3)
+    side = 2.35 if n <= 16 else 3.1 if n <= 32 else 4.65
+    beside = layout is not None and len(numbers) == 1
+    columns = min(len(numbers), int(_WIDTH // side))
+    rounds = (side + _CAPTION) * -(-len(numbers) // columns) if layout is not None and not beside else 0.0
+    body = max(_PANELS * num_rows, side + _CAPTION) if beside else _PANELS * num_rows
 
+    panels_width = 6.4 if beside else _WIDTH
+    figure = _new_figure(panels_width + side * beside, header + rounds + body)
+    ratios = [part for part in (header, rounds, body) if part]
+    head, *parts = figure.subfigures(len(ratios), 1, height_ratios=ratios)
+    style = {"x": 0.15 / figure.get_figwidth(), "va": "top"}
+    head.text(y=1 - 0.12 / header, s="\n".join(title), fontsize=11.5, color=_INK, weight="bold", **style)
+    below = 0.12 + _TITLE_LINE * len(title)
+    head.text(y=1 - below / header, s="\n".join(lines), fontsize=8.5, color=_FAINT, linespacing=1.5, **style)
+    panels = parts[-1]
     if layout is not None:
-        slot = side if beside else _WIDTH / columns
-        for place, t in enumerate(numbers):
-            row, column = divmod(place, columns)
-            left = column * slot + (slot - side) / 2
-            picture.round(t, topology.round(t), layout, left, header + row * (side + _caption_height(1)), side, 8.0)
-    left, top = (side, header + (body - panels_height) / 2) if beside else (0.0, header + rounds_height)
-    first_left = left
-    for matrix, matrix_title in matrices:
-        picture.matrix(matrix, matrix_title, left, top, _MATRIX, _FONT)
-        left += _PANEL_WIDTH
-        if left + _PANEL_WIDTH > width + 0.05:
-            left, top = first_left, top + _PANEL_HEIGHT
-    at_most = _EXCHANGES_OF_THE_CURVE if with_lines else _EXCHANGES_OF_A_LARGE_CURVE
-    axes = picture.panel(left + 0.62, top + 0.3, width - left - 0.92, _MATRIX)
-    draw_curve(axes, topology, num_exchanges=horizon(topology, at_most), font_size=_FONT)
-    return picture.figure
+        if beside:
+            parts[0], panels = panels.subfigures(1, 2, width_ratios=(side, panels_width))
+        _draw_rounds(parts[0], topology, numbers, layout, columns, side, font_size=8.0)
+    axes = panels.subplots(num_rows, 3 if len(matrices) > 1 else 2, squeeze=False).flatten()
+    for (matrix, matrix_title), panel in zip(matrices, axes, strict=False):
+        draw_matrix(panel, matrix, matrix_title, font_size=_FONT)
+    at_most = _EXCHANGES_OF_THE_CURVE if layout is not None else _EXCHANGES_OF_A_LARGE_CURVE
+    draw_curve(axes[len(matrices)], topology, at_most=at_most, font_size=_FONT)
+    for unused in axes[len(matrices) + 1 :]:
+        unused.remove()
+    return figure
 
 
 def _compact_figure(topology: Topology) -> Any:
     """Return the figure: one round beside its matrix, or rounds above it, and the curve."""
-    width, font_size, curve_title = 4.7, 7.5, "share of a disagreement left"
-    with_lines = topology.world_size <= MAX_RANKS_WITH_LINES
+    width = 4.7
     numbers = _exchanges(topology, 3)
-    matrix, title = _matrices(topology, numbers, with_lines=with_lines)[-1]
-    if with_lines and len(numbers) == 1:
-        picture = _Figure(width, 4.15)
-        picture.round(numbers[0], topology.round(numbers[0]), layout_of(topology), 0.0, 0.0, 2.15, font_size, lines=2)
-        picture.matrix(matrix, title, 2.1, 0.3, 1.5, font_size)
-        axes = picture.panel(0.65, 2.85, width - 0.85, 0.9)
+    layout = layout_of(topology) if topology.world_size <= MAX_RANKS_WITH_LINES else None
+    matrix, title = _matrices(topology, numbers, with_lines=layout is not None)[-1]
+    beside = layout is not None and len(numbers) == 1
+    side = 2.15 if beside else min(0.95 * width / len(numbers), 2.2)
+    above = side + 1.5 * _CAPTION if layout is not None else 0.0
+    figure = _new_figure(width, above + (1.4 if beside else 2.1))
+    panels = figure
+    if layout is not None:
+        upper, panels = figure.subfigures(2, 1, height_ratios=(above, figure.get_figheight() - above))
+        rounds, aside = upper.subfigures(1, 2) if beside else (upper, upper)
+        _draw_rounds(rounds, topology, numbers, layout, len(numbers), side, font_size=_FONT, separator="\n")
+    if beside:
+        draw_matrix(aside.subplots(), matrix, title, font_size=_FONT)
+        curve = panels.subplots()
     else:
-        slot = width / len(numbers)
-        side = min(0.95 * slot, 2.2)
-        top = side + _caption_height(2) if with_lines else 0.0
-        picture = _Figure(width, top + 2.2)
-        if with_lines:
-            layout = layout_of(topology)
-            for place, t in enumerate(numbers):
-                left = place * slot + (slot - side) / 2
-                picture.round(t, topology.round(t), layout, left, 0.0, side, font_size, lines=2)
-        picture.matrix(matrix, title, 0.0, top, 1.45, font_size)
-        axes = picture.panel(2.96, top + 0.3, width - 3.16, 1.45)
-    draw_curve(axes, topology, num_exchanges=horizon(topology, 32), font_size=font_size, title=curve_title)
-    return picture.figure
+        first, curve = panels.subplots(1, 2)
+        draw_matrix(first, matrix, title, font_size=_FONT)
+    draw_curve(curve, topology, at_most=32, font_size=_FONT, title="share of a disagreement left")
+    return figure
+
+
+def _new_figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_rounds(
+    figure: Any, topology: Topology, numbers: Sequence[int], layout: Layout, columns: int, side: float, *,
+    font_size: float, separator: str = ": ",
+) -> None:  # fmt: skip
+    """Draw rounds in lines of so many squares of ``side`` inches, each under its caption."""
+    axes = figure.subplots(-(-len(numbers) // columns), columns, squeeze=False).flatten()
+    for panel in axes:
+        panel.set_axis_off()
+    for t, panel in zip(numbers, axes, strict=False):
+        round_ = topology.round(t)
+        panel.set_aspect("equal")
+        panel.set_title(f"round {t}{separator}{caption(round_)}", fontsize=font_size, color=_INK, pad=2)
+        draw_round(panel, round_, layout, side=side * _POINTS_PER_INCH)
 
 
 def _matrices(topology: Topology, numbers: Sequence[int], *, with_lines: bool) -> list[tuple[Any, str]]:
@@ -237,41 +199,34 @@ def _exchanges(topology: Topology, at_most: int) -> list[int]:
     return numbers[:at_most] or [topology.phases[-1].number_of(0)]
 
 
-def _caption_height(lines: int) -> float:
-    return _CAPTION + _CAPTION_LINE * lines
-
-
 def _title(topology: Topology) -> str:
     options = options_text(topology.options)
     return f"{topology.name} ({options})" if options else topology.name
 
 
 def _subtitle(topology: Topology, numbers: Sequence[int]) -> str:
-    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks"
     num_rounds = numbers[-1] + 1
+    period = f"period {topology.period}" if topology.period else "no period"
     if topology.warmup:
-        shown = f"{f'period {topology.period}' if topology.period else 'no period'} after {topology.warmup} rounds"
+        period += f" after {topology.warmup} rounds"
     elif topology.period is None:
-        shown = f"no period, first {num_rounds} rounds" if num_rounds > 1 else "no period, first round"
+        period += f", first {count(num_rounds, 'round')}"
     elif num_rounds < topology.period:
-        shown = f"first {num_rounds} of {topology.period} rounds"
-    else:
-        shown = f"period {topology.period}"
-    return f"{ranks}, {shown}"
+        period = f"first {num_rounds} of {topology.period} rounds"
+    return f"{count(topology.world_size, 'rank')}, {period}"
 
 
 def _legend(topology: Topology, numbers: Sequence[int], layout: Layout) -> str:
     """Return what the lines of these rounds mean."""
     rounds = [topology.round(t) for t in numbers]
-    parts = ["the thicker a line, the larger its weight"]
-    if any(is_directed(round_) for round_ in rounds):
+    parts = ["The thicker a line, the larger its weight"]
+    if any(map(is_directed, rounds)):
         parts.append("an arrow points to the rank that reads")
-    if any(has_negative_weights(round_) for round_ in rounds):
+    if any(map(has_negative_weights, rounds)):
         parts.append("dashed: negative")
     if layout.closed_shape is not None:
         parts.append("a line that leaves at one side comes back at the other")
-    text = "; ".join(parts)
-    return text[0].upper() + text[1:] + "."
+    return "; ".join(parts) + "."
 
 
 def _check_world_size(topology: Topology) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import networkx as nx
 import numpy as np
 
-from topologies.families.graph_option import GraphOption, undirected_edges
-from topologies.family_registry import register
+from topologies.family_registry import available, register
 from topologies.graphs.edge_colouring import edge_colouring
+from topologies.graphs.graph_files import clean_graph, read_graph
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.matrix_storage import IntArray
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.topology import Topology, build
 from topologies.validation import check_integer, check_real, check_stored
+
+GraphOption: TypeAlias = str | os.PathLike[str] | nx.Graph | Mapping[str, Any]
 
 _GRAPHS = ("ring", "torus")
 
@@ -46,12 +52,6 @@ def matchings(world_size: int, *, graph: GraphOption) -> Topology:
         The name of a family that repeats one symmetric round, such as "ring" or "torus"; a networkx graph, its
         node-link data, or a file: GraphML, GEXF, edge list or node-link JSON, by suffix. A graph is recorded in the
         options, so the topology no longer needs the file.
-
-    Raises
-    ------
-    ValueError
-        If the graph is directed, not connected or of another size; or, by name, if there is no such family, or it is
-        directed, has more than one round or does not serve ``world_size``.
 
     References
     ----------
@@ -107,11 +107,6 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
     seed
         At least 0; the matchings of round t follow from (seed, t).
 
-    Raises
-    ------
-    ValueError, TypeError
-        As in :func:`matchings`, or if budget is not a number above 0 and at most 1.
-
     References
     ----------
     Wang, Sahu, Yang, Joshi and Kar, "MATCHA: Speeding up decentralized SGD via matching decomposition sampling", 2019,
@@ -139,13 +134,35 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
 
 
 def _edges(family: str, world_size: int, graph: GraphOption) -> tuple[IntArray, str | dict[str, Any]]:
-    at_least = (
-        world_size * (world_size - 1) / 2.0 if isinstance(graph, str) and graph == "complete" else world_size - 1.0
-    )
-    check_stored(family, world_size, at_least, most=_MOST_COLOURED, advice="or a graph with fewer edges")
-    edges, recorded = undirected_edges(world_size, graph)
-    check_stored(family, world_size, len(edges), most=_MOST_COLOURED, advice="or a graph with fewer edges")
-    return edges, recorded
+    """Return the edges of a connected graph on n ranks, shape ``[edges, 2]``, and what to record as the option."""
+    is_complete = isinstance(graph, str) and graph == "complete"
+    fewest = world_size * (world_size - 1) / 2.0 if is_complete else world_size - 1.0
+    check_stored(family, world_size, fewest, most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    recorded: str | dict[str, Any]
+    if isinstance(graph, str) and not Path(graph).suffix:
+        pairs, recorded = _pairs_of_family(world_size, graph), graph
+    else:
+        cleaned = clean_graph(read_graph(graph), world_size=world_size)
+        pairs, recorded = list(cleaned.edges), nx.node_link_data(cleaned, edges="edges")
+    check_stored(family, world_size, len(pairs), most=_MOST_COLOURED, advice="or a graph with fewer edges")
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2), recorded
+
+
+def _pairs_of_family(world_size: int, name: str) -> list[tuple[int, int]]:
+    instead = "pass the name of a family of one undirected graph, such as 'ring', a path, or a networkx graph"
+    if name not in available():
+        raise ValueError(f"graph={name!r} is no registered family, and no file without a suffix; {instead}")
+    try:
+        topology = build(name, world_size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"graph={name!r} names a family that cannot be used here: {error}; {instead}") from error
+    round_ = topology.round(0)
+    if topology.period != 1 or not round_.is_symmetric or len(round_.groups) > 1:
+        raise ValueError(
+            f"graph={name!r} names a family that does not repeat one symmetric round that connects {world_size} ranks; "
+            f"{instead}"
+        )
+    return [(rank, other) for rank in range(world_size) for other in round_.neighbours(rank) if other > rank]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -22,12 +23,6 @@ _MOST_DRAWN_IN_ALL = 2 * 10**7
 
 #: Most edges of a graph that networkx draws in a few seconds.
 _MOST_DRAWN = 10**6
-
-#: Random regular graphs, or their complements, of a higher degree hardly ever come out of networkx's pairing.
-_MOST_DRAWN_DEGREE = 500
-
-#: Random draws for rewired edges: in a graph that is nearly complete, most of them hit an edge that is there.
-_MOST_REWIRING_DRAWS = 5 * 10**6
 
 
 @register("random_regular")
@@ -86,15 +81,6 @@ def random_regular(
         sparse=(degree + 1, degree + 2),
         advice=f"Choose one of these, or {advice}",
     )
-    check_stored(
-        "random_regular", world_size, world_size * degree / 2.0, most=_MOST_DRAWN, advice="or a smaller degree"
-    )
-    if min(degree, world_size - 1 - degree) > _MOST_DRAWN_DEGREE:
-        raise ValueError(
-            f"degree of topology 'random_regular' must be at most {_MOST_DRAWN_DEGREE}, or at least "
-            f"{world_size - 1 - _MOST_DRAWN_DEGREE} for {world_size} ranks, got {degree}: graphs between take minutes "
-            f"to draw; choose such a degree"
-        )
 
     def draw(number: int) -> nx.Graph:
         if degree == 2:  # a connected one is a cycle, and seldom found by chance
@@ -104,8 +90,8 @@ def random_regular(
         # networkx hardly ever ends on dense graphs; those that are missing the fewest edges are as random.
         return nx.complement(nx.random_regular_graph(world_size - 1 - degree, world_size, seed=number))
 
-    edges = _connected_edges(draw, seed, "random_regular", f"degree, {degree}")
-    return weighted_topology(world_size, edges, weights, degree=degree, seed=seed)
+    num_edges = world_size * degree / 2.0
+    return _drawn("random_regular", world_size, draw, num_edges, weights=weights, seed=seed, degree=degree)
 
 
 @register("erdos_renyi")
@@ -134,11 +120,6 @@ def erdos_renyi(
     weights
         A scheme of the family "graph".
 
-    Raises
-    ------
-    ValueError
-        If none of 100 graphs, or of fewer large ones, is connected.
-
     References
     ----------
     Erdős and Rényi, "On random graphs I", 1959, Theorem 1.
@@ -152,17 +133,12 @@ def erdos_renyi(
     if probability is None:
         probability = min(1.0, 2.0 * math.log(world_size) / world_size)
     probability = check_real("probability", probability, "above 0 and at most 1", example=0.5)
-    num_edges = probability * world_size * (world_size - 1) / 2.0
-    check_stored(
-        "erdos_renyi", world_size, max(num_edges, world_size), most=_MOST_DRAWN, advice="or a smaller probability"
-    )
-    edges = _connected_edges(
-        lambda number: nx.fast_gnp_random_graph(world_size, probability, seed=number),
-        seed,
-        "erdos_renyi",
-        f"probability, {probability:g}, to more than ln(n) / n = {math.log(world_size) / world_size:.3g}",
-    )
-    return weighted_topology(world_size, edges, weights, probability=probability, seed=seed)
+
+    def draw(number: int) -> nx.Graph:
+        return nx.fast_gnp_random_graph(world_size, probability, seed=number)
+
+    num_edges = max(probability * world_size * (world_size - 1) / 2.0, world_size)
+    return _drawn("erdos_renyi", world_size, draw, num_edges, weights=weights, seed=seed, probability=probability)
 
 
 @register("watts_strogatz")
@@ -199,11 +175,6 @@ def watts_strogatz(
     weights
         A scheme of the family "graph".
 
-    Raises
-    ------
-    ValueError
-        If none of 100 graphs, or of fewer large ones, is connected.
-
     References
     ----------
     Watts and Strogatz, "Collective dynamics of 'small-world' networks", 1998.
@@ -231,24 +202,14 @@ def watts_strogatz(
         advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
     )
     probability = check_real("probability", probability, "between 0 and 1", example=0.1)
-    check_stored(
-        "watts_strogatz", world_size, world_size * neighbours / 2.0, most=_MOST_DRAWN, advice="or fewer neighbours"
+
+    def draw(number: int) -> nx.Graph:
+        return nx.watts_strogatz_graph(world_size, neighbours, probability, seed=number)
+
+    options = {"neighbours": neighbours, "probability": probability}
+    return _drawn(
+        "watts_strogatz", world_size, draw, world_size * neighbours / 2.0, weights=weights, seed=seed, **options
     )
-    draws_per_edge = world_size / max(world_size - neighbours, 1)
-    num_draws = probability * world_size * neighbours / 2.0 * draws_per_edge
-    if neighbours < world_size and num_draws > _MOST_REWIRING_DRAWS:
-        raise ValueError(
-            f"topology 'watts_strogatz' with neighbours={neighbours} and probability={probability:g} needs about "
-            f"{num_draws:.2g} random draws to rewire the nearly complete graph of {world_size} ranks, at most "
-            f"{_MOST_REWIRING_DRAWS} are done; choose fewer neighbours or a smaller probability"
-        )
-    edges = _connected_edges(
-        lambda number: nx.watts_strogatz_graph(world_size, neighbours, probability, seed=number),
-        seed,
-        "watts_strogatz",
-        f"neighbours, {neighbours}",
-    )
-    return weighted_topology(world_size, edges, weights, neighbours=neighbours, probability=probability, seed=seed)
 
 
 @register("barabasi_albert")
@@ -299,28 +260,37 @@ def barabasi_albert(
         sparse=(attachments + 1,),
         advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
     )
+
+    def draw(number: int) -> nx.Graph:
+        return nx.barabasi_albert_graph(world_size, attachments, seed=number)
+
     num_edges = attachments * (world_size - attachments)
-    check_stored("barabasi_albert", world_size, num_edges, most=_MOST_DRAWN, advice="or fewer attachments")
-    edges = _connected_edges(
-        lambda number: nx.barabasi_albert_graph(world_size, attachments, seed=number),
-        seed,
-        "barabasi_albert",
-        f"attachments, {attachments}",
-    )
-    return weighted_topology(world_size, edges, weights, attachments=attachments, seed=seed)
+    return _drawn("barabasi_albert", world_size, draw, num_edges, weights=weights, seed=seed, attachments=attachments)
 
 
-def _connected_edges(draw: Callable[[int], nx.Graph], seed: int, family: str, remedy: str) -> list[tuple[int, int]]:
-    """Return the sorted edges of the first connected graph; attempt a is drawn from (seed, a) alone."""
+def _drawn(
+    family: str,
+    world_size: int,
+    draw: Callable[[int], nx.Graph],
+    num_edges: float,
+    *,
+    weights: str,
+    seed: int,
+    **options: Any,
+) -> Topology:
+    """Return the topology of the first connected graph with about so many edges; attempt a is drawn from (seed, a)."""
+    (option, value), *_ = options.items()
+    check_stored(family, world_size, num_edges, most=_MOST_DRAWN, advice=f"or a smaller {option}")
     seed = check_integer("seed", seed, minimum=0)
     num_graphs = size = 0
     while num_graphs < _MAX_ATTEMPTS and size < _MOST_DRAWN_IN_ALL:
-        number = int(np.random.default_rng((seed, num_graphs)).integers(1 << 32))
-        graph = draw(number)
+        graph = draw(int(np.random.default_rng((seed, num_graphs)).integers(1 << 32)))
         if nx.is_connected(graph):
-            return sorted((min(edge), max(edge)) for edge in graph.edges)
+            edges = sorted((min(edge), max(edge)) for edge in graph.edges)
+            return weighted_topology(world_size, edges, weights, seed=seed, **options)
         num_graphs += 1
         size += len(graph) + graph.number_of_edges()
     raise ValueError(
-        f"topology {family!r} drew {num_graphs} graphs from seed {seed} and none is connected; raise the {remedy}"
+        f"topology {family!r} drew {num_graphs} graphs from seed {seed} and none is connected; raise the {option}, "
+        f"{value:g}"
     )

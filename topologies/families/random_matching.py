@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from topologies.families.swap_or_not import SwapOrNotShuffle
 from topologies.family_registry import register
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_integer
-
-#: Up to so many ranks a matching is drawn as a whole, in under a millisecond; beyond, one rank's pair alone.
-_MOST_DRAWN_AS_A_WHOLE = 1 << 16
+from topologies.validation import check_integer, check_stored
 
 
 @register("random_matching")
 def random_matching(world_size: int, *, seed: int = 0) -> Topology:
     """A uniformly random perfect matching in every round, weights 1/2; with an odd number one rank is idle.
 
-    Neighbours in a random order of the ranks are a pair. Above 65,536 ranks the order is a pseudo-random one in which
-    a rank finds its place by itself.
+    Neighbours in a random order of the ranks are a pair.
 
     Properties
     ----------
@@ -46,28 +41,18 @@ def random_matching(world_size: int, *, seed: int = 0) -> Topology:
     [1, 2, 2]
     """
     seed = check_integer("seed", seed, minimum=0)
-    matching = _drawn_as_a_whole if world_size <= _MOST_DRAWN_AS_A_WHOLE else _drawn_by_rank
-    return Topology.from_function(lambda _, generator: matching(world_size, generator), seed=seed, symmetric=True)
+    check_stored("random_matching", world_size, float(world_size))
 
+    def matching(_: int, generator: np.random.Generator) -> Round:
+        order = generator.permutation(world_size)
+        pairs = order[: world_size - world_size % 2].reshape(-1, 2)
+        partner = np.arange(world_size)
+        partner[pairs] = pairs[:, ::-1]
 
-def _drawn_as_a_whole(world_size: int, generator: np.random.Generator) -> Round:
-    order = generator.permutation(world_size)
-    pairs = order[: world_size - world_size % 2].reshape(-1, 2)
-    partner = np.arange(world_size)
-    partner[pairs] = pairs[:, ::-1]
+        def row(rank: int) -> dict[int, float]:
+            other = int(partner[rank])
+            return {other: 0.5} if other != rank else {}
 
-    def row(rank: int) -> dict[int, float]:
-        other = int(partner[rank])
-        return {other: 0.5} if other != rank else {}
+        return Round.from_formula(world_size, row, whole=lambda: Round.from_groups(world_size, pairs.tolist()))
 
-    return Round.from_formula(world_size, row, whole=lambda: Round.from_groups(world_size, pairs.tolist()))
-
-
-def _drawn_by_rank(world_size: int, generator: np.random.Generator) -> Round:
-    shuffle = SwapOrNotShuffle(world_size, generator)
-
-    def row(rank: int) -> dict[int, float]:
-        place = shuffle.place_of(rank) ^ 1
-        return {shuffle.card_at(place): 0.5} if place < world_size else {}
-
-    return Round.from_formula(world_size, row)
+    return Topology.from_function(matching, seed=seed, symmetric=True)

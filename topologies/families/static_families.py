@@ -119,8 +119,6 @@ def path(world_size: int) -> Topology:
     References
     ----------
     Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
-    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
-    optimization", 2018, section IV.
 
     Examples
     --------
@@ -152,8 +150,6 @@ def star(world_size: int) -> Topology:
     References
     ----------
     Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
-    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
-    optimization", 2018, section IV.
 
     Examples
     --------
@@ -190,8 +186,6 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     References
     ----------
     Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
-    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
-    optimization", 2018, section IV.
 
     Examples
     --------
@@ -230,8 +224,6 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     References
     ----------
     Xiao, Boyd and Lall, "A scheme for robust distributed sensor fusion based on average consensus", 2005, section 3.
-    Nedić, Olshevsky and Rabbat, "Network topology and communication-computation tradeoffs in decentralized
-    optimization", 2018, section IV.
 
     Examples
     --------
@@ -389,19 +381,15 @@ def _pairs(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.NDAr
 
 def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) -> tuple[int, int]:
     """Return the shape, or the most square one with a <= b."""
-    possible = [(rows, world_size // rows) for rows in divisors(world_size)]
     if shape is None:
-        return max(pair for pair in possible if pair[0] <= pair[1])
-    shapes = listed(possible)
+        rows = max(divisor for divisor in divisors(world_size) if divisor * divisor <= world_size)
+        return rows, world_size // rows
     if not isinstance(shape, tuple) or len(shape) != 2:
-        raise TypeError(
-            f"shape of topology {family!r} must be a pair (rows, columns), got {shape!r}; for world_size "
-            f"{world_size} use one of {shapes}"
-        )
+        raise TypeError(f"shape of topology {family!r} must be a pair (rows, columns), got {shape!r}; pass one")
     rows, columns = (check_integer("a side of shape", side, minimum=1) for side in shape)
     if rows * columns != world_size:
         raise ValueError(
             f"shape ({rows}, {columns}) of topology {family!r} has {rows * columns} ranks, world_size is "
-            f"{world_size}; use one of {shapes}, or world_size {rows * columns}"
+            f"{world_size}; use world_size {rows * columns}, or rows out of {listed(divisors(world_size))}"
         )
     return rows, columns

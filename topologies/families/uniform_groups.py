@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served, check_stored
 
-#: Up to this prime factor numbers without larger ones are so rare that all are listed, 400,000 below 2^32.
+#: Numbers without a larger prime factor are so rare that all are listed, 400,000 below 2^32.
 _MOST_ENUMERATED = 31
 
 
@@ -53,10 +52,9 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
     ((0, 2, 4), (1, 3, 5))
     """
     if not isinstance(factors, tuple) or not factors:
-        example = [factors] if isinstance(factors, int) else list(prime_factors(world_size))
         raise TypeError(
             f"factors of topology 'hyper_cuboid' must be a list of at least one integer, got {factors!r}; for "
-            f"world_size {world_size} use for example {example}"
+            f"world_size {world_size} use for example {list(prime_factors(world_size))}"
         )
     sides = tuple(check_integer("a factor in factors", factor, minimum=1) for factor in factors)
     if math.prod(sides) != world_size:
@@ -109,13 +107,12 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     factors = fewest_factors(world_size, k + 1)
     if factors is None:
         needed = prime_factors(world_size)[-1] - 1
-        serves, nearest = _nearest_smooth(world_size, k + 1)
         check_served(
             "hyper_hypercube",
             world_size,
             f"a product of factors of at most k + 1 = {k + 1}",
-            serves,
-            sparse=nearest,
+            lambda size: _is_smooth(size, k + 1),
+            sparse=_smooth_numbers(k + 1 if k < _MOST_ENUMERATED else 2, 2 * world_size),
             advice=f"Choose one of these, or k of at least {needed} for {world_size} ranks.",
         )
     assert factors is not None
@@ -297,22 +294,19 @@ def _factors(number: int, largest: int, num_factors: int) -> tuple[int, ...] | N
     return None
 
 
-def _nearest_smooth(number: int, largest: int) -> tuple[Callable[[int], bool], list[int]]:
-    """Return a test for having no prime factor above ``largest``, and numbers that hold the nearest ones that pass."""
-    limit = 2 * number  # a power of two lies between
-    primes = [prime for prime in range(2, min(largest, math.isqrt(limit)) + 1) if is_prime(prime)]
+def _is_smooth(number: int, largest: int) -> bool:
+    """Whether a number has no prime factor above ``largest``."""
+    for factor in range(2, largest + 1):
+        if factor * factor > number:
+            break
+        while number % factor == 0:
+            number //= factor
+    return number <= largest
 
-    def is_smooth(size: int) -> bool:
-        for prime in primes:
-            while size % prime == 0:
-                size //= prime
-            if prime * prime > size:
-                break
-        return size <= largest
 
-    if largest > _MOST_ENUMERATED:
-        return is_smooth, [next(filter(is_smooth, sizes)) for sizes in (range(number - 1, 0, -1), count(number + 1))]
+def _smooth_numbers(largest: int, limit: int) -> list[int]:
+    """Return all numbers up to a limit without a prime factor above ``largest``."""
     found = [1]
-    for prime in primes:
+    for prime in filter(is_prime, range(2, largest + 1)):
         found = [size * power for size in found for power in powers(prime, limit // size)]
-    return is_smooth, found
+    return found

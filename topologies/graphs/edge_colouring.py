@@ -29,15 +29,8 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
     free at v. Where it does end at u for every two colours, another path at u is swapped first. Edges that find no
     colour even so get one more colour and the fans of Misra and Gries, which never fail.
 
-    Parameters
-    ----------
-    graph
-        An undirected networkx graph with nodes 0 .. n-1, or its edges, shape ``[edges, 2]``, each edge once.
-
-    Raises
-    ------
-    ValueError
-        If a node is not an integer of at least 0, an edge is a loop or given twice, or the graph is directed.
+    It takes an undirected networkx graph with nodes 0 .. n-1, or its edges, shape ``[edges, 2]``, each edge once and no
+    loop.
 
     References
     ----------

@@ -89,14 +89,8 @@ def weighted_round(
 ) -> Round:
     """Return the round along the edges of a graph.
 
-    Parameters
-    ----------
-    world_size
-        Number of ranks n.
-    edges
-        Shape ``[edges, 2]``, each edge once: pairs of ranks; if ``directed``, the second reads the first.
-    weights
-        One of ``SCHEMES``. Of "best_constant" and "fdla" some may be negative.
+    ``edges`` has the shape ``[edges, 2]``, each edge once: pairs of ranks; if ``directed``, the second reads the first.
+    ``weights`` is one of ``SCHEMES``; of "best_constant" and "fdla" some may be negative.
 
     Raises
     ------
@@ -125,7 +119,11 @@ def weighted_round(
     if not directed:
         sources, targets = np.concatenate((sources, targets)), np.concatenate((targets, sources))
     if weights in SPECTRAL_SCHEMES:
-        _check_connected(Round.from_edges(world_size, targets, sources, 1.0), weights)
+        if len(Round.from_edges(world_size, targets, sources, 1.0).groups) > 1:
+            raise ValueError(
+                f"edges do not join all ranks, and weights={weights!r} is defined for connected graphs; add edges, or "
+                f"use weights='metropolis'"
+            )
         weight = SPECTRAL_SCHEMES[weights](world_size, pairs) if len(pairs) else np.empty(0)
         return Round.from_edges(world_size, targets, sources, np.tile(weight, 2))
     reads = np.bincount(targets, minlength=world_size).astype(np.float64)
@@ -143,24 +141,14 @@ def weighted_round(
 
 
 def unknown_scheme(weights: object, known: Iterable[str]) -> ValueError:
-    """Return the error for a scheme that does not exist."""
     return ValueError(f"unknown weights {weights!r}; available: {', '.join(known)}")
 
 
 def directed_graph(weights: str) -> ValueError:
-    """Return the error for a scheme that needs an undirected graph."""
     return ValueError(
         f"weights={weights!r} is defined for undirected graphs, this one is directed; use one of "
         f"{', '.join(map(repr, DIRECTED_SCHEMES))}, or graph.to_undirected()"
     )
-
-
-def _check_connected(round_: Round, weights: str) -> None:
-    if len(round_.groups) > 1:
-        raise ValueError(
-            f"edges join the ranks to {len(round_.groups)} separate groups, and weights={weights!r} is defined for "
-            f"connected graphs; add edges, or use weights='metropolis'"
-        )
 
 
 def _swaps_for_ever(world_size: int, pairs: IntArray, degree: FloatArray) -> bool:

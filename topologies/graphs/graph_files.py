@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
 import os
 import re
 import warnings
@@ -17,36 +15,22 @@ import networkx as nx
 
 from topologies.graphs.edge_weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
 from topologies.graphs.graph_formats import from_file, from_node_link
-
-#: How many components an error lists.
-_LISTED = 5
+from topologies.integers import listed
+from topologies.validation import check_real
 
 
 def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) -> nx.Graph:
     """Return the graph of a file, of node-link data, or the graph itself.
 
-    Parameters
-    ----------
-    source
-        A path with the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,
-        ``a b weight`` or ``a b {..}``, separated by spaces or, throughout, by commas; ``#`` begins a comment); a
-        mapping in node-link form; or a networkx graph. An edge list does not say whether it is directed and counts as
-        undirected; read a directed one with ``networkx.read_edgelist(path,
-        create_using=networkx.DiGraph)`` and pass the graph.
-
-    Raises
-    ------
-    ValueError
-        If the suffix is unknown, the file does not hold such a graph, or the graph has no nodes.
-    FileNotFoundError
-        If there is no such file.
+    A path has the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,
+    ``a b weight`` or ``a b {..}``, separated by spaces or commas; ``#`` begins a comment). An edge list does not say
+    whether it is directed and counts as undirected; read a directed one with ``networkx.read_edgelist(path,
+    create_using=networkx.DiGraph)`` and pass the graph.
     """
     if isinstance(source, nx.Graph):
         graph = source
     elif isinstance(source, Mapping):
         graph = from_node_link(source)
-    elif source == "":
-        raise ValueError("graph is an empty text; pass a path, a networkx graph or node-link data")
     elif isinstance(source, str | os.PathLike):
         graph = from_file(Path(source))
     else:
@@ -65,27 +49,15 @@ def clean_graph(graph: nx.Graph, weights: str | None = None, *, world_size: int 
     Parallel edges are merged, and self-loops dropped and edge weights ignored unless they are the weights, with a
     warning.
 
-    Parameters
-    ----------
-    graph
-        Any networkx graph.
-    weights
-        The scheme; ``None`` for a family that has no such option and needs the edges of an undirected graph alone.
-    world_size
-        How many nodes there must be, if that is known.
-
-    Raises
-    ------
-    ValueError
-        If the graph is not (strongly) connected, is directed where it must not be, has another size, a weight that
-        is not a positive number, or parallel edges whose given weights contradict each other.
+    ``weights`` is the scheme, ``None`` for a family that has no such option and needs the edges of an undirected graph
+    alone; ``world_size`` is how many nodes there must be, if that is known.
     """
     if weights is not None and weights != "given" and weights not in SCHEMES:
         raise unknown_scheme(weights, (*SCHEMES, "given"))
     _check_weights(graph, weights)
     simple = _merge_parallel_edges(graph, weights)
     if weights != "given":
-        simple = _drop_loops(simple, weights)
+        simple = _drop_loops(simple)
     if simple.is_directed() and weights not in DIRECTED_SCHEMES:
         if any(not simple.has_edge(target, source) for source, target in simple.edges):
             if weights is None:
@@ -114,36 +86,19 @@ def clean_graph(graph: nx.Graph, weights: str | None = None, *, world_size: int 
 def _check_weights(graph: nx.Graph, weights: str | None) -> None:
     found = set()
     for source, target, weight in graph.edges(data="weight"):
-        if weight is None:
-            if weights == "given":
-                raise ValueError(
-                    f"the edge {source!r} - {target!r} of graph has no weight, but weights='given'; set its "
-                    f"attribute 'weight', or use another scheme"
-                )
-            continue
-        if not _is_positive_number(weight):
+        if weight is not None:
+            edge = f"the weight of the edge {source!r} - {target!r} of graph"
+            found.add(check_real(edge, weight, "above 0 and finite", example=0.5))
+        elif weights == "given":
             raise ValueError(
-                f"the edge {source!r} - {target!r} of graph has the weight {weight!r}, it must be a positive "
-                f"number; remove the edge or correct it (a matrix with negative weights goes through "
-                f"Round.from_matrix)"
+                f"the edge {source!r} - {target!r} of graph has no weight, but weights='given'; set its attribute "
+                f"'weight', or use another scheme"
             )
-        found.add(float(weight))
     if weights != "given" and len(found) > 1:
-        reason = (
-            "this family uses the edges alone; remove them"
-            if weights is None
-            else f"weights={weights!r} does not read them; pass weights='given' to use them, or remove them"
+        _warn(
+            "the edge weights of graph are ignored: nothing but weights='given' of the family 'graph' reads them; use "
+            "it, or remove them"
         )
-        _warn(f"the edge weights of graph are ignored: {reason}")
-
-
-def _is_positive_number(weight: object) -> bool:
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        return False
-    try:
-        return 0 < float(weight) < math.inf
-    except OverflowError:  # an integer beyond the largest float
-        return False
 
 
 def _merge_parallel_edges(graph: nx.Graph, weights: str | None) -> nx.Graph:
@@ -155,20 +110,18 @@ def _merge_parallel_edges(graph: nx.Graph, weights: str | None) -> nx.Graph:
             for source, target, weight in graph.edges(data="weight"):
                 if weight != simple[source][target]["weight"]:
                     raise ValueError(
-                        f"graph has parallel edges {source!r} - {target!r} of the weights {weight!r} and "
-                        f"{simple[source][target]['weight']!r}, and weights='given' cannot tell which counts; merge "
-                        f"them first"
+                        f"graph has parallel edges {source!r} - {target!r} of different weights, and weights='given' "
+                        f"cannot tell which counts; merge them first"
                     )
         _warn("parallel edges of graph count once; merge them to silence this warning")
     return simple
 
 
-def _drop_loops(graph: nx.Graph, weights: str | None) -> nx.Graph:
+def _drop_loops(graph: nx.Graph) -> nx.Graph:
     loops = list(nx.selfloop_edges(graph))
     if not loops:
         return graph
-    decides = "family" if weights is None else "scheme"
-    _warn(f"{len(loops)} self-loops of graph are dropped: the {decides} decides what a rank keeps; remove them first")
+    _warn(f"{len(loops)} self-loops of graph are dropped: the weights decide what a rank keeps; remove them first")
     without = graph.copy()
     without.remove_edges_from(loops)
     return without
@@ -179,10 +132,9 @@ def _check_connected(graph: nx.Graph) -> None:
     sizes = sorted(map(len, components(graph)), reverse=True)
     if len(sizes) > 1:
         strongly = "strongly " if graph.is_directed() else ""
-        listed = ", ".join(map(str, sizes[:_LISTED])) + (", ..." if len(sizes) > _LISTED else "")
         raise ValueError(
-            f"graph is not {strongly}connected: {len(sizes)} components of {listed} nodes, so the ranks would "
-            f"never agree; add edges, or take the largest component"
+            f"graph is not {strongly}connected: {len(sizes)} components of {listed(sizes, most=5)} nodes, so the ranks "
+            f"would never agree; add edges, or take the largest component"
         )
 
 

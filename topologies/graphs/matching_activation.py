@@ -27,21 +27,9 @@ _LARGEST_REDUCED = 1_000_000
 class Activation:
     """Matchings that are used at random: ``W = I - alpha sum_j B_j L_j``, where B_j is 1 with probability p_j, else 0.
 
-    Attributes
-    ----------
-    matchings
-        Arrays of pairs ``[pairs, 2]``; L_j is the Laplacian of matching j.
-    probabilities
-        p_j, one per matching.
-    alpha
-        The weight of an edge in use.
-    connectivity
-        ``lambda_2(sum_j p_j L_j)``.
-    connectivity_bound
-        No probabilities within the budget reach a higher connectivity than this.
-    squared_rate
-        ``||E[W^T W] - J||_2``, by which a round shrinks the expected square of the distance to the mean, at worst.
-        This is what the paper calls rho.
+    ``connectivity`` is ``lambda_2(sum_j p_j L_j)``; no probabilities within the budget reach a higher one than
+    ``connectivity_bound``. ``squared_rate`` is ``||E[W^T W] - J||_2``, by which a round shrinks the expected square of
+    the distance to the mean, at worst: what the paper calls rho.
     """
 
     matchings: tuple[IntArray, ...]
@@ -69,26 +57,10 @@ def activation(world_size: int, matchings: Sequence[IntArray], budget: float) ->
     there are matchings. With hundreds of them on thousands of ranks (hubs) it ends after a fixed number of steps
     that can take a minute, some per cent below the bound; more than 1000 stay equally probable.
 
-    Parameters
-    ----------
-    world_size
-        Number of ranks n, at least 2.
-    matchings
-        As :func:`topologies.graphs.edge_colouring.edge_colouring` returns them.
-    budget
-        The share of the matchings used per round, on average; above 0, at most 1.
-
     References
     ----------
     Wang, Sahu, Yang, Joshi and Kar, "MATCHA: Speeding up decentralized SGD via matching decomposition sampling", 2019,
     problems (4) and (5), Theorem 2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> ring = activation(4, [np.array([[0, 1], [2, 3]]), np.array([[0, 3], [1, 2]])], budget=0.5)
-    >>> ring.probabilities.tolist(), round(ring.alpha, 12), round(ring.squared_rate, 12)
-    ([0.5, 0.5], 0.5, 0.5)
     """
     graph = _Matchings(world_size, matchings)
     probabilities, connectivity, bound = _best_probabilities(graph, budget)

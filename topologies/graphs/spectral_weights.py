@@ -17,15 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from topologies.graphs.spectrum import laplacian
+from topologies.graphs.spectrum import DENSE_WORLD_SIZE, laplacian, lowest
 from topologies.matrix_storage import FloatArray, IntArray
 
 #: Largest number of ranks for which the semidefinite programs are solved. On one core they take about 0.3 s for 32
 #: ranks, 4 s for 64 and a minute for 100: the time grows with the sixth power, the memory with the fourth.
 MAX_PROGRAM_WORLD_SIZE = 100
-
-#: Up to here all eigenvalues at once are faster than the two that count.
-_MAX_DENSE = 512
 
 #: Tried in turn until one reaches full accuracy; the last one may end with five digits.
 _SOLVER_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"max_step_fraction": 0.9}, {"equilibrate_enable": False})
@@ -43,9 +40,14 @@ def best_constant(world_size: int, pairs: IntArray) -> FloatArray:
     What a rank of a large degree keeps may be negative. Optimal among all weights if all edges are alike (rings,
     hypercubes, complete and complete bipartite graphs).
     """
-    eigenvalues = _dense_eigenvalues if world_size <= _MAX_DENSE else _sparse_eigenvalues
-    second, largest = eigenvalues(world_size, pairs)
-    return np.full(len(pairs), 2.0 / (largest + second))
+    unweighted = laplacian(world_size, pairs, np.ones(len(pairs)))
+    if world_size <= DENSE_WORLD_SIZE:
+        eigenvalues = np.linalg.eigvalsh(unweighted.toarray())
+        return np.full(len(pairs), 2.0 / (eigenvalues[-1] + eigenvalues[1]))
+    (second,), _ = lowest(unweighted, 1)
+    # Anderson and Morley, 1985: no eigenvalue is above the largest sum of degrees along an edge.
+    (largest,), _ = lowest(-unweighted, 1, floor=-float(unweighted.diagonal()[pairs].sum(axis=1).max()))
+    return np.full(len(pairs), 2.0 / (second - largest))
 
 
 def fdla(world_size: int, pairs: IntArray) -> FloatArray:
@@ -67,42 +69,6 @@ SPECTRAL_SCHEMES: dict[str, Callable[[int, IntArray], FloatArray]] = {
     "fdla": fdla,
     "fmmc": fmmc,
 }
-
-
-def _dense_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]:
-    eigenvalues = np.linalg.eigvalsh(laplacian(world_size, pairs, np.ones(len(pairs))).toarray())
-    return float(eigenvalues[1]), float(eigenvalues[-1])
-
-
-def _sparse_eigenvalues(world_size: int, pairs: IntArray) -> tuple[float, float]:
-    """Return lambda_2 and lambda_max.
-
-    Lanczos iterations are quick where the eigenvalue sought stands apart, as in expanders. Where it does not, as in
-    rings and grids, the graph has small cuts, so that the factors of a shifted L stay sparse: then shift and invert.
-    """
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-
-    unweighted = laplacian(world_size, pairs, np.ones(len(pairs))).tocsc()
-    # Anderson and Morley, 1985: no eigenvalue is above the largest sum of degrees along an edge.
-    bound = float(unweighted.diagonal()[pairs].sum(axis=1).max())
-    start = np.random.default_rng(0).standard_normal(world_size)  # eigsh would draw one of its own
-
-    def without_mean(vector: FloatArray) -> FloatArray:  # the eigenvalue 0 of the vector 1 becomes the bound
-        moved: FloatArray = unweighted @ vector + bound * vector.mean()
-        return moved
-
-    shape = (world_size, world_size)
-    second = LinearOperator(shape, matvec=without_mean, dtype=np.float64)
-    found = []
-    for operator, end, shift, k in ((second, "SA", -1e-6 * bound, 2), (unweighted, "LA", (1.0 + 1e-6) * bound, 1)):
-        options = {"v0": start, "return_eigenvectors": False}
-        try:
-            # The error of an eigenvalue is the square of this tolerance, which is of its vector.
-            nearest = eigsh(operator, k=1, which=end, ncv=60, maxiter=30, tol=1e-7, **options)
-        except ArpackNoConvergence:
-            nearest = eigsh(unweighted, k=k, sigma=shift, **options)
-        found.append(float(nearest.max()))
-    return found[0], found[1]
 
 
 def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) -> FloatArray:

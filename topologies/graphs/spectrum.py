@@ -34,14 +34,8 @@ def lowest(matrix: Any, count: int, *, floor: float = 0.0) -> tuple[FloatArray, 
     separated (expanders); where it is not (rings, grids), the inverse of the shifted matrix separates it, and such
     matrices factorize with little fill. Deterministic: the iterations start from a fixed vector.
 
-    Parameters
-    ----------
-    matrix
-        Sparse and symmetric, with rows that sum to 0: the vector 1 has the eigenvalue 0 and does not count.
-    count
-        How many; fewer come back if there are not as many.
-    floor
-        A guess of the lowest eigenvalue, best not above it; it only matters for speed.
+    The matrix is sparse and symmetric, with rows that sum to 0: the vector 1 has the eigenvalue 0 and does not count.
+    ``floor`` is a guess of the lowest eigenvalue, best not above it; it only matters for speed.
     """
     from scipy.sparse import linalg
 

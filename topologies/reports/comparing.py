@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.building import variants
 from topologies.family_registry import available
-from topologies.reports.family_samples import distinct, title_of
-from topologies.reports.units import bytes_text
-from topologies.topology import Topology
+from topologies.reports.disguises import without_disguises
+from topologies.reports.family_samples import title_of
+from topologies.reports.units import aligned, bytes_text
+from topologies.topology import Topology, variants
 from topologies.validation import check_measured_size, check_world_size
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One topology of a comparison. ``None``: it never gets there, or has no period.
+    """One topology of a comparison, by its name with options. ``None``: it never gets there, or has no period.
 
     Attributes
     ----------
-    topology
-        Its name and its options in brackets.
-    period
-        Rounds before it repeats.
     max_sends
         Most messages of one rank in one round, point to point.
     bytes_per_round
@@ -45,8 +40,6 @@ class Compared:
         Bytes that a rank sends in these rounds.
     network_bytes
         Bytes that all nodes together put on the network in these rounds.
-    exact_after
-        Rounds until all ranks hold exactly the mean.
     """
 
     topology: str
@@ -68,14 +61,8 @@ class Comparison:
 
     :func:`topologies.draw_comparison` makes a figure of it.
 
-    Attributes
-    ----------
-    topologies
-        The topologies, those first that send the fewest bytes until they agree.
-    rows
-        Their figures, in the same order.
-    asked
-        Whether they were named or passed, and not all families looked at.
+    Those stand first that send the fewest bytes until they agree. ``asked`` is whether they were named or passed, and
+    not all families looked at.
     """
 
     topologies: tuple[Topology, ...]
@@ -88,8 +75,7 @@ class Comparison:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary of plain JSON types per topology."""
-        dicts: list[dict[str, Any]] = json.loads(json.dumps([asdict(row) for row in self.rows]))
-        return dicts
+        return [asdict(row) for row in self.rows]
 
     def to_csv(self) -> str:
         """Return one line per topology under a line of names; what is ``None`` is empty."""
@@ -105,10 +91,11 @@ class Comparison:
             "topology", "period", "sends", "bytes/round", "network/round", "rate", "rate/message", f"rounds to {left}",
             f"bytes to {left}", f"network to {left}", "exact after",
         )  # fmt: skip
-        lines = [header, *(self._cells(row) for row in self.rows)]
+        cells = [header, *(self._cells(row) for row in self.rows)]
+        table = "\n".join(aligned(cells, "<" + ">" * (len(header) - 1)))
         return (
             f"{self.heading}; bytes are those that a rank sends, on average, network those between all nodes; "
-            f"rates are per round and per message sent\n\n{_aligned(lines)}"
+            f"rates are per round and per message sent\n\n{table}"
         )
 
     @property
@@ -159,14 +146,6 @@ def compare(
     tolerance
         What is left of the worst disagreement when the ranks are said to agree.
 
-    Raises
-    ------
-    ValueError
-        If a name is unknown or its family does not serve the world size, the sizes differ or exceed a million, or
-        nothing is given.
-    TypeError
-        If an item is neither a name nor a topology, or a name comes without a world size.
-
     Examples
     --------
     >>> found = compare(["ring", "one_peer_exponential"], world_size=16)
@@ -214,7 +193,7 @@ def chosen_topologies(
             raise TypeError(f"topologies holds {item!r} ({type(item).__name__}); pass names and topologies")
         if world_size is None:
             raise TypeError(f"world_size is needed to build {item!r}; pass world_size=8, or built topologies")
-        found = distinct(variants(item, check_world_size(world_size), local_size=local_size))
+        found = without_disguises(variants(item, check_world_size(world_size), local_size=local_size))
         if not found and not names_needed:
             raise ValueError(
                 f"family {item!r} serves world_size {world_size} with none of the options worth trying; build it with "
@@ -243,12 +222,3 @@ def _compared(topology: Topology, message_bytes: float, local_size: int, toleran
 
 def _merit(row: Compared) -> tuple[float, float]:
     return (math.inf if row.bytes is None else row.bytes, math.inf if row.rounds is None else row.rounds)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as columns, the first one to the left and all others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    )

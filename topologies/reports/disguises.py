@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 
 import numpy as np
 
-from topologies.family_registry import family
+from topologies.family_registry import family, options_of
 from topologies.matrix_storage import FloatArray
 from topologies.topology import Topology
 
-#: Exchanges that are compared of a schedule without a period, and rounds in which they are looked for.
-_SAMPLED_EXCHANGES = 16
-_SAMPLED_ROUNDS = 64
+#: Exchanges that are compared, and rounds in which they are looked for where there is no period.
+_COMPARED = 64
 
 #: Fingerprints closer than this belong to the same round.
 _SAME = 1e-9
@@ -24,10 +22,10 @@ def without_disguises(topologies: Iterable[Topology]) -> list[Topology]:
 
     Exchanges are the rounds in which something is sent. Where several topologies have the same ones in the same
     order, that one stays whose rounds are empty least often; of these the one whose options are nearest to their
-    defaults, and fewest.
+    defaults, and fewest. What begins with a warm-up is like no other.
 
     Two rounds are the same if they map the same random vectors to the same values, which is found without comparing
-    every weight; two that differ do so with probability 0. Of a schedule without a period 16 exchanges are compared.
+    every weight; two that differ do so with probability 0. Without a period the exchanges of 64 rounds are compared.
 
     Examples
     --------
@@ -37,75 +35,38 @@ def without_disguises(topologies: Iterable[Topology]) -> list[Topology]:
     >>> without_disguises([one_node, ring, complete])
     [Topology('ring', world_size=4, period=1), Topology('complete', world_size=4, period=1)]
     """
-    candidates = list(topologies)
-    described = [_Exchanges(topology) for topology in candidates]
+    candidates = [(topology, *_exchanges(topology)) for topology in topologies]
     kept: list[int] = []
-    for index in sorted(range(len(candidates)), key=lambda index: _plainness(candidates[index], described[index])):
-        if not any(described[index].equal(described[other]) for other in kept):
+    for index in sorted(
+        range(len(candidates)), key=lambda index: (candidates[index][2], _plainness(candidates[index][0]))
+    ):
+        if not any(_same(candidates[index][1], candidates[other][1]) for other in kept):
             kept.append(index)
-    return [candidates[index] for index in sorted(kept)]
+    return [candidates[index][0] for index in sorted(kept)]
 
 
-class _Exchanges:
-    """The rounds of a schedule in which something is sent, each by its fingerprint.
-
-    Attributes
-    ----------
-    prints : ndarray, shape ``[exchanges, 2]``
-        Of one period, of the shortest one that these exchanges have; or of the first 16.
-    has_period : bool
-    rounds_per_exchange : float
-        Above 1 where some rounds are empty.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        self.world_size, self.warmup = topology.world_size, topology.warmup
-        self.has_period = topology.period is not None
-        readers, senders = np.random.default_rng(0).normal(size=(2, topology.world_size, 2))
-        num_rounds, found = 0, list[FloatArray]()
-        for t in range(topology.warmup, topology.warmup + (topology.period or _SAMPLED_ROUNDS)):
-            round_ = topology.round(t)
-            num_rounds += 1
-            if not round_.is_identity:
-                found.append((readers * round_.mix(senders)).sum(axis=0))
-            if not self.has_period and len(found) == _SAMPLED_EXCHANGES:
-                break
-        self.prints = np.array(found).reshape(-1, 2)
-        self.rounds_per_exchange = num_rounds / len(found) if found else 1.0
-        if self.has_period:
-            self.prints = self.prints[: _shortest_period(self.prints)]
-
-    def equal(self, other: _Exchanges) -> bool:
-        """Whether both exchange the same, in the same order and forever, as far as both are known."""
-        if self.world_size != other.world_size or self.warmup or other.warmup:
-            return False  # what begins with a warm-up is a schedule of its own
-        if self.has_period and other.has_period:
-            return _same(self.prints, other.prints)
-        if not (len(self.prints) and len(other.prints)):
-            return False
-        shown = max(len(schedule.prints) for schedule in (self, other) if not schedule.has_period)
-        return _same(self._first(shown), other._first(shown))
-
-    def _first(self, number: int) -> FloatArray:
-        return self.prints[np.arange(number) % len(self.prints)] if self.has_period else self.prints[:number]
+def _exchanges(topology: Topology) -> tuple[FloatArray, float]:
+    """Return fingerprints of the exchanges, shape ``[exchanges, 2]``, and how many rounds there are for each."""
+    readers, senders = np.random.default_rng(0).normal(size=(2, topology.world_size, 2))
+    num_rounds = topology.period or _COMPARED
+    rounds = [topology.round(topology.warmup + t) for t in range(num_rounds)]
+    found = [(readers * round_.mix(senders)).sum(axis=0) for round_ in rounds if not round_.is_identity]
+    prints = np.array(found).reshape(-1, 2)
+    if topology.period is not None and found:
+        prints = np.resize(prints, (max(_COMPARED, len(found)), 2))
+    return prints + (np.nan if topology.warmup else 0.0), num_rounds / max(len(found), 1)
 
 
 def _same(one: FloatArray, other: FloatArray) -> bool:
-    return one.shape == other.shape and bool((np.abs(one - other) <= _SAME).all())
+    shown = min(len(one), len(other))
+    return (shown > 0 or len(one) == len(other)) and bool((np.abs(one[:shown] - other[:shown]) <= _SAME).all())
 
 
-def _shortest_period(prints: FloatArray) -> int:
-    """Return the smallest divisor of the number of exchanges after which they repeat."""
-    length = len(prints)
-    divisors = (period for period in range(1, length) if length % period == 0)
-    return next((period for period in divisors if _same(prints[period:], prints[:-period])), length)
-
-
-def _plainness(topology: Topology, exchanges: _Exchanges) -> tuple[float, int, int, str]:
-    """Return what the plainest topology has the least of: empty rounds, options unlike their defaults, options."""
-    parameters = inspect.signature(family(topology.name)).parameters if topology.registered else {}
+def _plainness(topology: Topology) -> tuple[int, int, str]:
+    """Return what the plainest topology has the least of: options unlike their defaults, options."""
+    options = options_of(family(topology.name)) if topology.registered else {}
     unlike_default = sum(
-        name in parameters and parameters[name].default not in (inspect.Parameter.empty, value)
+        name in options and options[name].default not in (options[name].empty, value)
         for name, value in topology.options.items()
     )
-    return exchanges.rounds_per_exchange, unlike_default, len(parameters), topology.name
+    return unlike_default, len(options), topology.name

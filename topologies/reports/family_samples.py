@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from topologies.building import variants
 from topologies.family_registry import family, options_of
-from topologies.topology import Topology
+from topologies.reports.disguises import without_disguises
+from topologies.topology import Topology, variants
 from topologies.validation import check_integer
 
 #: Families are asked for sizes up to here.
 LARGEST_SAMPLE = 1024
 
-_COMPARED_ROUNDS = 16
-
 
 def samples(name: str, world_size: int) -> list[Topology]:
-    """Return the variants of a family that differ, for n ranks or for the nearest number that it serves.
-
-    Parameters
-    ----------
-    name
-        One of :func:`topologies.available`.
-    world_size
-        Number of ranks n, 2 to 1024. Of two sizes as near it is the smaller one.
+    """Return the variants of a family that differ, for n ranks (2 to 1024) or for the nearest number that it serves.
 
     Raises
     ------
@@ -39,11 +29,9 @@ def samples(name: str, world_size: int) -> list[Topology]:
     >>> [topology.options["k"] for topology in samples("hyper_hypercube", 16)]  # 2 and 4 are no different
     [1, 3]
     """
-    world_size = check_integer("world_size", world_size, minimum=2)
-    if world_size > LARGEST_SAMPLE:
-        raise ValueError(f"world_size must be at most {LARGEST_SAMPLE}, got {world_size}; choose a smaller one")
-    for size in _by_distance(world_size):
-        found = distinct(variants(name, size))
+    world_size = check_integer("world_size", world_size, minimum=2, maximum=LARGEST_SAMPLE)
+    for size in sorted(range(2, LARGEST_SAMPLE + 1), key=lambda size: abs(size - world_size)):
+        found = without_disguises(variants(name, size))
         if found:
             return found
     raise ValueError(
@@ -93,26 +81,3 @@ def _value(value: Any) -> str:
             return f"{len(value['nodes'])} nodes and {len(value['edges'])} edges"
         return "{..}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _by_distance(world_size: int) -> Iterator[int]:
-    yield world_size
-    for distance in itertools.count(1):
-        if distance > max(LARGEST_SAMPLE - world_size, world_size - 2):
-            return
-        yield from (size for size in (world_size - distance, world_size + distance) if 2 <= size <= LARGEST_SAMPLE)
-
-
-def distinct(topologies: list[Topology]) -> list[Topology]:
-    """Return the topologies whose rounds differ from those of all before them."""
-    found: list[Topology] = []
-    for topology in topologies:
-        if not any(_same_rounds(topology, other) for other in found):
-            found.append(topology)
-    return found
-
-
-def _same_rounds(one: Topology, other: Topology) -> bool:
-    if one.period != other.period:
-        return False
-    return all(one.round(t) == other.round(t) for t in range(one.period or _COMPARED_ROUNDS))

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-from topologies.analysis.description import Description
+from topologies.analysis.description import Description, count
 from topologies.family_registry import available
 from topologies.reports.docstring_facts import facts_of
 from topologies.reports.family_samples import chosen_options, samples
@@ -40,18 +40,10 @@ def markdown_table(world_size: int = 16) -> str:
             measured = topology.describe()
             nearest = f", {measured.world_size} ranks" if measured.world_size != world_size else ""
             options = f" ({chosen_options(topology)})" if chosen_options(topology) else ""
-            lines.append(
-                _line(
-                    (
-                        f"`{name}`{options}{nearest}",
-                        sizes,
-                        str(measured.max_sends),
-                        "none" if measured.period is None else str(measured.period),
-                        _rounds(measured.exact_after) if measured.exact_after else "-",
-                        _left(measured),
-                    )
-                )
-            )
+            period = "none" if measured.period is None else str(measured.period)
+            exact = count(measured.exact_after, "round") if measured.exact_after else "-"
+            what = f"`{name}`{options}{nearest}"
+            lines.append(_line((what, sizes, str(measured.max_sends), period, exact, _left(measured))))
     return "\n".join(lines)
 
 
@@ -75,7 +67,7 @@ def update_table(path: str | os.PathLike[str], table: str) -> None:
 
 def _left(measured: Description) -> str:
     text = "nothing" if measured.beta < 1e-12 else f"at most {_percent(measured.beta)}"
-    return text if measured.period else f"{text}, after {_rounds(measured.num_rounds)}"
+    return text if measured.period else f"{text}, after {count(measured.num_rounds, 'round')}"
 
 
 def _percent(share: float) -> str:
@@ -92,10 +84,6 @@ def _percent(share: float) -> str:
         if rounded < 100:
             break
     return f"{rounded:.{decimals}f} %"
-
-
-def _rounds(number: int) -> str:
-    return "1 round" if number == 1 else f"{number} rounds"
 
 
 def _line(cells: tuple[str, ...]) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.analysis.traffic import RoundTraffic, check_local_size
+from topologies.analysis.traffic import check_local_size
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
-from topologies.reports.units import seconds_text
+from topologies.reports.units import aligned, seconds_text
 from topologies.topology import Topology
 from topologies.validation import check_real, check_world_size
 
@@ -30,9 +30,9 @@ class Network:
     message_mb: float
     local_size: int
 
-    def seconds(self, round_: RoundTraffic) -> float:
-        """Return how long one exchange takes: its steps, and the bytes of its busiest node."""
-        return round_.steps * self.latency_us * 1e-6 + self.wire_seconds(round_.busiest_node)
+    def seconds(self, steps: int, messages: float) -> float:
+        """Return how long an exchange takes of so many steps, and messages of its busiest node."""
+        return steps * self.latency_us * 1e-6 + self.wire_seconds(messages)
 
     def wire_seconds(self, messages: float) -> float:
         """Return how long so many messages of one node are on its link."""
@@ -41,20 +41,10 @@ class Network:
 
 @dataclass(frozen=True)
 class Recommended:
-    """A topology and the time that it is predicted to need.
+    """A topology, its rounds until the worst disagreement is down to the tolerance, and the time that they take.
 
-    Attributes
-    ----------
-    topology
-        The topology itself.
-    rounds
-        Rounds until the worst disagreement is down to the tolerance.
-    seconds
-        The sum of the exchanges' times in these rounds.
-    longest_round_seconds
-        The longest of them: what training has to hide beside one step.
-    arithmetic
-        How the seconds come about: how many exchanges of each cost.
+    The longest round is what training has to hide beside one step. The arithmetic is how many exchanges there are of
+    each cost.
     """
 
     topology: Topology
@@ -68,12 +58,7 @@ class Recommended:
 class Recommendation:
     """Topologies by predicted time, the fastest first; ``str()`` shows the arithmetic.
 
-    Attributes
-    ----------
-    ranked
-        All of them, the fastest first.
-    num_disguised
-        How many were left out because their exchanges are those of another one.
+    ``num_disguised`` were left out because their exchanges are those of another one.
     """
 
     ranked: tuple[Recommended, ...]
@@ -84,16 +69,7 @@ class Recommendation:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary of plain JSON types per topology, the fastest first."""
-        return [
-            {
-                "topology": title_of(row.topology),
-                "rounds": row.rounds,
-                "seconds": row.seconds,
-                "longest_round_seconds": row.longest_round_seconds,
-                "arithmetic": row.arithmetic,
-            }
-            for row in self.ranked
-        ]
+        return [vars(row) | {"topology": title_of(row.topology)} for row in self.ranked]
 
     def to_text(self, num_rows: int | None = None) -> str:
         """Return the table of the first ``num_rows`` topologies, by default of all, and a sentence on the first.
@@ -127,16 +103,19 @@ class Recommendation:
     def _left(self) -> str:
         return f"{100 * self.tolerance:.3g} %"
 
-    def _table(self, shown: Sequence[Recommended]) -> Iterator[str]:
-        titles = [title_of(row.topology) for row in shown]
-        longest = [seconds_text(row.longest_round_seconds) for row in shown]
-        times = [seconds_text(row.seconds) for row in shown]
-        places = [f"{place}." for place in range(1, len(shown) + 1)]
-        heads = "", "topology", "longest round", f"time to {self._left}", "= exchanges"
-        columns = places, titles, longest, times, [f"= {row.arithmetic}" for row in shown]
-        widths = [max(map(len, (head, *column))) for head, column in zip(heads, columns, strict=True)]
-        for place, title, round_, time, arithmetic in (heads, *zip(*columns, strict=True)):
-            yield f"{place:>{widths[0]}} {title:<{widths[1]}}  {round_:>{widths[2]}}  {time:>{widths[3]}} {arithmetic}"
+    def _table(self, shown: Sequence[Recommended]) -> list[str]:
+        head = ("", "topology", "longest round", f"time to {self._left}", "= exchanges")
+        rows = (
+            (
+                f"{place}.",
+                title_of(row.topology),
+                seconds_text(row.longest_round_seconds),
+                seconds_text(row.seconds),
+                f"= {row.arithmetic}",
+            )
+            for place, row in enumerate(shown, start=1)
+        )
+        return [line.rstrip() for line in aligned([head, *rows], "><>><")]
 
     def _closing(self, num_shown: int) -> str:
         if not self.ranked:
@@ -185,11 +164,6 @@ def recommend(
     tolerance
         What is left of the worst disagreement.
 
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or ``local_size`` does not divide ``world_size``.
-
     Examples
     --------
     >>> found = recommend(16, latency_us=20, bandwidth_gbps=25, message_mb=100)
@@ -223,12 +197,9 @@ def _recommended(topology: Topology, rounds: int, network: Network) -> Recommend
     costs: Counter[tuple[int, float]] = Counter()
     for number, round_ in enumerate(traffic):
         costs[round_.steps, round_.busiest_node] += whole + (number < rest)
-    seconds = sum(
-        count * (steps * network.latency_us * 1e-6 + network.wire_seconds(messages))
-        for (steps, messages), count in costs.items()
-    )
-    longest = max(map(network.seconds, traffic))
-    return Recommended(topology, rounds, seconds, longest, " + ".join(_terms(costs, network)))
+    seconds = {cost: network.seconds(*cost) for cost in costs}
+    total = sum(count * seconds[cost] for cost, count in costs.items())
+    return Recommended(topology, rounds, total, max(seconds.values()), " + ".join(_terms(costs, network)))
 
 
 def _terms(costs: Counter[tuple[int, float]], network: Network) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Numbers with their units, for people."""
+"""Numbers with their units, and tables of them, for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def bytes_text(number: float) -> str:
@@ -29,3 +31,11 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds / 1e-6:.4g} us"
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return rows of cells as lines; ``sides`` says of each column whether it is at the left, "<", or right, ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
+    ]

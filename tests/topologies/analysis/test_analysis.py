@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from unittest import mock
 
 import networkx as nx
 import numpy as np
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Round, Topology, analysis
-from topologies.analysis import connectivity, disagreement
+from topologies.analysis import disagreement
 
 SMALL = [
     ("ring", {}),
@@ -48,7 +46,7 @@ def sparse_only(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_DENSE_SPECTRUM", 4)
 
 
-@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+@pytest.mark.parametrize("topology", topologies_of(8), ids=repr)
 def test_errors_are_norms_of_products(topology: Topology) -> None:
     for start in (0, 1, 5):
         errors = analysis.consensus_errors(topology, 7, start=start)
@@ -59,7 +57,7 @@ def test_errors_are_norms_of_products(topology: Topology) -> None:
     assert analysis.beta(topology, 3, start=2) == pytest.approx(error(dense(topology, 3, 2)), abs=1e-10)
 
 
-@pytest.mark.parametrize("topology", topologies_of(8) + topologies_of(9), ids=repr)
+@pytest.mark.parametrize("topology", topologies_of(9), ids=repr)
 @pytest.mark.parametrize("tolerance", [0.3, 0.01])
 def test_rounds_to_is_the_first_round_below(topology: Topology, tolerance: float) -> None:
     for start in (None, 3):
@@ -67,15 +65,6 @@ def test_rounds_to_is_the_first_round_below(topology: Topology, tolerance: float
         assert needed is not None
         assert error(dense(topology, needed, start or 0)) <= tolerance * (1 + 1e-9)
         assert error(dense(topology, needed - 1, start or 0)) > tolerance
-
-
-def test_a_nilpotent_matrix_is_judged_by_its_singular_values() -> None:
-    topology = topologies.build("de_bruijn", 8)
-    assert analysis.beta(topology) == pytest.approx(1.0)
-    np.testing.assert_allclose(analysis.consensus_errors(topology, 4), [1, 1, 1, 0, 0], atol=1e-12)
-    assert analysis.rounds_to(topology, 0.01) == 3
-    assert analysis.exact_after(topology) == 3
-    assert analysis.consensus_rate(topology) == 0.0
 
 
 def test_slem_is_the_second_largest_modulus() -> None:
@@ -96,29 +85,6 @@ def test_slem_of_a_row_stochastic_matrix_leaves_out_the_eigenvalue_one() -> None
     assert analysis.slem(matrix.T) == pytest.approx(moduli[-2])
 
 
-def test_slem_needs_one_matrix() -> None:
-    with pytest.raises(
-        ValueError, match=r"slem is defined for one matrix.*'one_peer_ring' has period 2; use consensus_rate"
-    ):
-        analysis.slem(topologies.build("one_peer_ring", 8))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        analysis.connected,
-        analysis.diameter,
-        analysis.degrees,
-        analysis.traffic,
-        analysis.consensus_rate,
-        lambda ring: analysis.rounds_to(ring, 0.1),
-    ],
-)
-def test_a_round_is_no_topology(function: Callable[[object], object]) -> None:
-    with pytest.raises(TypeError, match="topology must be a Topology, got <Round"):
-        function(Round.identity(3))
-
-
 def test_arguments_of_the_wrong_kind() -> None:
     ring = topologies.build("ring", 8)
     with pytest.raises(TypeError, match=r"tolerance must be a number, between 0 and 1, .* got 'x' \(str\)"):
@@ -133,12 +99,6 @@ def test_arguments_of_the_wrong_kind() -> None:
         analysis.product(ring, -1)
     with pytest.raises(ValueError, match="slem is defined for a matrix whose rows or columns sum to 1"):
         analysis.slem([[2, 0], [0, 3]])
-
-
-@pytest.mark.parametrize("tolerance", [0.0, 1.0, -1, 2.0, float("nan")])
-def test_tolerances_lie_between_0_and_1(tolerance: float) -> None:
-    with pytest.raises(ValueError, match="tolerance must be between 0 and 1"):
-        analysis.rounds_to(topologies.build("ring", 4), tolerance)
 
 
 def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
@@ -211,16 +171,6 @@ def test_push_sum_is_judged_by_its_ratios() -> None:
         assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 1e-3) is within
 
 
-@pytest.mark.parametrize("n", [3, 5, 9])
-@pytest.mark.parametrize("make", [lambda n: nx.star_graph(n - 1), nx.path_graph])
-def test_push_sum_shrinks_as_the_matrix_itself(n: int, make: Callable[[int], nx.Graph]) -> None:
-    topology = Topology.from_graph(make(n), "push_sum")
-    moduli = np.sort(np.abs(np.linalg.eigvals(topology.round(0).matrix())))
-    assert analysis.consensus_rate(topology) == pytest.approx(moduli[-2], abs=1e-9)
-    errors = analysis.consensus_errors(topology, 30)
-    assert (errors[30] / errors[15]) ** (1 / 15) == pytest.approx(moduli[-2], abs=5e-3)
-
-
 @pytest.mark.parametrize("graph", [nx.star_graph(449), nx.barabasi_albert_graph(450, 3, seed=1), nx.path_graph(450)])
 def test_many_ranks_with_a_bias_never_get_there(graph: nx.Graph) -> None:
     topology = Topology.from_graph(graph, "uniform")
@@ -282,8 +232,8 @@ def test_connectivity_and_diameter(topology: Topology) -> None:
 
 
 @settings(max_examples=60)
-@given(st.integers(2, 90), st.integers(0, 2**32), st.booleans(), st.integers(0, 5), st.integers(1, 500))
-def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool, most_sweeps: int, block_bytes: int) -> None:
+@given(st.integers(2, 90), st.integers(0, 2**32), st.booleans())
+def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool) -> None:
     graph = nx.gnp_random_graph(n, 3 / n, seed=seed, directed=directed)
     edges = list(graph.edges) + ([] if directed else [(b, a) for a, b in graph.edges])
     readers, senders = [b for _, b in edges], [a for a, _ in edges]
@@ -291,21 +241,7 @@ def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool, most_s
     topology = Topology.from_rounds([round_], stochasticity="row")
     together = nx.is_strongly_connected(graph) if directed else nx.is_connected(graph)
     assert analysis.connected(topology) is together
-    with (
-        mock.patch.object(connectivity, "_MOST_SWEEPS", most_sweeps),
-        mock.patch.object(connectivity, "_BLOCK_BYTES", block_bytes),
-    ):
-        assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
-
-
-@pytest.mark.parametrize("name", ["one_peer_ring", "path", "directed_ring"])
-def test_the_diameter_of_long_graphs(name: str) -> None:
-    assert analysis.diameter(topologies.build(name, 2000)) == (1000 if name == "one_peer_ring" else 1999)
-
-
-def test_the_slem_of_a_nilpotent_matrix_is_0() -> None:
-    for n in (64, 4096):
-        assert analysis.slem(topologies.build("de_bruijn", n, p=4)) == 0.0
+    assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
 
 
 def test_the_diameter_of_very_many_ranks_is_refused() -> None:
@@ -326,18 +262,6 @@ def test_sums_prove_what_they_are() -> None:
     assert analysis.sums(topologies.build("complete", 4)).smallest_weight == 0.25
 
 
-def test_traffic_point_to_point() -> None:
-    star = topologies.build("star", 5)
-    found = analysis.traffic(star, message_bytes=10.0)
-    assert found.max_bytes_per_rank == 40.0
-    assert found.bytes_per_rank == 10 * 8 / 5
-    assert found.max_link_bytes == 10.0
-    assert found.max_node_bytes == 40.0
-    assert found.network_bytes == 80.0
-    assert found.num_communicators == 0
-    assert found.rounds[0].steps == 4
-
-
 def test_traffic_of_groups() -> None:
     found = analysis.traffic(topologies.build("local_global", 12, local_size=3), local_size=3)
     inside, across = found.rounds
@@ -351,23 +275,3 @@ def test_traffic_of_groups() -> None:
     assert found.num_communicators == 4 + 3
     assert found.network_bytes == 4 * 4.5 / 2
     assert found.max_node_bytes == 4.5
-
-
-def test_an_all_reduce_crosses_the_network_once_per_node() -> None:
-    found = analysis.traffic(topologies.build("complete", 8), local_size=4)
-    np.testing.assert_allclose(found.rounds[0].sent_by_node, 2 * 7 / 8)
-    assert found.rounds[0].steps == 14
-    assert analysis.traffic(topologies.build("complete", 2)).rounds[0].steps == 1
-
-
-def test_traffic_of_a_directed_schedule_by_node() -> None:
-    found = analysis.traffic(topologies.build("one_peer_exponential", 8), local_size=2)
-    assert [round_.busiest_node for round_ in found.rounds] == [1.0, 2.0, 2.0]
-    assert [round_.largest_link for round_ in found.rounds] == [1.0, 2.0, 2.0]
-    assert found.bytes_per_rank == 1.0
-    assert found.network_bytes == pytest.approx((4 + 8 + 8) / 3)
-
-
-def test_nothing_is_sent_in_an_identity() -> None:
-    found = analysis.traffic(topologies.build("ring", 1))
-    assert (found.bytes_per_rank, found.max_link_bytes, found.network_bytes) == (0.0, 0.0, 0.0)

@@ -62,15 +62,6 @@ def test_four_ranks_that_agree_by_chance(name: str, options: dict[str, str]) -> 
     assert (row.rate, row.rate_per_byte) == (0.0, 0.0)
 
 
-def test_rounds_before_the_last_one_may_have_done_much_already() -> None:
-    """A matching of 8 ranks that halves what is left 20 times before it ends."""
-    late = topologies.build("random_matching", 8, seed=21)
-    left = left_after(late)
-    ended = next(k for k, size in enumerate(left) if size == 0.0)
-    assert left[ended - 1] < 1e-7
-    assert analysis.consensus_rate(late) == 0.0
-
-
 @pytest.mark.parametrize("n", [400, 1500])
 def test_many_ranks_that_agree_by_one_late_round(n: int) -> None:
     whole, none = Round.from_groups(n, [range(n)]), Round.identity(n)

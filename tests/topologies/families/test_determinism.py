@@ -48,13 +48,6 @@ def test_rounds_do_not_depend_on_the_hash_seed(capsys: pytest.CaptureFixture[str
     assert output("1") == output("4321") == first
 
 
-def test_round_t_needs_no_earlier_round() -> None:
-    walked = topologies.build("random_matching", 9, seed=2)
-    for t in range(300):
-        walked.round(t)
-    assert walked.round(1000) == topologies.build("random_matching", 9, seed=2).round(1000)
-
-
 def test_a_seed_names_one_schedule() -> None:
     """Frozen: a change here changes what a seed means, and every run that is to be reproduced."""
     topology = topologies.build("random_matching", 6, seed=0)

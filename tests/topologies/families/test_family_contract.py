@@ -203,3 +203,30 @@ def test_json_and_equality(contract: Contract, options: dict[str, Any]) -> None:
         for t in (0, 1, 5):
             assert again.round(t) == topology.round(t)
             np.testing.assert_array_equal(again.round(t).matrix(), topology.round(t).matrix())
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options"),
+    [
+        ("simple_base", 1_000_003, {"k": 2}),
+        ("base", 2_000_006, {"k": 1}),
+        ("base", 1_000_000, {"k": 6}),
+        ("de_bruijn", 1_000_000, {"p": 10}),
+        ("equi_dyn", 1_000_003, {}),
+        ("equi_dyn", 1_000_000, {"directed": True}),
+        ("equi_static", 1_000_003, {}),
+        ("one_peer_ring", 1_000_000, {}),
+    ],
+)
+def test_a_rank_among_a_million_needs_no_whole_round(name: str, n: int, options: dict[str, Any]) -> None:
+    topology = topologies.build(name, n, **options)
+    for t in range(topology.period or 5):
+        round_ = topology.round(t)
+        for rank in (0, 1, 654_321, 777_777, n - 1):
+            row = round_.neighbours(rank)
+            assert round_.self_weight(rank) + sum(row.values()) == pytest.approx(1, abs=1e-14)
+            assert list(row) == sorted(row)
+            assert all(rank in round_.targets(other) for other in row)
+            if topology.promised_symmetric:
+                assert all(round_.neighbours(other)[rank] == weight for other, weight in row.items())
+        assert "explicit" not in vars(round_._storage)

@@ -38,15 +38,6 @@ def test_the_graph_follows_from_size_options_and_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_graph_is_connected_and_simple(name: str) -> None:
-    for n in (2, 3, 5, 8, 13, 40):
-        for seed in range(4):
-            graph = graph_of(topologies.build(name, n, seed=seed))
-            assert nx.is_connected(graph)
-            assert len(graph) == n
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_schemes_are_those_of_graphs(name: str) -> None:
     graph = nx.Graph(graph_of(topologies.build(name, 12)).edges)  # fmmc leaves out edges that do not help
     for scheme in ("metropolis", "best_constant", "fmmc"):
@@ -61,31 +52,11 @@ def test_schemes_are_those_of_graphs(name: str) -> None:
         topologies.build(name, 12, weights="given")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_defaults_are_recorded_as_what_they_became(name: str) -> None:
-    options = topologies.build(name, 9).options
-    assert None not in options.values()
-    assert topologies.build(name, 9, **options) == topologies.build(name, 9)
-
-
-@pytest.mark.parametrize(("n", "degree"), [(2, 1), (3, 2), (4, 3), (5, 4), (6, 3), (9, 4), (17, 4), (18, 3)])
-def test_random_regular_takes_a_degree_that_exists(n: int, degree: int) -> None:
-    topology = topologies.build("random_regular", n)
-    assert topology.options["degree"] == degree
-    assert set(topology.round(0).num_sources().tolist()) == {degree}
-
-
 @pytest.mark.parametrize(("n", "degree"), [(7, 2), (64, 2), (9, 8), (34, 32), (64, 62), (20, 11), (20, 10), (21, 10)])
 def test_random_regular_serves_every_degree(n: int, degree: int) -> None:
     rounds = [topologies.build("random_regular", n, degree=degree, seed=seed).round(0) for seed in (0, 1)]
     assert all(set(round_.num_sources().tolist()) == {degree} for round_ in rounds)
     assert (rounds[0] != rounds[1]) is (degree < n - 1)
-
-
-def test_random_regular_of_degree_two_is_any_cycle() -> None:
-    # There are 3 cycles through four ranks, equally likely.
-    seen = [topologies.build("random_regular", 4, degree=2, seed=seed).round(0).peers(0) for seed in range(60)]
-    assert {peers: seen.count(peers) >= 8 for peers in seen} == {(1, 2): True, (1, 3): True, (2, 3): True}
 
 
 @pytest.mark.parametrize(
@@ -114,24 +85,6 @@ def test_erdos_renyi_has_the_edges_it_should() -> None:
         assert 0 < topologies.build("erdos_renyi", n).options["probability"] <= 1
 
 
-def test_erdos_renyi_draws_again_until_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    real = nx.is_connected
-    monkeypatch.setattr(nx, "is_connected", lambda graph: drawn.append(graph) or real(graph))
-    topology = topologies.build("erdos_renyi", 12, probability=0.2, seed=1)
-    assert len(drawn) > 1
-    assert [real(graph) for graph in drawn] == [False] * (len(drawn) - 1) + [True]
-    assert {frozenset(edge) for edge in drawn[-1].edges} == {frozenset(edge) for edge in graph_of(topology).edges}
-    assert len({frozenset(graph.edges) for graph in drawn}) > 1
-
-
-def test_a_probability_that_is_too_small_is_refused_with_what_to_raise() -> None:
-    with pytest.raises(
-        ValueError, match=r"100 graphs from seed 4 and none.* raise the probability, 0\.001, to more than"
-    ):
-        topologies.build("erdos_renyi", 30, probability=0.001, seed=4)
-
-
 @pytest.mark.parametrize(("name", "remedy"), [("random_regular", "degree, 3"), ("watts_strogatz", "neighbours, 4")])
 def test_attempts_are_bounded(name: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
@@ -148,25 +101,9 @@ def test_watts_strogatz_begins_as_a_ring_with_neighbours() -> None:
     assert graph_of(topologies.build("watts_strogatz", 40, probability=0.5)).size() == 80
 
 
-def test_watts_strogatz_rewires_as_often_as_told() -> None:
-    ring = set(nx.circulant_graph(100, [1, 2]).edges)
-    moved = []
-    for seed in range(10):
-        graph = graph_of(topologies.build("watts_strogatz", 100, probability=0.2, seed=seed))
-        moved.append(sum(not graph.has_edge(*edge) for edge in ring))
-    assert np.mean(moved) == pytest.approx(0.2 * 200, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("neighbours", "message"),
-    [
-        (3, r"must be even.* got 3; use 2 or 4"),
-        (10, r"at least neighbours = 10, got 9; the nearest are 1 and 10\..* 8"),
-    ],
-)
-def test_watts_strogatz_refuses_neighbours(neighbours: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        topologies.build("watts_strogatz", 9, neighbours=neighbours)
+def test_watts_strogatz_refuses_an_odd_number_of_neighbours() -> None:
+    with pytest.raises(ValueError, match=r"must be even.* got 3; use 2 or 4"):
+        topologies.build("watts_strogatz", 9, neighbours=3)
 
 
 @pytest.mark.parametrize(("n", "attachments"), [(2, 1), (10, 1), (10, 3), (10, 9), (50, 2)])

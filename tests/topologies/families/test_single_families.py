@@ -22,29 +22,6 @@ def test_directed_ring_reads_the_next_rank() -> None:
     np.testing.assert_array_equal(state, [0, 0.5, 0.5, 0, 0])
 
 
-def test_ring_weights() -> None:
-    ring = topologies.build("ring", 6).round(0)
-    assert ring.neighbours(0) == {1: 1 / 3, 5: 1 / 3}
-    assert ring.self_weight(0) == 1 / 3
-    assert topologies.build("ring", 2).round(0).neighbours(0) == {1: 0.5}
-    assert topologies.build("ring", 3).round(0).uniform_groups == ((0, 1, 2),)
-
-
-def test_star_weights() -> None:
-    star = topologies.build("star", 5).round(0)
-    assert star.neighbours(0) == dict.fromkeys((1, 2, 3, 4), 0.2)
-    assert star.neighbours(3) == {0: 0.2}
-    assert star.self_weight(0) == pytest.approx(0.2)
-    assert star.self_weight(3) == 0.8
-
-
-def test_path_weights() -> None:
-    path = topologies.build("path", 4).round(0)
-    third = 1 / 3
-    expected = [[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 2]]
-    np.testing.assert_allclose(path.matrix(), np.array(expected) * third, atol=1e-15)
-
-
 def test_grid_and_torus_count_ranks_by_rows() -> None:
     assert topologies.build("grid", 6).options["shape"] == (2, 3)
     assert topologies.build("grid", 6).round(0).peers(0) == (1, 3)
@@ -63,10 +40,6 @@ def test_exponential_hops() -> None:
     assert topologies.build("undirected_exponential", 8).round(0).peers(0) == (1, 2, 4, 6, 7)
 
 
-def test_one_peer_ring_alternates() -> None:
-    assert rounds("one_peer_ring", 6) == [((0, 1), (2, 3), (4, 5)), ((0, 5), (1, 2), (3, 4))]
-
-
 def test_one_peer_exponential_hops() -> None:
     topology = topologies.build("one_peer_exponential", 6)
     reads = [list(topology.round(t).neighbours(0)) for t in range(4)]
@@ -81,11 +54,6 @@ def test_hyper_cuboid_counts_the_first_digit_fastest() -> None:
     assert three[2] == tuple((rank, rank + 6) for rank in range(6))
 
 
-def test_local_global_goes_inside_first() -> None:
-    assert rounds("local_global", 6, local_size=3) == [((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))]
-    assert rounds("local_global", 3, local_size=1) == [((0,), (1,), (2,)), ((0, 1, 2),)]
-
-
 def test_alternating_exp_ring_by_hand() -> None:
     # Nodes (0 1)(2 3)(4 5)(6 7). Hop 0 pairs nodes 0-1 (number 0) and 2-3 (1), hop 1 pairs 0-2 (2) and 1-3 (3).
     assert rounds("alternating_exp_ring", 8, local_size=2) == [
@@ -93,15 +61,6 @@ def test_alternating_exp_ring_by_hand() -> None:
         ((0, 1, 2, 3), (4, 5), (6, 7)),
         ((0, 1), (2, 3, 6, 7), (4, 5)),
         ((0, 1, 4, 5), (2, 3), (6, 7)),
-    ]
-
-
-def test_alternating_exp_ring_with_one_rank_per_node() -> None:
-    assert rounds("alternating_exp_ring", 4, local_size=1) == [
-        ((0,), (1,), (2, 3)),
-        ((0, 1), (2,), (3,)),
-        ((0,), (1, 3), (2,)),
-        ((0, 2), (1,), (3,)),
     ]
 
 
@@ -129,25 +88,17 @@ def test_random_matching_is_uniform_and_idles_one_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "world_size", "options", "error", "message"),
     [
-        ("grid", 10, {"shape": (3, 4)}, ValueError, r"\(3, 4\).*12 ranks.*\(1, 10\), \(2, 5\), \(5, 2\), \(10, 1\)"),
+        ("grid", 10, {"shape": (3, 4)}, ValueError, r"\(3, 4\).*12 ranks.*rows out of 1, 2, 5, 10"),
         ("torus", 10, {"shape": 5}, TypeError, r"pair \(rows, columns\), got 5"),
-        ("torus", 10, {"shape": (2, 5, 1)}, TypeError, r"pair"),
         ("torus", 10, {"shape": (2.0, 5)}, TypeError, r"side of shape must be an integer"),
         ("hypercube", 12, {}, ValueError, r"power of two, got 12; the nearest are 8 and 16"),
-        ("one_peer_hypercube", 3, {}, ValueError, r"the nearest are 2 and 4"),
         ("one_peer_ring", 7, {}, ValueError, r"even, got 7; the nearest are 6 and 8"),
         ("hyper_cuboid", 10, {"factors": (3, 4)}, ValueError, r"multiply to 12, world_size is 10.*\(2, 5\)"),
         ("hyper_cuboid", 10, {"factors": ()}, TypeError, r"at least one integer"),
-        ("hyper_cuboid", 10, {"factors": 10}, TypeError, r"got 10"),
         ("hyper_cuboid", 10, {"factors": (-2, -5)}, ValueError, r"a factor in factors must be at least 1, got -2"),
         ("hyper_hypercube", 22, {"k": 3}, ValueError, r"at most k \+ 1 = 4, got 22; .*18 and 24.*k of at least 10"),
-        ("hyper_hypercube", 4, {"k": 0}, ValueError, r"k must be at least 1"),
         ("local_global", 10, {"local_size": 4}, ValueError, r"the nearest are 8 and 12.*\[1, 2, 5, 10\]"),
-        ("local_global", 10, {"local_size": 0}, ValueError, r"local_size must be at least 1"),
         ("alternating_exp_ring", 24, {"local_size": 4}, ValueError, r"at least 8, got 24; the nearest are 16 and 32"),
-        ("alternating_exp_ring", 4, {"local_size": 4}, ValueError, r"the nearest are 1 and 8"),
-        ("random_matching", 4, {"seed": -1}, ValueError, r"seed must be at least 0"),
-        ("random_matching", 4, {"seed": "a"}, TypeError, r"seed must be an integer"),
     ],
 )
 def test_refusals_say_what_is_possible(

@@ -18,14 +18,6 @@ from topologies.__main__ import main
 from topologies.reports.recommending import Network
 
 
-def test_every_family_that_serves_the_size_is_compared() -> None:
-    found = topologies.compare(world_size=12)
-    names = {topology.name for topology in found.topologies}
-    assert names == {name for name in topologies.available() if topologies.variants(name, 12)}
-    assert {"ring", "base", "matcha", "local_global"} <= names
-    assert "hypercube" not in names
-
-
 def test_rows_are_what_the_analysis_says() -> None:
     found = topologies.compare(world_size=12, message_bytes=4e6, local_size=3, tolerance=0.05)
     for row, topology in zip(found.rows, found.topologies, strict=True):
@@ -64,29 +56,6 @@ def test_csv_and_dicts_hold_the_same_rows() -> None:
         assert {key: "" if value is None else str(value) for key, value in row.items()} == line
 
 
-def test_the_table_is_aligned() -> None:
-    text = str(topologies.compare(["ring", "complete"], world_size=8, message_bytes=100e6))
-    heading, empty, *table = text.splitlines()
-    assert heading.startswith("8 ranks, messages of 100 MB; ")
-    assert not empty
-    assert len({len(line) for line in table}) == 1
-    assert table[1].split() == [
-        "complete", "1", "7", "175", "MB", "1.4", "GB", "0.0000", "0.0000", "1", "175", "MB", "1.4", "GB", "1",
-    ]  # fmt: skip
-
-
-def test_options_that_are_defaults_are_not_shown() -> None:
-    ring = topologies.build("ring", 9)
-    chosen = [
-        topologies.build("random_matching", 9, seed=3),
-        topologies.build("random_matching", 9),
-        topologies.build("grid", 9),
-        ring.every(2),
-    ]
-    names = {row.topology for row in topologies.compare(chosen).rows}
-    assert names == {"random_matching (seed=3)", "random_matching", "grid (shape=(3, 3))", "ring.every(2)"}
-
-
 @pytest.mark.parametrize(
     ("items", "options", "error", "text"),
     [
@@ -111,11 +80,6 @@ def test_what_cannot_be_compared(items: object, options: dict[str, int], error: 
         topologies.compare(items, **options)
 
 
-def test_topologies_of_different_sizes_are_not_compared() -> None:
-    with pytest.raises(ValueError, match=r"topologies are for 4 and for 5 ranks \('star'\)"):
-        topologies.compare([topologies.build("ring", 4), topologies.build("star", 5)])
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
     found = topologies.compare(["ring", "torus", "base"], world_size=16, message_bytes=1e6)
@@ -127,14 +91,6 @@ def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
         text = again.read_text()
         for label in ("ring", "torus (shape=(4, 4))", "base (k=3)", "rounds", "bytes sent per rank"):
             assert f"<!-- {label} -->" in text
-
-
-def test_curves_that_agree_share_a_line(tmp_path: Path) -> None:
-    found = topologies.compare(["hypercube", "exponential", "one_peer_hypercube", "hyper_hypercube"], world_size=8)
-    topologies.draw_comparison(found, tmp_path / "figure.svg")
-    text = (tmp_path / "figure.svg").read_text()
-    labels = ("hyper_hypercube (k=3)", "one_peer_hypercube", "= hyper_hypercube (k=1)", "hypercube", "= exponential")
-    assert all(f"<!-- {label} -->" in text for label in labels)
 
 
 def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Path) -> None:
@@ -152,16 +108,6 @@ def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Pa
     legend = text[text.index('id="legend_1"') :]
     dashes = re.findall(r'style="fill: none;( stroke-dasharray: [^;]+;)?[^"]*stroke: (#\w+)', legend)
     assert len(dashes) == len(set(dashes)) == legend.count("<!-- ") - 1  # the title is not a line's
-
-
-def test_of_all_families_the_figure_names_ten(tmp_path: Path) -> None:
-    topologies.draw_comparison(topologies.compare(world_size=6), tmp_path / "all.svg")
-    assert re.search(r"<!-- fewest bytes first; \d+ more in grey -->", (tmp_path / "all.svg").read_text())
-
-
-def test_other_suffixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path must end in \.svg or \.png"):
-        topologies.draw_comparison(topologies.compare(["ring"], world_size=4), tmp_path / "figure.pdf")
 
 
 def test_recommendation_by_hand() -> None:
@@ -185,7 +131,8 @@ def test_the_arithmetic_adds_up() -> None:
     network = Network(50, 1, 2.5, 1)
     for each in found.ranked:
         rounds = analysis.traffic(each.topology).rounds
-        seconds = [network.seconds(rounds[k % len(rounds)]) for k in range(each.rounds)]
+        costs = [rounds[k % len(rounds)] for k in range(each.rounds)]
+        seconds = [network.seconds(round_.steps, round_.busiest_node) for round_ in costs]
         assert each.seconds == pytest.approx(math.fsum(seconds))
         formula = each.arithmetic.replace(" inside nodes", " * 0").replace(" us", "e-6").replace(" x ", " * ")
         formula = formula.replace(" MB / 1 Gbit/s", " * 8e6 / 1e9")
@@ -221,12 +168,6 @@ def test_named_topologies_are_ranked_alone() -> None:
         topologies.recommend(9, topologies=[ring], latency_us=1, bandwidth_gbps=1, message_mb=1)
 
 
-def test_one_rank_needs_no_time() -> None:
-    found = topologies.recommend(1, latency_us=1, bandwidth_gbps=1, message_mb=1)
-    assert all(each.seconds == 0.0 for each in found.ranked)
-    assert str(found)
-
-
 def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "figure.png"
     assert main(["compare", "--world-size", "8", "--bytes", "100MB", "ring", "base", "--output", str(figure)]) == 0
@@ -252,26 +193,13 @@ def test_recommend_prints_heads_five_rows_and_a_sentence(
     introduction, table, sentence = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
     assert introduction[0].startswith("4 ranks, 1 rank per node; a message of 50 MB takes 400 ms")
     heads, *rows = table
-    assert re.split("  +", heads.strip()) == ["topology", "longest round", "time to 1 % = exchanges"]
+    assert re.split("  +", heads.strip()) == ["topology", "longest round", "time to 1 %", "= exchanges"]
     assert [int(row.split(".")[0]) for row in rows] == list(range(1, num_rows + 1))
-    assert len({row.index(" = ") for row in table}) == 1
-    assert all(row[: row.index(" = ")].endswith(("ms", " s")) for row in rows)
+    assert len({row.index("  = ") for row in table}) == 1
+    assert all(row[: row.index("  = ")].endswith(("ms", " s")) for row in rows)
     first = rows[0].split()[1]
     assert len(sentence) == 1
     assert sentence[0].startswith(f"{first} agrees first, after ")
     assert ("15 more take longer, see them with --all" in sentence[0]) == (num_rows == 5)
     assert ("19 others, whose exchanges are those of one of them, are left out" in sentence[0]) == (num_rows != 2)
     assert sentence[0].endswith(".")
-
-
-def test_recommend_says_so_where_nothing_agrees() -> None:
-    apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
-    found = topologies.recommend(4, topologies=[apart], latency_us=1, bandwidth_gbps=1, message_mb=1)
-    assert str(found).splitlines()[-1].startswith("No topology gets down to 1 % of the worst disagreement; ")
-
-
-@pytest.mark.parametrize("size", ["MB", "1.2.3MB", "-5MB", "5 apples", ""])
-def test_sizes_are_numbers_with_units(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--world-size", "8", f"--bytes={size}", "ring"])
-    assert "a size is a number and B, kB, MB, GB or TB" in capsys.readouterr().err

@@ -86,25 +86,3 @@ def test_what_stays_differs_and_what_goes_is_there(n: int) -> None:
     staying = [exchanges(each) for each in found]
     assert all(staying.count(each) == 1 for each in staying)
     assert all(exchanges(each) in staying for each in candidates)
-
-
-def test_many_ranks_are_compared_without_their_matrices() -> None:
-    n = 100_000
-    complete, one_node = topologies.build("complete", n), topologies.build("local_global", n, local_size=n)
-    nodes, cuboid = (
-        topologies.build("local_global", n, local_size=8),
-        topologies.build("hyper_cuboid", n, factors=(8, n // 8)),
-    )
-    assert kept(one_node, complete, nodes) == [1, 2]
-    assert len(kept(nodes, cuboid)) == 1
-
-
-def test_recommend_leaves_disguises_out_unless_they_are_asked_for() -> None:
-    network = {"latency_us": 50, "bandwidth_gbps": 1, "message_mb": 50, "local_size": 4}
-    found = topologies.recommend(4, **network)
-    assert found.ranked[0].topology.name == "complete"
-    assert not any(each.topology.name == "local_global" for each in found.ranked)
-    assert found.num_disguised == len(list(chosen_topologies(None, 4, 4))) - len(found.ranked)
-    asked = topologies.recommend(4, topologies=["local_global", "complete"], **network)
-    assert [each.topology.name for each in asked.ranked] == ["complete", "local_global"]
-    assert asked.num_disguised == 0
