@@ -39,7 +39,7 @@ import numpy as np
 
 import topologies
 from topologies import Topology
-from topologies.reports.family_samples import options_text
+from topologies.schedule import options_text
 
 LARGE_FAMILIES = ("one_peer_exponential", "one_peer_hypercube", "ring", "base", "random_matching")
 MOST_ROUNDS = 16

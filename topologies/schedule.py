@@ -140,7 +140,9 @@ class Schedule:
             raise TypeError(
                 f"function must be a function of t that returns a Round, got {function!r} ({type(function).__name__})"
             )
-        make_round = function if seed is None else _Seeded(function, check_integer("seed", seed, minimum=0))
+        make_round = function
+        if seed is not None:
+            make_round = functools.partial(_seeded, function, check_integer("seed", seed, minimum=0))
         first = make_round(0)
         _check_is_round(first, 0)
         schedule = cls(
@@ -211,7 +213,7 @@ class Schedule:
         return hash((self.name, self.world_size, self.period))
 
     def __repr__(self) -> str:
-        options = f"{brief_options(self.options)}, " if self.options else ""
+        options = f"{text}, " if (text := options_text(self.options)) else ""
         warmup = f"warmup={self.warmup}, " if self.warmup else ""
         return (
             f"{type(self).__name__}({self.name!r}, world_size={self.world_size}, {options}{warmup}period={self.period})"
@@ -332,15 +334,9 @@ def _identity(world_size: int) -> Round:
     return Round.identity(world_size)
 
 
-class _Seeded:
-    """Calls ``function(t, generator)`` with a generator that depends on (seed, t) alone."""
-
-    def __init__(self, function: Callable[..., Round], seed: int) -> None:
-        self.function = function
-        self.seed = seed
-
-    def __call__(self, t: int) -> Round:
-        return self.function(t, np.random.default_rng((self.seed, t)))
+def _seeded(function: Callable[..., Round], seed: int, t: int) -> Round:
+    """Call ``function(t, generator)`` with a generator that depends on (seed, t) alone."""
+    return function(t, np.random.default_rng((seed, t)))
 
 
 def check_schedule(argument: str, value: object, world_size: int | str = "world_size") -> None:
@@ -361,15 +357,25 @@ def _check_is_round(value: object, number: int) -> None:
 
 def expression_text(topology: Schedule) -> str:
     """Return the topology's name, with its options in brackets."""
-    options = brief_options(topology.options) if topology.registered else ""
+    options = options_text(topology.options) if topology.registered else ""
     return f"{topology.name}({options})" if options else topology.name
 
 
-def brief_options(options: Mapping[str, Any]) -> str:
-    """Return ``name=value, ...`` with long values cut and mappings, such as a graph, left out."""
-    return ", ".join(
-        f"{name}={'{...}' if isinstance(value, Mapping) else reprlib.repr(value)}" for name, value in options.items()
-    )
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return ``name=value, ..``; a graph is told by its numbers of nodes and edges, what is unset is left out.
+
+    Examples
+    --------
+    >>> options_text({"factors": (2, 3), "shape": None, "probability": 1 / 3})
+    'factors=(2, 3), probability=0.3333'
+    """
+    return ", ".join(f"{name}={_value_text(value)}" for name, value in options.items() if value is not None)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{len(value.get('nodes', ()))} nodes and {len(value.get('edges', ()))} edges"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def check_no_warmup(operation: str, parts: Iterable[Schedule]) -> None:

@@ -48,8 +48,9 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
         curves = _curves(comparison)
         num_named = len(curves) if comparison.asked else min(_COLOURED, len(curves))
         num_lines = sum(len(curve.names) for curve in curves[:num_named])
-        figure = Figure(figsize=(12.0, max(4.6, 0.18 * num_lines + 0.8)), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(12.0, max(4.6, 0.18 * num_lines + 0.8)))
+        places = {"left": 0.065, "right": 0.72, "bottom": 0.12, "top": 0.9, "wspace": 0.08}
+        panels = figure.subplots(1, 2, sharey=True, gridspec_kw=places)
         for index, curve in reversed(list(enumerate(curves))):
             for axes, across in zip(panels, (curve.rounds, curve.sent), strict=True):
                 _draw_errors(axes, across, curve, _style(index) if index < num_named else _GREY)
@@ -133,6 +134,6 @@ def _add_legend(figure: Any, curves: list[_Curve], title: str) -> None:
     lines = [Line2D([], [], **_style(index)) for index in range(len(curves))]
     labels = ["\n= ".join(textwrap.shorten(name, 44, placeholder=" ..") for name in curve.names) for curve in curves]
     figure.legend(
-        lines, labels, loc="outside right upper", alignment="left", fontsize=8, frameon=False, title=title,
-        title_fontsize=8,
+        lines, labels, loc="upper left", bbox_to_anchor=(0.73, 0.92), alignment="left", fontsize=8, frameon=False,
+        title=title, title_fontsize=8,
     )  # fmt: skip

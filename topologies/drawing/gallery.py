@@ -16,7 +16,8 @@ from topologies.drawing import draw_compact
 from topologies.drawing.picture_files import output_path
 from topologies.family_registry import available
 from topologies.reports.docstring_facts import PROPERTIES, Facts, facts_of
-from topologies.reports.family_samples import options_text, sample_text, samples
+from topologies.reports.family_samples import sample_text, samples
+from topologies.schedule import options_text
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:

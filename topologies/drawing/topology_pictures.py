@@ -14,7 +14,7 @@ from topologies.drawing.layouts import layout_of
 from topologies.drawing.mixing_panels import draw_curve, draw_matrix
 from topologies.drawing.picture_files import picture_path, save, settings
 from topologies.drawing.round_pictures import caption, draw_round, has_negative_weights, is_directed
-from topologies.reports.family_samples import options_text
+from topologies.schedule import options_text
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _EXCHANGES_OF_A_LARGE_CURVE = 16
 #: Inches: the width, and the heights of a line of the title, of one below it, of a caption, and of a row of panels.
 _WIDTH = 9.6
 _TITLE_LINE, _LINE, _CAPTION, _PANELS = 0.24, 0.2, 0.28, 2.7
+_AROUND_PANELS = {"left": 0.55, "right": 0.2, "top": 0.35, "bottom": 0.45, "wspace": 0.45, "hspace": 0.45}
 _FONT = 7.5
 _POINTS_PER_INCH = 72
 _INK, _FAINT = "#1f2933", "#5f6b76"
@@ -120,7 +121,7 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
         if beside:
             parts[0], panels = panels.subfigures(1, 2, width_ratios=(side, panels_width))
         _draw_rounds(parts[0], topology, numbers, layout, columns, side, font_size=8.0)
-    axes = panels.subplots(num_rows, 3 if len(matrices) > 1 else 2, squeeze=False).flatten()
+    axes = _grid(panels, num_rows, 3 if len(matrices) > 1 else 2, **_AROUND_PANELS)
     for (matrix, matrix_title), panel in zip(matrices, axes, strict=False):
         draw_matrix(panel, matrix, matrix_title, font_size=_FONT)
     at_most = _EXCHANGES_OF_THE_CURVE if layout is not None else _EXCHANGES_OF_A_LARGE_CURVE
@@ -146,11 +147,10 @@ def _compact_figure(topology: Topology) -> Any:
         rounds, aside = upper.subfigures(1, 2) if beside else (upper, upper)
         _draw_rounds(rounds, topology, numbers, layout, len(numbers), side, font_size=_FONT, separator="\n")
     if beside:
-        draw_matrix(aside.subplots(), matrix, title, font_size=_FONT)
-        curve = panels.subplots()
+        (first,), (curve,) = _grid(aside, 1, 1, **_AROUND_PANELS), _grid(panels, 1, 1, **_AROUND_PANELS)
     else:
-        first, curve = panels.subplots(1, 2)
-        draw_matrix(first, matrix, title, font_size=_FONT)
+        first, curve = _grid(panels, 1, 2, **_AROUND_PANELS)
+    draw_matrix(first, matrix, title, font_size=_FONT)
     draw_curve(curve, topology, at_most=32, font_size=_FONT, title="share of a disagreement left")
     return figure
 
@@ -158,7 +158,17 @@ def _compact_figure(topology: Topology) -> Any:
 def _new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height))
+
+
+def _grid(
+    figure: Any, rows: int, columns: int, left: float, right: float, top: float, bottom: float, **space: float
+) -> Any:
+    """Return panels in rows, with so many inches around them; ``space`` between them as gridspecs take it."""
+    # Not by a layout engine: its last digits, and with them the bytes of a picture, are others every time.
+    width, height = figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
+    edges = {"left": left / width, "right": 1 - right / width, "top": 1 - top / height, "bottom": bottom / height}
+    return figure.subplots(rows, columns, squeeze=False, gridspec_kw=edges | space).flatten()
 
 
 def _draw_rounds(
@@ -166,7 +176,10 @@ def _draw_rounds(
     font_size: float, separator: str = ": ",
 ) -> None:  # fmt: skip
     """Draw rounds in lines of so many squares of ``side`` inches, each under its caption."""
-    axes = figure.subplots(-(-len(numbers) // columns), columns, squeeze=False).flatten()
+    top = _CAPTION * (1.5 if separator == "\n" else 1.0)
+    axes = _grid(
+        figure, -(-len(numbers) // columns), columns, 0.05, 0.05, top, 0.02, wspace=0.05, hspace=_CAPTION / side
+    )
     for panel in axes:
         panel.set_axis_off()
     for t, panel in zip(numbers, axes, strict=False):

@@ -58,9 +58,8 @@ def graph(
     Raises
     ------
     ValueError
-        If the graph is empty, not connected (directed: not strongly), of another size, or has a weight that is not a
-        positive number or labels without an order; or, with given weights, if they leave a rank less than nothing
-        for itself or neither rows nor columns sum to 1.
+        If the graph is not connected (directed: not strongly), of another size, or has a weight that is not a positive
+        number or labels without an order; or if given weights sum to 1 neither by rows nor by columns.
     ImportError
         If weights are "fdla" or "fmmc" and cvxpy is not installed.
 

@@ -267,12 +267,7 @@ def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
 def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:
     """Return the fewest factors of ``number``, falling and at most ``largest``, or ``None`` if there are none.
 
-    Ties go to the smallest largest factor, then to the smallest second, and so on.
-
-    Examples
-    --------
-    >>> fewest_factors(24, 6), fewest_factors(36, 9), fewest_factors(10, 4)
-    ((6, 4), (6, 6), None)
+    Ties go to the smallest largest factor, then to the smallest second, and so on: (6, 4) for 24 and at most 6.
     """
     primes = prime_factors(number)
     if number == 1 or primes[-1] > largest:

@@ -10,7 +10,9 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.array_arguments import rank_array
 from topologies.matrix_storage import IntArray
+from topologies.validation import MAX_WORLD_SIZE
 
 #: How often an edge that finds no colour may recolour a path at one of its ends before one more colour is opened.
 #: About every second attempt succeeds where a colouring exists.
@@ -29,8 +31,8 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
     free at v. Where it does end at u for every two colours, another path at u is swapped first. Edges that find no
     colour even so get one more colour and the fans of Misra and Gries, which never fail.
 
-    It takes an undirected networkx graph with nodes 0 .. n-1, or its edges, shape ``[edges, 2]``, each edge once and no
-    loop.
+    It takes a networkx graph with nodes 0 .. n-1, or its edges, shape ``[edges, 2]``, in either direction and without
+    loops.
 
     References
     ----------
@@ -52,27 +54,12 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
 
 
 def _sorted_edges(graph: nx.Graph | npt.ArrayLike) -> IntArray:
-    if isinstance(graph, nx.Graph) and graph.is_directed():
-        raise ValueError("graph is directed, only undirected edges form matchings; pass graph.to_undirected()")
-    pairs = np.asarray(list(graph.edges()) if isinstance(graph, nx.Graph) else graph)
-    if not pairs.size:
-        return np.empty((0, 2), dtype=np.int64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu" or pairs.min() < 0:
-        raise ValueError(
-            f"graph must have integers of at least 0 as nodes, and edges of shape [edges, 2], got shape "
-            f"{list(pairs.shape)} of {pairs.dtype}; relabel it with networkx.convert_node_labels_to_integers"
-        )
-    num_nodes = int(pairs.max()) + 1
-    keys = np.sort(pairs.min(axis=1).astype(np.int64) * num_nodes + pairs.max(axis=1))
-    edges = np.stack(np.divmod(keys, num_nodes), axis=1)
-    wrong = np.flatnonzero(edges[:, 0] == edges[:, 1])
-    if len(wrong):
-        raise ValueError(f"graph has a loop at node {edges[wrong[0], 0]}, a matching has none; remove it")
-    repeated = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(repeated):
-        one, other = edges[repeated[0]].tolist()
-        raise ValueError(f"graph has the edge ({one}, {other}) twice; pass every edge once")
-    return edges
+    pairs = list(graph.edges()) if isinstance(graph, nx.Graph) else graph
+    edges = rank_array("graph", pairs, MAX_WORLD_SIZE).reshape(-1, 2)
+    loops = edges[:, 0] == edges[:, 1]
+    if loops.any():
+        raise ValueError(f"graph has a loop at node {edges[loops][0, 0]}, a matching has none; remove it")
+    return np.unique(np.sort(edges, axis=1), axis=0)
 
 
 def _circle_method(num_nodes: int) -> list[IntArray]:

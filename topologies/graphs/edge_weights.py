@@ -31,51 +31,19 @@ from topologies.validation import check_world_size
 Scheme = Callable[[FloatArray, FloatArray, float], FloatArray]
 
 
-def metropolis(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / (1 + max(d_i, d_j))``: symmetric, and converges on every connected graph."""
-    del largest
-    return 1.0 / (1.0 + np.maximum(reader, sender))
-
-
-def metropolis_hastings(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / max(d_i, d_j)``: faster, but ranks swap forever on a regular bipartite graph."""
-    del largest
-    return 1.0 / np.maximum(reader, sender)
-
-
-def max_degree(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / (1 + max_k d_k)``: the same on all edges, ``W = I - L / (1 + max d)``."""
-    del sender
-    return np.full_like(reader, 1.0 / (1.0 + largest))
-
-
-def lazy(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``(I + W) / 2`` for the W of metropolis: no negative eigenvalue."""
-    return metropolis(reader, sender, largest) / 2.0
-
-
-def uniform(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / (1 + d_i)``: the plain mean; only row-stochastic, so biased, on an irregular graph."""
-    del sender, largest
-    return 1.0 / (1.0 + reader)
-
-
-def push_sum(reader: FloatArray, sender: FloatArray, largest: float) -> FloatArray:
-    """``1 / (1 + outdegree_j)``: a rank splits what it has; only column-stochastic on an irregular graph.
-
-    The transpose of uniform on the reversed graph. For push-sum algorithms, which correct the bias.
-    """
-    del reader, largest
-    return 1.0 / (1.0 + sender)
-
-
 DEGREE_SCHEMES: dict[str, Scheme] = {
-    "metropolis": metropolis,
-    "metropolis_hastings": metropolis_hastings,
-    "max_degree": max_degree,
-    "lazy": lazy,
-    "uniform": uniform,
-    "push_sum": push_sum,
+    # Symmetric, and converges on every connected graph.
+    "metropolis": lambda reader, sender, _: 1.0 / (1.0 + np.maximum(reader, sender)),
+    # Faster, but ranks swap forever on a regular bipartite graph.
+    "metropolis_hastings": lambda reader, sender, _: 1.0 / np.maximum(reader, sender),
+    # The same on all edges, W = I - L / (1 + max d).
+    "max_degree": lambda reader, _, largest: np.full_like(reader, 1.0 / (1.0 + largest)),
+    # (I + W) / 2 for the W of metropolis: no negative eigenvalue.
+    "lazy": lambda reader, sender, _: 1.0 / (1.0 + np.maximum(reader, sender)) / 2.0,
+    # The plain mean; only row-stochastic, so biased, on an irregular graph.
+    "uniform": lambda reader, _sender, _: 1.0 / (1.0 + reader),
+    # A rank splits what it has: only column-stochastic on an irregular graph, for push-sum, which corrects the bias.
+    "push_sum": lambda _, sender, _largest: 1.0 / (1.0 + sender),
 }
 
 SCHEMES = (*DEGREE_SCHEMES, *SPECTRAL_SCHEMES)

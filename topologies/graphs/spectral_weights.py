@@ -11,6 +11,7 @@ Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (fmmc: e
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -50,29 +51,8 @@ def best_constant(world_size: int, pairs: IntArray) -> FloatArray:
     return np.full(len(pairs), 2.0 / (second - largest))
 
 
-def fdla(world_size: int, pairs: IntArray) -> FloatArray:
-    """Fastest distributed linear averaging: the symmetric W of the smallest SLEM; weights may be negative.
-
-    The SLEM is within about 1e-6 of the optimum.
-    """
-    return _solve("fdla", world_size, pairs, nonnegative=False)
-
-
-def fmmc(world_size: int, pairs: IntArray) -> FloatArray:
-    """Fastest mixing Markov chain: the symmetric W >= 0 of the smallest SLEM, which is within about 1e-6 of it."""
-    return _solve("fmmc", world_size, pairs, nonnegative=True)
-
-
-#: Name -> (world_size, pairs of shape [edges, 2], each once, of a connected graph) -> weights of shape [edges].
-SPECTRAL_SCHEMES: dict[str, Callable[[int, IntArray], FloatArray]] = {
-    "best_constant": best_constant,
-    "fdla": fdla,
-    "fmmc": fmmc,
-}
-
-
 def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) -> FloatArray:
-    """Minimise s such that ``-s I <= W - J <= s I``, and clean what the solver leaves."""
+    """Return the weights of the smallest SLEM, within about 1e-6: minimise s such that ``-s I <= W - J <= s I``."""
     if world_size > MAX_PROGRAM_WORLD_SIZE:
         raise ValueError(
             f"weights={scheme!r} solves a semidefinite program, which is hopeless beyond {MAX_PROGRAM_WORLD_SIZE} "
@@ -120,3 +100,13 @@ def _clean(weight: FloatArray, world_size: int, ends: IntArray, *, nonnegative: 
     cleaned = np.floor(weight / _GRAIN) * _GRAIN
     cleaned[np.abs(cleaned) < _SOLVER_TOLERANCE] = 0.0
     return cleaned
+
+
+#: Name -> (world_size, pairs of shape [edges, 2], each once, of a connected graph) -> weights of shape [edges].
+SPECTRAL_SCHEMES: dict[str, Callable[[int, IntArray], FloatArray]] = {
+    "best_constant": best_constant,
+    # Fastest distributed linear averaging: the symmetric W of the smallest SLEM; weights may be negative.
+    "fdla": functools.partial(_solve, "fdla", nonnegative=False),
+    # Fastest mixing Markov chain: the symmetric W >= 0 of the smallest SLEM.
+    "fmmc": functools.partial(_solve, "fmmc", nonnegative=True),
+}

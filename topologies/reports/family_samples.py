@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from topologies.family_registry import family, options_of
 from topologies.reports.disguises import without_disguises
+from topologies.schedule import options_text
 from topologies.topology import Topology, variants
 from topologies.validation import check_integer
 
@@ -62,22 +60,3 @@ def chosen_options(topology: Topology) -> str:
         if name not in defaults or value != defaults[name].default
     }
     return options_text(chosen)
-
-
-def options_text(options: Mapping[str, Any]) -> str:
-    """Return ``name=value, ..``; a graph is told by its numbers of nodes and edges, what is unset is left out.
-
-    Examples
-    --------
-    >>> options_text({"factors": (2, 3), "shape": None, "probability": 1 / 3})
-    'factors=(2, 3), probability=0.3333'
-    """
-    return ", ".join(f"{name}={_value(value)}" for name, value in options.items() if value is not None)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        if {"nodes", "edges"} <= set(value):
-            return f"{len(value['nodes'])} nodes and {len(value['edges'])} edges"
-        return "{..}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -30,10 +30,8 @@ def texts(path: Path) -> str:
     ("name", "world_size", "options"),
     [
         ("ring", 1, {}),
-        ("complete", 2, {}),
         ("one_peer_exponential", 6, {}),
         ("alternating_exp_ring", 8, {"local_size": 2}),
-        ("exponential", 64, {}),
         ("random_matching", 5, {}),
     ],
 )
@@ -122,17 +120,13 @@ def test_negative_weights_are_dashed_and_the_colours_diverge(tmp_path: Path) -> 
 
 WHOLE = [
     topologies.build("ring", 1),
-    topologies.build("complete", 2),
     topologies.build("star", 16),
     topologies.build("grid", 33),
     topologies.build("torus", 64),
-    topologies.build("one_peer_exponential", 33),
     topologies.build("alternating_exp_ring", 16, local_size=4),
-    topologies.build("exponential", 64),
     topologies.build("random_matching", 5).every(3),
     topologies.build("complete", 8).then(topologies.build("ring", 8).every(1000), after=100_000),
     topologies.build("graph", 10, graph=nx.petersen_graph(), weights="lazy"),
-    topologies.build("one_peer_exponential", 100),
     topologies.build("ring", 200),
     Topology.from_rounds([Round.from_matrix(np.full((3, 3), 1 / 3))], name=30 * "a_long_name_" + "."),
 ]

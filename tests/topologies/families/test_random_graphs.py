@@ -112,3 +112,21 @@ def test_barabasi_albert_counts(n: int, attachments: int) -> None:
     assert graph.size() == (n - attachments) * attachments
     for rank in range(attachments + 1, n):
         assert sum(other < rank for other in graph[rank]) == attachments
+
+
+def test_erdos_renyi_draws_again_until_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    real = nx.is_connected
+    monkeypatch.setattr(nx, "is_connected", lambda graph: drawn.append(graph) or real(graph))
+    topology = topologies.build("erdos_renyi", 12, probability=0.2, seed=1)
+    assert len(drawn) > 1
+    assert [real(graph) for graph in drawn] == [False] * (len(drawn) - 1) + [True]
+    assert {frozenset(edge) for edge in drawn[-1].edges} == {frozenset(edge) for edge in graph_of(topology).edges}
+    assert len({frozenset(graph.edges) for graph in drawn}) > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_recorded_as_what_they_became(name: str) -> None:
+    options = topologies.build(name, 9).options
+    assert None not in options.values()
+    assert topologies.build(name, 9, **options) == topologies.build(name, 9)

@@ -148,15 +148,6 @@ def test_rates_that_the_contract_does_not_check(name: str, stated: str, rate: Ca
             assert measured is None or measured == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("grid", 2), ("torus", 3)])
-def test_lattices_are_exact_for_the_sizes_stated(name: str, largest: int) -> None:
-    assert facts_of(name).exact == f"after 1 round for n {'=' if largest == 2 else '<='} {largest}, else never"
-    for n in range(2, 25):
-        for rows in (a for a in range(1, n + 1) if n % a == 0):
-            exact = topologies.build(name, n, shape=(rows, n // rows)).exact_after
-            assert exact == (1 if n <= largest else None)
-
-
 def test_measured_rates() -> None:
     assert "SLEM 0.869 on 4 x 4" in facts_of("grid").rate
     assert topologies.build("grid", 16).describe().slem == pytest.approx(0.869, abs=5e-4)
