@@ -49,13 +49,7 @@ def to_dict(topology: Schedule) -> dict[str, Any]:
 
 
 def from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
-    """Return the schedule that :func:`to_dict` wrote, made of schedules of the class ``kind``.
-
-    Raises
-    ------
-    ValueError
-        If the data are not those of a topology, or the family is not registered.
-    """
+    """Return the schedule that :func:`to_dict` wrote, made of schedules of the class ``kind``."""
     try:
         return _from_dict(kind, data)
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
@@ -105,11 +99,7 @@ def _from_phases(kind: type[ScheduleT], phases: list[dict[str, Any]]) -> Schedul
 def resized(topology: ScheduleT, world_size: int) -> ScheduleT:
     """Return the same topology for another number of ranks: each family that it is made of, with its options.
 
-    Raises
-    ------
-    ValueError
-        If a family, or its options, cannot serve that size, or it was made for its own ranks: by rounds, as a
-        product or permuted.
+    What was made for its own ranks, by rounds, as a product or permuted, is refused.
 
     Examples
     --------

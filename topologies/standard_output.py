@@ -19,11 +19,6 @@ def ends_quietly(main: Callable[[], Status]) -> Status | int:
     """Return the status of ``main``, or 141 without a message if the reader of standard output has gone.
 
     SIGPIPE itself stays ignored, as Python has it: it would end a process for a socket that a peer has closed.
-
-    Parameters
-    ----------
-    main : callable
-        Of a script.
     """
     try:
         try:

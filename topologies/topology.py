@@ -66,24 +66,13 @@ class Topology(Schedule):
     def to_json(self) -> str:
         """Return the topology as JSON: name, size and options of a registered one, the phases of a composed one.
 
-        Any other is written as its rounds.
-
-        Raises
-        ------
-        ValueError
-            For a schedule from a function without a period: it has no end to write down.
+        Any other is written as its rounds; a schedule from a function without a period is refused, for it has no end.
         """
         return json.dumps(serialization.to_dict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Return the topology that :meth:`to_json` wrote.
-
-        Raises
-        ------
-        ValueError
-            If the text is not such JSON, or the family is not registered.
-        """
+        """Return the topology that :meth:`to_json` wrote; its family must be registered."""
         try:
             data = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
@@ -102,14 +91,10 @@ def build(name: str, world_size: int, **options: Any) -> Topology:
 
     Parameters
     ----------
-    name
-        One of :func:`available`.
     world_size
         Number of ranks, 1 to 2^31. With one rank every family is a single identity round; its options must exist,
         and are recorded, but their values are not checked. A family that stores its rounds refuses sizes at which
         that would take minutes or gigabytes.
-    options
-        The family's options.
 
     Raises
     ------

@@ -33,12 +33,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
     Every topology that was asked for has a name in the legend, also where its line lies on another's. Of all
     families the ten that send the fewest bytes have; the others are grey.
 
-    Raises
-    ------
-    ValueError
-        If the path ends neither in .svg nor in .png.
-    ImportError
-        If matplotlib is missing.
+    The path ends in .svg or .png.
     """
     target = picture_path(path)
     with settings("path"):

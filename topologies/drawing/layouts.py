@@ -28,20 +28,12 @@ _SAMPLED_ROUNDS = 16
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Places of all ranks.
-
-    Parameters
-    ----------
-    places
-        Shape ``[n, 2]``, x to the right and y up, within -1 .. 1.
-    is_circle
-        Whether lines bend inwards, to pass the ranks between their ends.
-    closed_shape
-        ``(rows, columns)`` of a lattice that is closed to a torus: edges around it are cut at its border.
-    """
+    """Places of all ranks, shape ``[n, 2]``: x to the right and y up, within -1 .. 1."""
 
     places: FloatArray
+    #: Whether lines bend inwards, to pass the ranks between their ends.
     is_circle: bool = False
+    #: ``(rows, columns)`` of a lattice that is closed to a torus: edges around it are cut at its border.
     closed_shape: tuple[int, int] | None = None
 
     @property

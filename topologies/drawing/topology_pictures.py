@@ -67,8 +67,6 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
 
     Raises
     ------
-    ValueError
-        If the suffix is another, ``rounds`` is not 1 to 32 or there are too many ranks.
     ImportError
         If matplotlib is missing.
     """

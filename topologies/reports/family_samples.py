@@ -15,11 +15,6 @@ LARGEST_SAMPLE = 1024
 def samples(name: str, world_size: int) -> list[Topology]:
     """Return the variants of a family that differ, for n ranks (2 to 1024) or for the nearest number that it serves.
 
-    Raises
-    ------
-    ValueError
-        If the family is unknown, or none of its variants serves any size up to 1024.
-
     Examples
     --------
     >>> samples("hypercube", 11)

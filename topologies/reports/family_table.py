@@ -28,10 +28,7 @@ _COLUMNS = (
 def markdown_table(world_size: int = 16) -> str:
     """Return one row for each family and variant that differs, measured at ``world_size`` or the nearest size served.
 
-    Parameters
-    ----------
-    world_size
-        Number of ranks, 2 to 1024. The time grows with its third power.
+    That is 2 to 1024; the time grows with its third power.
     """
     lines = [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
     for name in available():
@@ -48,13 +45,7 @@ def markdown_table(world_size: int = 16) -> str:
 
 
 def update_table(path: str | os.PathLike[str], table: str) -> None:
-    """Write a table into a file, between the lines :data:`BEGIN` and :data:`END`.
-
-    Raises
-    ------
-    ValueError
-        If the file does not hold these lines, each once and in this order.
-    """
+    """Write a table into a file, between the lines :data:`BEGIN` and :data:`END`."""
     path = Path(path)
     lines = path.read_text(encoding="utf-8").splitlines()
     if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
