@@ -5,11 +5,9 @@ from fractions import Fraction
 import pytest
 
 import topologies
-from topologies import Round, Topology
+from topologies import Topology
 
 KS = (1, 2, 3, 4, 5)
-
-Exchange = dict[int, dict[int, Fraction]]
 
 
 def length(topology: Topology) -> int:
@@ -38,30 +36,6 @@ def blocks(n: int, k: int) -> list[list[range]]:
             found.append([range(start + i * size, start + (i + 1) * size) for i in range(digit)])
             start += digit * size
     return found
-
-
-def unequal(round_: Round) -> Exchange:
-    """The weights of a round on edges outside of groups that average, as the fractions that they stand for."""
-    edges: Exchange = {}
-    for rank in range(round_.world_size):
-        row = round_.neighbours(rank)
-        group = {rank, *row}
-        if any({other, *round_.neighbours(other)} != group for other in row) or any(
-            weight != 1 / len(group) for weight in row.values()
-        ):
-            edges[rank] = {j: Fraction(weight).limit_denominator(1000) for j, weight in row.items()}
-    return edges
-
-
-def rows(topology: Topology, t: int) -> list[dict[int, float]]:
-    return [topology.round(t).neighbours(rank) for rank in range(topology.world_size)]
-
-
-def pairs(n: int, *groups: tuple[int, int]) -> list[dict[int, float]]:
-    expected: list[dict[int, float]] = [{} for _ in range(n)]
-    for one, other in groups:
-        expected[one], expected[other] = {other: 0.5}, {one: 0.5}
-    return expected
 
 
 @pytest.mark.parametrize("k", KS)
@@ -95,28 +69,3 @@ def test_partners_are_distinct_and_one_in_every_sub_block(k: int) -> None:
         # Outside of the exchanges the rounds are groups that average.
         for t in (*range(num_inner), *range(num_inner + len(parts) - 1, length(topology))):
             assert topology.round(t).uniform_groups is not None
-
-
-def test_seven_ranks_with_one_and_two_peers() -> None:
-    one = topologies.build("base", 7, k=1)
-    assert one.period == 5
-    assert [rows(one, t) for t in (0, 1)] == [
-        pairs(7, (0, 1), (2, 3), (4, 5)),
-        pairs(7, (0, 2), (1, 3), (4, 5)),
-    ]
-    first, second = Fraction(4, 7), Fraction(2, 3)
-    partners = {(0, 4), (1, 5), (2, 6)}
-    assert unequal(one.round(2)) == {a: {b: first} for pair in partners for a, b in (pair, pair[::-1])}
-    assert unequal(one.round(3)) == {4: {6: second}, 6: {4: second}}
-    assert one.round(3).neighbours(0) == {1: 0.5}
-    assert rows(one, 4) == pairs(7, (0, 2), (1, 3), (4, 5))
-
-    two = topologies.build("base", 7, k=2)  # 7 = 2 * 3 + 1: a star with a partner in both halves of six
-    assert [two.round(t).groups for t in (0, 1, 3)] == [
-        ((0, 1, 2), (3, 4, 5), (6,)),
-        ((0, 3), (1, 4), (2, 5), (6,)),
-        ((0, 1, 2), (3, 4, 5), (6,)),
-    ]
-    share = Fraction(3, 7)
-    assert unequal(two.round(2)) == {0: {6: share}, 3: {6: share}, 6: {0: share, 3: share}}
-    assert two.round(2).groups == ((0, 3, 6), (1, 2, 4), (5,))

@@ -22,11 +22,6 @@ def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
-def cells(table: str, name: str) -> list[list[str]]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return [row for row in rows if row[0].startswith(f"`{name}`")]
-
-
 def test_the_readme_has_the_table_of_today() -> None:
     # In a process of its own: no family that a test registered.
     command = [sys.executable, "-m", "topologies", "table"]
@@ -34,19 +29,6 @@ def test_the_readme_has_the_table_of_today() -> None:
     _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
     text, _, _ = rest.partition(f"\n{END}")
     assert text == table, "the table has changed; run: python -m topologies table --update docs/topologies.md"
-
-
-def test_figures_are_those_of_the_size() -> None:
-    table = markdown_table(12)
-    assert cells(table, "ring") == [["`ring`", "any n", "2", "1", "-", "at most 91.1 %"]]
-    assert cells(table, "complete") == [["`complete`", "any n", "11", "1", "1 round", "nothing"]]
-    # 12 is no power of two: the nearest is 8, or 16.
-    assert cells(table, "hypercube")[0][0] == "`hypercube`, 8 ranks"
-    assert cells(table, "one_peer_hypercube")[0][2:] == ["1", "3", "3 rounds", "nothing"]
-    matching = cells(table, "random_matching")[0]
-    assert matching[0] == "`random_matching`"
-    assert matching[3:5] == ["none", "-"]
-    assert matching[5].endswith(" %, after 16 rounds")
 
 
 def test_samples_take_the_nearest_size_and_drop_repetitions() -> None:
