@@ -145,9 +145,9 @@ def _compact_figure(topology: Topology) -> Any:
         rounds, aside = upper.subfigures(1, 2) if beside else (upper, upper)
         _draw_rounds(rounds, topology, numbers, layout, len(numbers), side, font_size=_FONT, separator="\n")
     if beside:
-        (first,), (curve,) = _grid(aside, 1, 1, **_AROUND_PANELS), _grid(panels, 1, 1, **_AROUND_PANELS)
+        (first,), (curve,) = _grid(aside, 1, 1, 0.5, 0.6, 0.35, 0.45), _grid(panels, 1, 1, **_AROUND_PANELS)
     else:
-        first, curve = _grid(panels, 1, 2, **_AROUND_PANELS)
+        first, curve = _grid(panels, 1, 2, **_AROUND_PANELS | {"wspace": 0.6})
     draw_matrix(first, matrix, title, font_size=_FONT)
     draw_curve(curve, topology, at_most=32, font_size=_FONT, title="share of a disagreement left")
     return figure
