@@ -111,20 +111,3 @@ def test_wheel_of_the_sdist_is_that_of_the_tree(wheel: Path, sdist: Path, tmp_pa
     without = content(built("wheel", source, tmp_path / "without a compiler", CC="false"))
     assert without.keys() >= {name for name in content(wheel) if name.endswith(".py")}
     assert compiled(without) == []
-
-
-def test_commands_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
-    program(*pip, "--disable-pip-version-check", f"--target={installed}", str(wheel), folder=elsewhere)
-
-    def command(*arguments: str) -> str:
-        script, *others = arguments
-        return program(str(installed / "bin" / script), *others, folder=elsewhere, PYTHONPATH=str(installed))
-
-    assert "one_peer_exponential" in command("topologies", "list")
-    (installed / "gossip" / "lab" / "configs" / "topology" / "of_the_wheel.yaml").write_text("name: ring\n")
-    tiny = ("engine=virtual", "launch.world_size=2", "training.steps=2", "figures=false", "hydra.run.dir=run")
-    command("gossip", "train", "topology=of_the_wheel", *tiny)
-    assert (elsewhere / "run" / "summary.json").exists()

@@ -22,8 +22,18 @@ import topologies
 SESSIONS = ("docs/modes.md", "docs/module_state.md", "docs/schedules.md")
 """Pages whose examples are one session."""
 
-PRINTED = {("docs/larger_models.md", 0): "[2, 2, 2, 2]\n", ("docs/larger_models.md", 1): ""}
-"""Scripts, and what they print."""
+CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
+PRINTED = {
+    ("README.md", 0): "[array([[1.",
+    ("docs/checkpoints.md", 0): CHECKPOINTS,
+    ("docs/larger_models.md", 0): "[2, 2, 2, 2]\n",
+    ("docs/larger_models.md", 1): "",
+    ("docs/simulation.md", 0): "ms a step",
+    ("docs/uneven_ranks.md", 0): "(0, 1, 2, 3)\n" * 4,
+    ("docs/virtual_workers.md", 0): "1024 replicas",
+    ("docs/when_ranks_die.md", 0): "(0, 1, 2, 3)\n" * 4,
+}
+"""Scripts, and what they print; of the last of their models the members."""
 
 
 @pytest.mark.slow
@@ -40,11 +50,14 @@ def test_the_examples_of_a_page(page: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), PRINTED)
 def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(code(page, number))
-    done = run(str(script), tmp_path)
-    assert done.status == 0, done.stderr
-    assert done.stdout == PRINTED[page, number]
+    script, text = tmp_path / "example.py", code(page, number)
+    if page in ("docs/when_ranks_die.md", "docs/uneven_ranks.md"):
+        text = text.replace("model.close()", "os.write(1, f'{model.members}\\n'.encode())\n    model.close()")
+    script.write_text(f"import os\n{text}")
+    for _ in range(1 + (PRINTED[page, number] == CHECKPOINTS)):  # what the first run left must not disturb the second
+        done = run(str(script), tmp_path)
+        assert done.status == 0, done.stderr
+        assert PRINTED[page, number] in done.stdout
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
@@ -16,6 +17,11 @@ import topologies
 
 DOCS = REPOSITORY / "docs"
 MOST_LINES_OF_README = 200
+SETUP = configparser.ConfigParser()
+SETUP.read(REPOSITORY / "setup.cfg")
+EXTRAS = SETUP["options.extras_require"]
+ADVICE = re.compile(r"(gossip(?:-training)?|\.)\[([a-z,]+)\](?=['\"`\s])")
+"""An extra of this distribution, as pip is told it; ``gossip["x"]`` and ``gossip[5]`` are code."""
 
 
 @pytest.mark.slow
@@ -58,3 +64,26 @@ def test_citations_name_this_version() -> None:
 
 def test_the_quickstart_has_the_code_of_the_readme() -> None:
     assert code("README.md", 0) == code("docs/quickstart.md", 0)
+
+
+def test_readme_and_errors_name_extras_as_a_clone_has_them() -> None:
+    paths = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]
+    for folder in ("gossip", "topologies", "scripts", "configs", "notebooks"):
+        paths += [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in (".py", ".sh", ".yaml", ".ipynb")]
+    found = {
+        (path, whose, extra)
+        for path in paths
+        for whose, extras in ADVICE.findall(path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    assert not [each for each in found if each[1] != "." or each[2] not in EXTRAS]
+    named = {"weights", "plot", "lab", "tensorboard", "wandb", "mlflow", "bench", "accelerate", "lightning"}
+    assert named | {"transformers"} <= {extra for _, _, extra in found}
+
+
+def test_readme_names_files_that_exist() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("http", "#"))]
+    paths = re.findall(r"(?:scripts|configs|docs)/[\w./]+\w", text)
+    missing = [path for path in {*links, *paths} if not (REPOSITORY / path).exists()]
+    assert not missing

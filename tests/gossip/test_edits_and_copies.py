@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.nn.utils import parametrize
 
 from gossip import GossipDataParallel, GossipError, launch
 
@@ -101,34 +100,6 @@ def edit_between_steps(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_way_to_write_values_survives(algorithm: str) -> None:
     run_ranks(edit_between_steps, algorithm, world_size=2)
-
-
-def test_parametrization_that_writes_is_kept() -> None:
-    class Symmetric(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.triu() + x.triu(1).mT
-
-        def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
-            return x.triu()
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        layer = nn.Linear(3, 3)
-        parametrize.register_parametrization(layer, "weight", Symmetric())
-        return layer
-
-    plain, module = make(), make()
-    model = GossipDataParallel(module, SGD)
-    optimizer = SGD(plain.parameters())
-    for step in range(4):
-        if step == 2:
-            for each in (plain, module):
-                each.weight = torch.eye(3)  # set_() on the parameter: its data are elsewhere now
-        for each in (plain, model):
-            each(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal(model, plain)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -118,16 +117,6 @@ def test_functional_call_leaves_the_models_own_values_alone() -> None:
     model(batch()).sum().backward()
     assert model.step == 1
     model.close()
-
-
-def test_data_parallel_module_inside_is_refused() -> None:
-    class Pretending(DistributedDataParallel):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.module = make_module()
-
-    with pytest.raises(ValueError, match="is a DistributedDataParallel"):
-        GossipDataParallel(Pretending(), SGD)
 
 
 class Accumulating(nn.Module):
