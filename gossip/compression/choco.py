@@ -11,7 +11,7 @@ import torch
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks
 from gossip.compression.random_draws import check_seed
-from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages
+from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages, finite
 from gossip.compression.stacked_codec import Edges, KnownRounds, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
 from topologies import Round, Topology
@@ -270,7 +270,7 @@ class StackedChocoCodec(StackedCodec):
 def _begin(values: torch.Tensor, known: torch.Tensor) -> None:
     """Set the public copy to the values, as far as they are finite."""
     for part in chunks(values.shape[-1], values.device):
-        known[..., part] = _finite(values[..., part])
+        known[..., part] = finite(values[..., part])
 
 
 def _add_increments(
@@ -294,7 +294,7 @@ def _add_values(
         for message, weight in received:
             values = message[..., part].double()
             not_finite += values.sum(-1, keepdim=True).mul_(0)
-            _add_weighted(total[..., part], _finite(values).sub_(public), weight)
+            _add_weighted(total[..., part], finite(values).sub_(public), weight)
         _scale(part, not_finite, total, difference, gamma)
 
 
@@ -311,10 +311,6 @@ def _scale(part: slice, not_finite: torch.Tensor, total: torch.Tensor, differenc
     sums, scaled, factor = total[..., part], difference[..., part], (not_finite + gamma).to(difference.dtype)
     for piece in chunks(sums.shape[-1], sums.device):
         scaled[..., piece].copy_(sums[..., piece]).mul_(factor)
-
-
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _default_gamma(sparsifier: str, ratio: float) -> float:

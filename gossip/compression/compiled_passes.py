@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
@@ -89,24 +90,11 @@ class CompiledPasses(EagerPasses):
         block_numel, numel = self._layout.block_numel, values.shape[-1]
         num_rows, row = _rows(message)
         size = max(1, CHUNK_NUMEL // block_numel) * block_numel
+        made = (wanted, self._noise, offsets, CHUNK_NUMEL, self._weights, points, message, row)
         for start in range(0, numel, size):
             part = values[..., start : start + size].to(points.dtype).contiguous()
-            self._encode[points.dtype](
-                self._numbers,
-                num_rows,
-                part.data_ptr(),
-                part.shape[-1],
-                part.shape[-1],
-                start // block_numel,
-                wanted.data_ptr(),
-                self._noise.data_ptr(),
-                offsets.data_ptr(),
-                CHUNK_NUMEL,
-                self._weights.data_ptr(),
-                points.data_ptr(),
-                message.data_ptr(),
-                row,
-            )
+            length, first = part.shape[-1], start // block_numel
+            _call(self._encode[points.dtype], self._numbers, num_rows, part, length, length, first, *made)
             yield -(-min(start + size, numel) // block_numel)
 
     def check(
@@ -115,22 +103,9 @@ class CompiledPasses(EagerPasses):
         num_rows, own_row = _rows(own)
         resent = torch.empty(wanted.shape, dtype=torch.bool)
         sizes = torch.empty(wanted.shape, dtype=torch.float64)
-        self._check(
-            self._numbers,
-            num_rows,
-            own.data_ptr(),
-            own_row,
-            peers.data_ptr(),
-            _rows(peers)[1],
-            self._weights.data_ptr(),
-            spread,
-            self._eighths.data_ptr(),
-            differences.data_ptr(),
-            _rows(differences, 3)[1],
-            resent.data_ptr(),
-            sizes.data_ptr(),
-            wanted.data_ptr(),
-        )
+        messages = own, own_row, peers, _rows(peers)[1]
+        found = differences, _rows(differences, 3)[1], resent, sizes, wanted
+        _call(self._check, self._numbers, num_rows, *messages, self._weights, spread, self._eighths, *found)
         return resent, sizes
 
     def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
@@ -142,18 +117,13 @@ class CompiledPasses(EagerPasses):
         for blocks in block_ranges(self._layout.num_blocks, self._layout.block_numel, self._device):
             shape = (*leading, blocks.stop - blocks.start, self._layout.block_numel)
             total = scratch(shape, dtype, self._device)
-            self._decode[dtype](
-                self._numbers,
-                num_rows,
-                blocks.start,
-                blocks.stop,
-                len(reads),
-                differences,
-                row,
-                scales,
-                total.data_ptr(),
-            )
+            some = blocks.start, blocks.stop, len(reads)
+            _call(self._decode[dtype], self._numbers, num_rows, *some, differences, row, scales, total)
             yield blocks, total
+
+
+def _call(function: Callable[..., object], *arguments: Any) -> None:
+    function(*(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments))
 
 
 def _rows(tensor: torch.Tensor, dim: int = 2) -> tuple[int, int]:

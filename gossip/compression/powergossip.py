@@ -119,7 +119,6 @@ class PowerCodec(WholeCodec):
             Matrix(*view) for view in bucket.views if len(view[0]) > 1 and _is_worth_it(view[0], compression.rank)
         ]
         self._plain = gaps(bucket.numel, ((each.shape, each.stride, each.offset) for each in self._matrices))
-        self._num_plain = sum(segment.stop - segment.start for segment in self._plain)
         self._receive_buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._step = 0
         self.num_exchanges = 0
@@ -153,18 +152,27 @@ class PowerCodec(WholeCodec):
         return self._arrival(partial(self._take_in, messages, delivery.received, weights))
 
     def _messages_of(self, values: torch.Tensor, peers: Sequence[int]) -> dict[int, torch.Tensor]:
-        length = self._num_plain + self._num_vectors * sum(self._sizes(of_products=True))
+        length = sum(segment.stop - segment.start for segment in self._plain)
+        length += self._num_vectors * sum(self._sizes(of_products=True))
         messages = {peer: torch.empty(length, dtype=self._wide, device=self._bucket.device) for peer in peers}
-        for message in messages.values():
-            for segment, place in self._plain_places():
-                message[place] = values[segment]
-        for number, (matrix, place) in enumerate(zip(self._matrices, self._product_places(), strict=True)):
+        pieces = [self._pieces(message) for message in messages.values()]
+        for plain, _ in pieces:
+            for segment, piece in zip(self._plain, plain, strict=True):
+                piece.copy_(values[segment])
+        for number, matrix in enumerate(self._matrices):
             found = matrix.read(values).to(self._wide)
             vectors = torch.cat([self.directions[peer][number] for peer in peers], dim=1)
             products = (found if self._from_right else found.T) @ vectors
-            for message, product in zip(messages.values(), products.split(self._num_vectors, dim=1), strict=True):
-                message[place].view(product.shape).copy_(product)
+            for (_, own), product in zip(pieces, products.split(self._num_vectors, dim=1), strict=True):
+                own[number].copy_(product)
         return messages
+
+    def _pieces(self, message: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+        """Return the parts of a message as views: the plain segments, and by matrix the product, [size, rank]."""
+        plain = [segment.stop - segment.start for segment in self._plain]
+        products = [size * self._num_vectors for size in self._sizes(of_products=True)]
+        pieces = message.split([*plain, *products])
+        return pieces[: len(plain)], [piece.view(-1, self._num_vectors) for piece in pieces[len(plain) :]]
 
     def _make_buffers(self, messages: Messages) -> Messages:
         receive_buffers = {}
@@ -179,15 +187,15 @@ class PowerCodec(WholeCodec):
     def _take_in(self, messages: Messages, received: Messages, weights: Mapping[int, float]) -> None:
         total = self._difference
         # These are bit-identical at both ends, up to the sign.
-        apart = {peer: received[peer] - messages[peer] for peer in weights}
-        for segment, place in self._plain_places():
+        apart = {peer: self._pieces(received[peer] - messages[peer]) for peer in weights}
+        for place, segment in enumerate(self._plain):
             total[segment] = 0
             for peer, weight in weights.items():
-                total[segment].add_(apart[peer][place], alpha=weight)
+                total[segment].add_(apart[peer][0][place], alpha=weight)
         sizes = self._sizes(of_products=True)
         fallbacks = {peer: cache(partial(self._draw, peer, sizes)) for peer in weights}
-        for number, (matrix, place) in enumerate(zip(self._matrices, self._product_places(), strict=True)):
-            found = {peer: apart[peer][place].view(-1, self._num_vectors) for peer in weights}
+        for number, matrix in enumerate(self._matrices):
+            found = {peer: products[number] for peer, (_, products) in apart.items()}
             weighted = torch.cat([found[peer] * weight for peer, weight in weights.items()], dim=1)
             vectors = torch.cat([self.directions[peer][number] for peer in weights], dim=1)
             product = weighted @ vectors.T if self._from_right else vectors @ weighted.T
@@ -197,21 +205,6 @@ class PowerCodec(WholeCodec):
                 upwards = difference if peer > self._rank else -difference
                 self.directions[peer][number] = _orthonormal(upwards, fallbacks[peer], number)
         self.num_exchanges += 1
-
-    def _plain_places(self) -> list[tuple[slice, slice]]:
-        places, start = [], 0
-        for segment in self._plain:
-            stop = start + segment.stop - segment.start
-            places.append((segment, slice(start, stop)))
-            start = stop
-        return places
-
-    def _product_places(self) -> list[slice]:
-        places, start = [], self._num_plain
-        for size in self._sizes(of_products=True):
-            places.append(slice(start, start + size * self._num_vectors))
-            start += size * self._num_vectors
-        return places
 
     def _draw(self, peer: int, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return random directions for an edge, equal at both of its ends."""

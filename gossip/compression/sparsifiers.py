@@ -128,7 +128,7 @@ class TopK(Sparsifier):
             chosen = difference.gather(-1, places)
             kept_values[..., kept].view(chosen.shape).copy_(chosen)
             kept_places[..., kept].view(places.shape).copy_(places)
-            public.scatter_add_(-1, places, _finite(chosen))
+            public.scatter_add_(-1, places, finite(chosen))
 
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, kept = self.parts[number], self._kept[number]
@@ -139,7 +139,7 @@ class TopK(Sparsifier):
             values = self._values(payload)[..., kept].double()
             places = self._places(payload)[..., kept].long()
             not_finite += values.sum(-1, keepdim=True)
-            blocks.scatter_add_(-1, places.view(shape), _finite(values).mul_(weight).view(shape))
+            blocks.scatter_add_(-1, places.view(shape), finite(values).mul_(weight).view(shape))
         return not_finite.mul_(0)
 
 
@@ -168,7 +168,7 @@ class RandomK(Sparsifier):
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         chosen = values[..., self._places].to(self.wide) - known[..., self._places]
-        known.scatter_add_(-1, self._places.expand(chosen.shape), _finite(chosen))
+        known.scatter_add_(-1, self._places.expand(chosen.shape), finite(chosen))
         # A value that is not finite might be in none of the places that are sent.
         apart = values.amin(-1, keepdim=True) - values.amax(-1, keepdim=True)
         self._values(payload).copy_(chosen.add_(apart.to(self.wide).mul_(0)))
@@ -182,7 +182,7 @@ class RandomK(Sparsifier):
         for payload, weight in messages:
             values = self._values(payload).double()
             not_finite += values.sum(-1, keepdim=True)
-            total.scatter_add_(-1, self._places.expand(values.shape), _finite(values).mul_(weight))
+            total.scatter_add_(-1, self._places.expand(values.shape), finite(values).mul_(weight))
         return not_finite.mul_(0)
 
 
@@ -227,7 +227,7 @@ class Sign(Sparsifier):
             for half in (4, 2):
                 planes = planes[..., :half, :].bitwise_or_(planes[..., half:, :])
             torch.bitwise_or(planes[..., 0, :], planes[..., 1, :], out=bits)
-            public.add_(torch.copysign(_finite(scales)[..., None], difference, out=difference))
+            public.add_(torch.copysign(finite(scales)[..., None], difference, out=difference))
 
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, place = self.parts[number], self._bits[number]
@@ -236,7 +236,7 @@ class Sign(Sparsifier):
         for payload, weight in messages:
             scales = self._scales(part, payload).double()
             not_finite += scales.sum(-1, keepdim=True)
-            step = _finite(scales).mul_(weight)[..., None]
+            step = finite(scales).mul_(weight)[..., None]
             steps += step
             planes = (payload[..., None, place] >> self._shifts).bitwise_and_(1).view(*payload.shape[:-1], -1)
             negative = planes[..., : part.num_blocks * part.width].view(blocks.shape).double()
@@ -248,7 +248,7 @@ class Sign(Sparsifier):
 SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, "sign": Sign}
 
 
-def _finite(values: torch.Tensor) -> torch.Tensor:
+def finite(values: torch.Tensor) -> torch.Tensor:
     """Return a copy with zeros in place of entries that are not finite."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 

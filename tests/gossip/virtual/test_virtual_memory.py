@@ -5,51 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
+from live_memory import LiveBytes
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gossip import VirtualWorkers
 
 WORLD_SIZE = 64
 SCRATCH = 0.05
 """What else there may be, in copies: activations of one sample a replica, and the weights of a round."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all memory of tensors that operations return, for as long as it lives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, size).atexit = False
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 def one_large_parameter() -> nn.Module:
