@@ -42,21 +42,7 @@ class Story(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What becomes of four ranks.
-
-    Attributes
-    ----------
-    faults : dict of int to Fault
-        By rank, what happens to it.
-    dies_before : dict of int to int
-        By rank, the step before whose forward pass it dies.
-    leaves : tuple of int
-        Who leaves in the end.
-    joins : bool
-        Whether one more rank joins.
-    expected : tuple of int
-        Who trains when all that has happened.
-    """
+    """What becomes of four ranks: who trains in the end; by rank, faults and before which step it dies; who leaves."""
 
     expected: tuple[int, ...]
     faults: Mapping[int, Fault] = {}
@@ -118,10 +104,9 @@ def run(changes: Changes, **options: Any) -> Outcome:
 class Dense:
     """Ranks in numpy, an algorithm being a subclass: its parameters, its anchors and velocities, [ranks, 2, numel]."""
 
-    period, topology, before_forward, overlap = 4, "complete", True, 1
+    period, before_forward = 4, True
     common: tuple[str, ...] = ("anchor", "velocity")
     own: tuple[str, ...] = ()
-    sent_at = 0
 
     def __init__(self, outcome: Outcome) -> None:
         num_ranks = max(4, 1 + max(outcome.stories))
@@ -129,7 +114,7 @@ class Dense:
         self.goals = np.stack([targets(rank, NUMEL).numpy() for rank in range(num_ranks)])
         self.x = np.zeros_like(self.goals)
         self.kept = {name: np.zeros_like(self.x) for name in (*self.common, *self.own)}
-        self.in_flight: list[tuple[int, int, dict[str, Array]]] = []  # step, parameter, difference by channel
+        self.in_flight: list[tuple[int, dict[str, Array]]] = []  # parameter, difference by channel
 
     def follow(self, stories: Mapping[int, Story]) -> None:
         """Make all steps, and compare with what every rank had in each."""
@@ -139,11 +124,11 @@ class Dense:
             there = {member: story.moments[step] for member, story in stories.items() if step in story.moments}
             (now,) = {moment.members for moment in there.values()}
             if now != members:
-                self.deliver(step, everything=True)
+                self.deliver()
                 self.change([m for m in now if m in members], {m: there[m] for m in now if m not in members})
                 members = now
             if self.before_forward:
-                self.deliver(step)
+                self.deliver()
             for member, moment in there.items():
                 where = f"rank {member}, step {step}"
                 np.testing.assert_allclose(moment.values, self.x[member], atol=1e-11, rtol=0, err_msg=where)
@@ -152,15 +137,11 @@ class Dense:
                     np.testing.assert_allclose(moment.kept[name], kept[member], atol=1e-11, rtol=0, err_msg=told)
             updates = -RATE * (self.x - self.goals)
             updates[[member for member in stories if member not in there]] = 0  # a rank that leaves makes empty steps
-            self.deliver(step)
+            self.deliver()
             self.x = self.x + updates
-            for parameter in range(2):
-                if self.is_due(step, parameter):
+            if (step + 1) % self.period == 0:
+                for parameter in range(2):
                     self.send(step, parameter, members)
-
-    def is_due(self, step: int, parameter: int) -> bool:
-        del parameter
-        return (step + 1) % self.period == 0
 
     def matrix(self, step: int, world_size: int) -> Array:
         del step
@@ -178,17 +159,12 @@ class Dense:
             for (i, member), (j, other) in itertools.product(enumerate(members), repeat=2):
                 if other not in self.dropped.get(member, {}).get((step, bucket), ()):
                     difference[member] += matrix[i, j] * (sent[other, parameter] - sent[member, parameter])
-        self.in_flight.append((step, parameter, arriving))
+        self.in_flight.append((parameter, arriving))
 
-    def deliver(self, step: int, *, everything: bool = False) -> None:
-        left = []
-        for sent_at, parameter, arriving in self.in_flight:
-            if everything or step >= sent_at + self.overlap:
-                self.sent_at = sent_at
-                self.arrive(parameter, arriving)
-            else:
-                left.append((sent_at, parameter, arriving))
-        self.in_flight = left
+    def deliver(self) -> None:
+        for parameter, arriving in self.in_flight:
+            self.arrive(parameter, arriving)
+        self.in_flight = []
 
     def arrive(self, p: int, got: dict[str, Array]) -> None:
         raise NotImplementedError
@@ -205,60 +181,18 @@ class Dense:
 
 class DenseDiLoCo(Dense):
     def arrive(self, p: int, got: dict[str, Array]) -> None:
-        self.step_anchor(p, self.x[:, p] + got["values"])
-        self.x[:, p] = self.kept["anchor"][:, p]
-
-    def step_anchor(self, p: int, mean: Array) -> None:
         anchor, velocity = self.kept["anchor"], self.kept["velocity"]
-        delta = anchor[:, p] - mean
+        delta = anchor[:, p] - self.x[:, p] - got["values"]
         velocity[:, p] = 0.9 * velocity[:, p] + delta
         anchor[:, p] -= 0.7 * (delta + 0.9 * velocity[:, p])
-
-
-class DenseStreaming(DenseDiLoCo):
-    """Two parts of a bucket each, half a period apart; 2 steps to arrive; half of its own values are kept."""
-
-    before_forward, overlap, own = False, 2, ("sent",)
-
-    def is_due(self, step: int, parameter: int) -> bool:
-        first = (1 - parameter) * 2
-        return (step + 1 - first) % 4 == 0 and step + 1 > first
-
-    def send(self, step: int, parameter: int, members: tuple[int, ...]) -> None:
-        self.kept["sent"][:, parameter] = self.x[:, parameter]
-        super().send(step, parameter, members)
-
-    def arrive(self, p: int, got: dict[str, Array]) -> None:
-        self.step_anchor(p, self.kept["sent"][:, p] + got["values"])
-        anchor = self.kept["anchor"][:, p]
-        self.x[:, p] = anchor + 0.5 * (self.x[:, p] - anchor)
-
-
-class DenseSlowMo(Dense):
-    topology, before_forward = "ring", False
-
-    def is_due(self, step: int, parameter: int) -> bool:
-        del step, parameter
-        return True
-
-    def matrix(self, step: int, world_size: int) -> Array:
-        slow = (step + 1) % self.period == 0
-        return super().matrix(step, world_size) if slow else topologies.build("ring", world_size).round(step).matrix()
-
-    def arrive(self, p: int, got: dict[str, Array]) -> None:
-        anchor, velocity = self.kept["anchor"], self.kept["velocity"]
-        self.x[:, p] += got["values"]
-        if (self.sent_at + 1) % self.period == 0:
-            velocity[:, p] = 0.5 * velocity[:, p] + anchor[:, p] - self.x[:, p]
-            anchor[:, p] -= 0.7 * velocity[:, p]
-            self.x[:, p] = anchor[:, p]
+        self.x[:, p] = anchor[:, p]
 
 
 class DenseNoLoCo(Dense):
-    topology, common, own = "random_matching", (), ("anchor", "velocity")
+    common, own = (), ("anchor", "velocity")
 
     def matrix(self, step: int, world_size: int) -> Array:
-        return topologies.build(self.topology, world_size).round((step + 1) // self.period - 1).matrix()
+        return topologies.build("random_matching", world_size).round((step + 1) // self.period - 1).matrix()
 
     def messages(self) -> dict[str, Array]:
         return {"values": self.x, "anchor": self.kept["anchor"]}

@@ -260,22 +260,6 @@ def test_in_one_process_accumulated_passes_make_no_steps() -> None:
     model.close()
 
 
-def test_two_models_are_saved_beside_each_other(tmp_path: Path) -> None:
-    accelerator = accelerator_of()
-    models = [prepare(accelerator, make_module(), SGD, topology="ring")[0] for _ in range(2)]
-    for number, model in enumerate(models):
-        accelerator.backward((number + 1.0) * model(torch.ones(1, 4, dtype=torch.float64)).sum())
-    saved = [flat(model) for model in models]
-    accelerator.save_state(str(tmp_path))
-    for model in models:
-        accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
-    accelerator.load_state(str(tmp_path))
-    assert [torch.equal(flat(model), values) for model, values in zip(models, saved, strict=True)] == [True, True]
-    assert not torch.equal(*saved)
-    for model in models:
-        model.close()
-
-
 class Tied(nn.Module):
     """One weight at both ends, as of a language model."""
 
@@ -288,25 +272,22 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def save_and_load_tied_weights(folder: Path) -> None:
-    torch.manual_seed(0)
+def test_two_models_are_saved_beside_each_other_and_tied_weights_once(tmp_path: Path) -> None:
     accelerator = accelerator_of()
-    model = prepare(accelerator, Tied(), SGD, topology="ring")[0]
-    for _ in range(3):
-        accelerator.backward(model(torch.full((1, 4), 1.0 + accelerator.process_index)).sum())
-    saved = flat(model)
-    accelerator.save_state(str(folder))
-    accelerator.backward(model(torch.ones(1, 4)).sum())
-    accelerator.load_state(str(folder))
-    assert torch.equal(flat(model), saved)
-    assert model.module.last.weight is model.module.first.weight
-    model.close()
-
-
-def test_tied_weights_are_saved_once_and_loaded(tmp_path: Path) -> None:
-    launch(save_and_load_tied_weights, tmp_path, world_size=2)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert len(weights) == 1
+    x = torch.ones(1, 4, dtype=torch.float64)
+    models = [prepare(accelerator, each, SGD, topology="ring")[0] for each in (make_module(), Tied().double())]
+    for model in models:
+        accelerator.backward(model(x).sum())
+    saved = [flat(model) for model in models]
+    accelerator.save_state(str(tmp_path))
+    for model in models:
+        accelerator.backward(model(x).sum())
+    accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, map(flat, models), saved))
+    assert models[1].module.last.weight is models[1].module.first.weight
+    assert len(load_file(tmp_path / "model_1.safetensors")) == 1
+    for model in models:
+        model.close()
 
 
 def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) -> None:

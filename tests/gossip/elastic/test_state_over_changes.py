@@ -16,8 +16,6 @@ from changing_ranks import (
     Dense,
     DenseDiLoCo,
     DenseNoLoCo,
-    DenseSlowMo,
-    DenseStreaming,
     Outcome,
     run,
 )
@@ -45,10 +43,10 @@ class Row(NamedTuple):
 ROWS = {
     "diloco": Row(gossip.DiLoCo(period=4), DenseDiLoCo, is_exact=True),
     "diloco(awc)": Row(gossip.DiLoCo(period=4, form="awc"), DenseDiLoCoAwc),
-    "streaming_diloco": Row(gossip.StreamingDiLoCo(period=4, parts=2, overlap=2), DenseStreaming),
+    "streaming_diloco": Row(gossip.StreamingDiLoCo(period=4, parts=2, overlap=2)),
     "sparse_loco": Row(gossip.SparseLoCo(period=4, ratio=0.5, bits=4), is_exact=True),
     "noloco": Row(gossip.NoLoCo(period=4), DenseNoLoCo, topology="random_matching"),
-    "slowmo": Row(gossip.SlowMo(period=4, slow_lr=0.7), DenseSlowMo, topology="ring"),
+    "slowmo": Row(gossip.SlowMo(period=4, slow_lr=0.7), topology="ring"),
     "gossip_pga": Row(gossip.GossipPGA(period=4, form="atc"), is_exact=True, topology="ring"),
 }
 OTHERS = {
