@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,20 @@ from gossip.lab.experiments.run_summary import percent, rows, seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "averaged\ntest accuracy": lambda run: percent(run["averaged_test_accuracy"]),
+    "local\nmean": lambda run: percent(run["local_test_accuracy_mean"]),
+    "local\nworst": lambda run: percent(run["local_test_accuracy_worst"]),
+    "consensus\ndistance": lambda run: _distance(run["consensus_distance_before"]),
+    "relative\nconsensus distance": lambda run: _distance(run["consensus_distance_before_relative"]),
+    "steps": lambda run: str(run["steps"]),
+    "time\nin steps": lambda run: seconds(run["training_time_s"]),
+    "exposed\nwait": lambda run: seconds(run["exposed_wait_s"]),
+    "sent per\nrank and step": lambda run: size(run["bytes_sent_per_step"]),
+}
+"""What a sweep's table says of a completed run."""
 
 
 def print_run(summary: Mapping[str, Any], folder: Path) -> None:
@@ -32,24 +46,15 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
     from rich.table import Table
 
-    common = _common_overrides(summaries)
+    overrides = [summary["overrides"] for summary in summaries]
+    common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
     table = Table(title=escape(" ".join([f"{len(summaries)} runs", *common])))
     for column in ("job", "overrides", "status"):
         table.add_column(column)
-    for column in (
-        "averaged\ntest accuracy",
-        "local\nmean",
-        "local\nworst",
-        "consensus\ndistance",
-        "relative\nconsensus distance",
-        "steps",
-        "time\nin steps",
-        "exposed\nwait",
-        "sent per\nrank and step",
-    ):
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
     for summary in summaries:
-        cells = _sweep_cells(summary) if summary["status"] == "completed" else ()
+        cells = [text(summary) for text in _COLUMNS.values()] if summary["status"] == "completed" else ()
         own = [override for override in summary["overrides"] if override not in common]
         table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
     print_table(table)
@@ -59,26 +64,8 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     print(f"sweep folder: {folder}")
 
 
-def _sweep_cells(summary: Mapping[str, Any]) -> list[str]:
-    distances = summary["consensus_distance_before"], summary["consensus_distance_before_relative"]
-    return [
-        percent(summary["averaged_test_accuracy"]),
-        percent(summary["local_test_accuracy_mean"]),
-        percent(summary["local_test_accuracy_worst"]),
-        *("not finite" if distance is None else f"{distance:.2g}" for distance in distances),
-        str(summary["steps"]),
-        seconds(summary["training_time_s"]),
-        seconds(summary["exposed_wait_s"]),
-        size(summary["bytes_sent_per_step"]),
-    ]
-
-
-def _common_overrides(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the overrides that all of several runs have in common; none for a single run."""
-    if len(summaries) < 2:
-        return []
-    first, *others = (summary["overrides"] for summary in summaries)
-    return [override for override in first if all(override in other for other in others)]
+def _distance(distance: float | None) -> str:
+    return "not finite" if distance is None else f"{distance:.2g}"
 
 
 def _ranks(summary: Mapping[str, Any]) -> str:

@@ -18,8 +18,6 @@ VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary of :func:`stdlib_text`, in token order; token 0 stands for every character that is not in it."""
 
 _CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
-_CIFAR10_TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
-_CIFAR10_TEST_FILE = "test_batch.bin"
 
 # Tests, generated tables rather than hand-written code, and packages missing from some supported Python versions.
 _LEFT_OUT_FOLDERS = frozenset(
@@ -38,21 +36,9 @@ class Data:
     deviation, and targets int64 [N]. For text, inputs and targets are int64 [N, context_length], the target at each
     position is the next character, and ``num_classes`` is the size of the vocabulary.
 
-    Attributes
-    ----------
-    name : str
-        The name of the data set.
-    train_inputs, train_targets : Tensor, [N, ...]
-        The training split.
-    test_inputs, test_targets : Tensor, [M, ...]
-        The test split.
-    num_classes : int
-        The number of classes, or the size of the vocabulary.
-    train_labels : Tensor, int64 [N]
-        The labels by which :func:`gossip.lab.experiments.partition.partition` divides the samples: the class of an
-        image, or the index of the source module that a piece of text was cut from.
-    notes : str
-        Further facts that a reader of the results needs, such as the Python version of the text.
+    ``train_labels``, int64 [N], are the labels by which :func:`gossip.lab.experiments.partition.partition` divides the
+    samples: the class of an image, or the index of the source module that a piece of text was cut from. ``notes`` are
+    further facts that a reader of the results needs, such as the Python version of the text.
     """
 
     name: str
@@ -80,25 +66,13 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     split_seed : int
         The seed that selects the held-out images; independent of the training seed.
 
-    Raises
-    ------
-    ModuleNotFoundError
-        scikit-learn is not installed.
-    ValueError
-        ``test_fraction`` is not between 0 and 1.
-
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
     1998.
     """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     _check_test_fraction(test_fraction)
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"the digits need scikit-learn ({error}); install it in a clone of the repository: pip install '.[lab]'",
-            name=error.name,
-        ) from error
     bunch = load_digits()
     train_images, test_images, train_targets, test_targets = train_test_split(
         bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
@@ -138,11 +112,21 @@ def stdlib_text(
     ------
     ValueError
         An argument is out of range, or a split would be empty.
-    FileNotFoundError
-        This Python was installed without its source files.
     """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # _sysconfigdata* and config-* depend on the machine on which Python was built.
+        subfolders[:] = [
+            name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
+        ]
+        sources += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    if not sources:
+        raise FileNotFoundError(f"{root} has no source file: this Python was installed without them; use data=digits")
     notes = f"standard library of Python {platform.python_version()}"
-    return _text_data("stdlib_text", _stdlib_sources(), context_length, max_bytes, test_fraction, split_seed, notes)
+    return _text_data("stdlib_text", sorted(sources), context_length, max_bytes, test_fraction, split_seed, notes)
 
 
 def text_files(
@@ -157,21 +141,8 @@ def text_files(
 
     If there is only one file, its end is held out.
 
-    Parameters
-    ----------
-    folder : str or Path
-        The folder that is searched for files.
-    pattern : str
-        The glob pattern of the files, as for :meth:`pathlib.Path.glob`; ``**/`` matches sub-folders.
-    context_length, max_bytes, test_fraction, split_seed
-        As for :func:`stdlib_text`.
-
-    Raises
-    ------
-    ValueError
-        An argument is out of range, or a split would be empty.
-    FileNotFoundError
-        No file matches the pattern.
+    ``pattern`` is the glob pattern of the files in ``folder``, as for :meth:`pathlib.Path.glob`; ``**/`` matches
+    sub-folders. A FileNotFoundError says that no file matches; all else is as for :func:`stdlib_text`.
     """
     found = Path(folder).expanduser()
     sources = sorted(path for path in found.glob(pattern) if path.is_file())
@@ -194,10 +165,9 @@ def _text_data(
     split_seed: int,
     notes: str,
 ) -> Data:
-    if context_length < 1:
-        raise ValueError(f"context_length must be at least 1, got {context_length}")
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    for argument, value in (("context_length", context_length), ("max_bytes", max_bytes)):
+        if value < 1:
+            raise ValueError(f"{argument} must be at least 1, got {value}")
     _check_test_fraction(test_fraction)
     shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
     max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
@@ -216,16 +186,9 @@ def _text_data(
                 f"the {split} split would hold no sample of context_length={context_length}; "
                 f"raise max_bytes (now {max_bytes}) or change test_fraction (now {test_fraction})"
             )
-    return Data(
-        name=name,
-        train_inputs=train_pieces[:, :-1].contiguous(),
-        train_targets=train_pieces[:, 1:].contiguous(),
-        test_inputs=test_pieces[:, :-1].contiguous(),
-        test_targets=test_pieces[:, 1:].contiguous(),
-        num_classes=len(VOCABULARY),
-        train_labels=train_labels,
-        notes=notes,
-    )
+    inputs, targets = train_pieces[:, :-1].contiguous(), train_pieces[:, 1:].contiguous()
+    test_inputs, test_targets = test_pieces[:, :-1].contiguous(), test_pieces[:, 1:].contiguous()
+    return Data(name, inputs, targets, test_inputs, test_targets, len(VOCABULARY), train_labels, notes)
 
 
 def cifar10(folder: str | Path) -> Data:
@@ -238,38 +201,29 @@ def cifar10(folder: str | Path) -> Data:
         sub-folder cifar-10-batches-bin. A record is one byte for the class and 3,072 bytes for the pixels: the red,
         green and blue channels, each in row-major order.
 
-    Raises
-    ------
-    FileNotFoundError
-        The folder or one of the files is missing.
-    ValueError
-        A file does not consist of such records.
-
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
-    found = _cifar10_folder(Path(folder).expanduser())
-    batches = [_read_cifar10_batch(found / name) for name in _CIFAR10_TRAIN_FILES]
-    train_images = np.concatenate([images for images, _ in batches])
-    train_targets = np.concatenate([targets for _, targets in batches])
-    return _image_data("cifar10", train_images, train_targets, *_read_cifar10_batch(found / _CIFAR10_TEST_FILE))
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
+    found = Path(folder).expanduser()
+    if (nested := found / "cifar-10-batches-bin").is_dir():
+        found = nested
+    if missing := [name for name in names if not (found / name).is_file()]:
+        raise FileNotFoundError(
+            f"CIFAR-10: {found} has no {', '.join(missing)}; put the files of the binary version there, or set "
+            "data.folder=... to the folder that holds them; nothing is downloaded"
+        )
+    *train, test = [_read_cifar10_batch(found / name) for name in names]
+    images, targets = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    return _image_data("cifar10", images, targets, *test)
 
 
 def as_data(made: Any, name: str) -> Data:
     """Convert the return value of a user's data function to :class:`Data`.
 
-    Parameters
-    ----------
-    made : Data, four arrays, or two datasets
-        The arrays are ``(train_inputs, train_targets, test_inputs, test_targets)``, as torch tensors or numpy arrays.
-        The two datasets, of which the second is held out, are map-style: they have a length and samples
-        ``(input, target)``, like those of torchvision. They are read into memory completely.
-    name : str
-        The name of the function, for the error message.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The value is none of these, or the targets are not class indices from 0 on.
+    That is a :class:`Data`, four torch tensors or numpy arrays ``(train_inputs, train_targets, test_inputs,
+    test_targets)``, or two datasets, of which the second is held out: map-style, with a length and samples
+    ``(input, target)``, like those of torchvision, and read into memory completely. Anything else is refused, as are
+    targets that are not class indices from 0 on; ``name`` is that of the function.
     """
     if isinstance(made, Data):
         return made
@@ -289,16 +243,13 @@ def as_data(made: Any, name: str) -> Data:
             raise ValueError(
                 f"{name} returned targets of {targets.dtype} from {targets.min()} on; they must be classes from 0 on"
             )
-    targets = train_targets.long()
-    return Data(
-        name=name,
-        train_inputs=train_inputs.float() if train_inputs.is_floating_point() else train_inputs,
-        train_targets=targets,
-        test_inputs=test_inputs.float() if test_inputs.is_floating_point() else test_inputs,
-        test_targets=test_targets.long(),
-        num_classes=int(max(train_targets.max(), test_targets.max())) + 1,
-        train_labels=targets if targets.ndim == 1 else torch.arange(len(targets)),
+    train_inputs, test_inputs = (
+        inputs.float() if inputs.is_floating_point() else inputs for inputs in (train_inputs, test_inputs)
     )
+    train_targets, test_targets = train_targets.long(), test_targets.long()
+    num_classes = int(max(train_targets.max(), test_targets.max())) + 1
+    labels = train_targets if train_targets.ndim == 1 else torch.arange(len(train_targets))
+    return Data(name, train_inputs, train_targets, test_inputs, test_targets, num_classes, labels)
 
 
 def _stacked(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,37 +275,8 @@ def _image_data(
     std, mean = torch.std_mean(train_inputs, dim=(0, 2, 3), keepdim=True)
     for inputs in (train_inputs, test_inputs):
         inputs.sub_(mean).div_(std.clamp_min(1e-6))
-    targets = torch.from_numpy(train_targets.astype(np.int64))
-    return Data(
-        name=name,
-        train_inputs=train_inputs,
-        train_targets=targets,
-        test_inputs=test_inputs,
-        test_targets=torch.from_numpy(test_targets.astype(np.int64)),
-        num_classes=10,
-        train_labels=targets,
-    )
-
-
-def _stdlib_sources() -> list[Path]:
-    """Return the source files of the standard library, sorted by name."""
-    root = Path(sysconfig.get_path("stdlib"))
-    sources: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        # _sysconfigdata* and config-* depend on the machine on which Python was built.
-        subfolders[:] = [
-            name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
-        ]
-        sources += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    sources.sort()
-    if not sources:
-        raise FileNotFoundError(
-            f"no source file of the standard library in {root}: this Python was installed without them; "
-            "use another Python or other data (data=digits)"
-        )
-    return sources
+    targets, test = (torch.from_numpy(array.astype(np.int64)) for array in (train_targets, test_targets))
+    return Data(name, train_inputs, targets, test_inputs, test, num_classes=10, train_labels=targets)
 
 
 def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes]]:
@@ -393,35 +315,14 @@ def _tokenize(text: str) -> npt.NDArray[np.int64]:
     return tokens
 
 
-def _cifar10_folder(folder: Path) -> Path:
-    """Return ``folder`` or its sub-folder that holds the CIFAR-10 files."""
-    names = (*_CIFAR10_TRAIN_FILES, _CIFAR10_TEST_FILE)
-    nested = folder / "cifar-10-batches-bin"
-    found = nested if nested.is_dir() else folder
-    missing = [name for name in names if not (found / name).is_file()]
-    if missing:
-        what = f"has no {', '.join(missing)}" if found.is_dir() else "is not a folder"
-        raise FileNotFoundError(
-            f"CIFAR-10: {found} {what}. Put the binary version's files ({names[0]} to {names[-2]} and {names[-1]}) "
-            "there, or set data.folder=... to the folder that holds them; nothing is downloaded"
-        )
-    return found
-
-
 def _read_cifar10_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Read the images [N, 3, 32, 32] and the classes [N] of one file."""
     content = np.fromfile(path, dtype=np.uint8)
-    if content.size == 0 or content.size % _CIFAR10_RECORD_BYTES:
+    records = content.reshape(-1, _CIFAR10_RECORD_BYTES) if content.size % _CIFAR10_RECORD_BYTES == 0 else content[:0]
+    if records.size == 0 or records[:, 0].max() > 9:
         raise ValueError(
-            f"CIFAR-10: {path} has {content.size} bytes, which is not a positive multiple of {_CIFAR10_RECORD_BYTES} "
-            "(1 byte of class and 3,072 of pixels); it must be the binary version (not the Python or Matlab one) and "
-            "complete: copy it anew to the folder that data.folder=... names"
+            f"CIFAR-10: {path} has {content.size} bytes, which are no records of {_CIFAR10_RECORD_BYTES} bytes that "
+            "begin with a class from 0 to 9; copy the binary version (not the Python or Matlab one, and not CIFAR-100) "
+            "anew to the folder that data.folder=... names"
         )
-    records = content.reshape(-1, _CIFAR10_RECORD_BYTES)
-    targets = records[:, 0]
-    if targets.max() > 9:
-        raise ValueError(
-            f"CIFAR-10: {path} holds the class {targets.max()}, allowed are 0 to 9; is it CIFAR-100 or a damaged file? "
-            "Copy CIFAR-10's binary version to the folder that data.folder=... names"
-        )
-    return records[:, 1:].reshape(-1, 3, 32, 32), targets
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]

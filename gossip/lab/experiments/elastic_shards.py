@@ -23,13 +23,6 @@ class ElasticShards:
     same one as those that have been through more changes. With "leave" every rank keeps its samples: those of a lost
     rank are not trained on until a rank that joins takes them over.
 
-    Parameters
-    ----------
-    experiment : Experiment
-        The experiment that is run.
-    method : Method
-        The method, which knows the ranks that train now.
-
     Attributes
     ----------
     changes : list of dict
@@ -54,7 +47,7 @@ class ElasticShards:
                 rank = self._members.index(self._method.world.member)
                 chosen = self._dealt.indices[rank][self._dealt.repeated(rank, step)]
             else:
-                rank = self._share()
+                rank = self._shares()[self._method.world.member]
                 chosen = shards.indices[rank][next(shards.places(rank, epoch, batch))]
             places = torch.from_numpy(chosen)
             yield data.train_inputs[places], data.train_targets[places]
@@ -67,6 +60,11 @@ class ElasticShards:
             seed = settings.seed + zlib.crc32(repr(self._members).encode())
             indices = self._experiment.divide(len(self._members), seed)
             self._dealt = Shards(indices, settings.batch_size, seed, repeats=True)
+            words = "all samples are dealt again among them"
+        else:
+            kept = self._shares().values()
+            sizes = [len(shard) for rank, shard in enumerate(self._experiment.shards.indices) if rank not in kept]
+            words = f"{sum(sizes)} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
         if self._method.world.member == self._members[0]:
             logger.warning(  # the message is complete on rank 0 alone; the other ranks need not log it
                 "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
@@ -74,18 +72,8 @@ class ElasticShards:
                 len(self._members),
                 len(before),
                 settings.data.on_loss,
-                "all samples are dealt again among them" if self._dealt is not None else self._left_out(),
+                words,
             )
-
-    def _left_out(self) -> str:
-        shares = self._shares()
-        lost = [rank for rank in range(self._experiment.settings.launch.world_size) if rank not in shares.values()]
-        num_samples = sum(len(self._experiment.shards.indices[rank]) for rank in lost)
-        return f"{num_samples} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
-
-    def _share(self) -> int:
-        """Return the initial rank whose share of the samples this rank now has."""
-        return self._shares()[self._method.world.member]
 
     def _shares(self) -> dict[int, int]:
         """Return the initial shard of each member.

@@ -36,22 +36,12 @@ class Experiment:
 
     Attributes
     ----------
-    settings : Settings
-        The checked settings of the run.
-    data : Data
-        The data set.
     shards : Shards
         The samples that each rank trains on.
     divide : callable
         ``(world_size, seed) -> index arrays``: partitions the samples over another number of ranks.
     topology : Topology or None
-        The topology; None for a method without one.
-    algorithm : Algorithm
-        The gossip algorithm, for the methods that mix replicas.
-    compression : Compression
-        The compression of the messages, for the methods that mix replicas.
-    wrapper_options : mapping
-        The options in the section ``wrapper``.
+        None for a method without a topology.
     make_wrapper : callable
         ``(module, optimizer, topology, **more) -> GossipDataParallel``, with ``wrapper_options`` unless ``more``
         overrides them. Collective.
@@ -94,15 +84,8 @@ class Experiment:
 def build(config: Mapping[str, Any]) -> Experiment:
     """Build the experiment that ``config`` describes. Local and deterministic, so that every rank builds the same.
 
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration as plain data: dictionaries, lists, strings and numbers.
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, ImportError
-        A part of the configuration cannot be built; the message says which.
+    ``config`` is the resolved configuration as plain data. A part of it that cannot be built raises a ValueError,
+    TypeError, OSError or ImportError that says which.
     """
     import_modules(config)
     check_targets(config)
@@ -110,7 +93,10 @@ def build(config: Mapping[str, Any]) -> Experiment:
     data = as_data(_factory(config, "data", leaving_out=("partition", "on_loss"))(), config["data"][TARGET])
 
     def divide(world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
-        return _partition(config, data, world_size, seed)
+        options = dict(config["data"].get("partition", {}))
+        check_options("data.partition", partition, options)
+        with blaming("data.partition", options):
+            return partition(data.train_labels, world_size, seed=seed, **options)
 
     shards = Shards(
         divide(settings.launch.world_size, settings.seed),
@@ -136,29 +122,22 @@ def build(config: Mapping[str, Any]) -> Experiment:
     )
 
 
-def _partition(config: Mapping[str, Any], data: Data, world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return the sample indices of each rank."""
-    options = dict(config["data"].get("partition", {}))
-    check_options("data.partition", partition, options)
-    try:
-        return partition(data.train_labels, world_size, seed=seed, **options)
-    except FAULTS as error:
-        raise blaming("data.partition", options, error, lambda _: False) from error
-
-
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """Build the configured compression of the messages."""
     made: Compression = _made(config, "compression", COMPRESSIONS, Compression)
     return made
 
 
+def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
+    """Build the configured gossip algorithm."""
+    made: Algorithm = _made(config, "algorithm", ALGORITHMS, Algorithm)
+    return made
+
+
 def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
     """Build the configured topology for the number of replicas; None for a method without a topology.
 
-    Raises
-    ------
-    ValueError, TypeError
-        The topology does not exist, does not support the number of replicas, or would bias the average.
+    It is refused if it does not exist, does not support the number of replicas, or would bias the average.
     """
     if settings.method != "gossip":
         return None
@@ -169,7 +148,15 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
             topology, after=settings.topology.warmup_rounds
         )
     except FAULTS as error:
-        raise _blaming_topology(name, options, settings, error) from error
+        text = " ".join(str(error).split())
+        cause = f"topology.name={name}"
+        if (option := named_in(text, options)) is not None:
+            cause = f"topology.options.{option}={shown(options[option])}"
+        elif "world_size" in text:
+            cause = f"launch.world_size={settings.launch.world_size}"
+            if settings.launch.local_size > 1:
+                cause += f" launch.local_size={settings.launch.local_size}"
+        raise ConfigurationError(f"{cause}: {text}") from error
     algorithm = make_algorithm(config)
     try:
         algorithm.requires.check(topology, algorithm.describe())
@@ -178,47 +165,10 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
     return topology
 
 
-def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """Build the configured gossip algorithm.
+def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: None) -> Experiment:
+    """Build everything once, so that user errors are found before any worker starts, as a ConfigurationError.
 
-    Raises
-    ------
-    ConfigurationError
-        The algorithm cannot be built.
-    """
-    made: Algorithm = _made(config, "algorithm", ALGORITHMS, Algorithm)
-    return made
-
-
-def _blaming_topology(
-    name: str, options: Mapping[str, Any], settings: Settings, error: Exception
-) -> ConfigurationError:
-    """Build an error that names the option or the number of ranks that a topology family refuses."""
-    text = " ".join(str(error).split())
-    option = named_in(text, options)
-    if option is not None:
-        return ConfigurationError(f"topology.options.{option}={shown(options[option])}: {text}")
-    ranks = f"launch.world_size={settings.launch.world_size}"
-    if settings.launch.local_size > 1:
-        ranks += f" launch.local_size={settings.launch.local_size}"
-    cause = ranks if "world_size" in text else f"topology.name={name}"
-    return ConfigurationError(f"{cause}: {text}")
-
-
-def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = None) -> Experiment:
-    """Build everything once, so that user errors are found before any worker starts.
-
-    Parameters
-    ----------
-    config : mapping
-        As for :func:`build`.
-    meanwhile : callable, optional
-        Called after the quick checks and before the slow ones, to start slow work in the background.
-
-    Raises
-    ------
-    ConfigurationError
-        A part of the configuration cannot be built.
+    ``meanwhile`` is called after the quick checks and before the slow ones, to start slow work in the background.
     """
     try:
         import_modules(config)
@@ -229,8 +179,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
         _checked(config, SECTION)
         check_wrapper_options(options, settings)
         logging_settings(config)
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         experiment = build(config)
         module = experiment.make_module()
         check_values(experiment.wrapper_options, module)
@@ -255,13 +204,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] | None = N
 
 
 def import_modules(config: Mapping[str, Any]) -> None:
-    """Import the modules listed under ``imports`` in the configuration.
-
-    Raises
-    ------
-    ConfigurationError
-        A module cannot be imported.
-    """
+    """Import the modules listed under ``imports`` in the configuration."""
     names = config.get("imports") or ()
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigurationError(f"imports={names} is no list of modules; write imports=[module]")
@@ -275,22 +218,21 @@ def import_modules(config: Mapping[str, Any]) -> None:
 
 
 def _check_model_takes_data(module: nn.Module, data: Data) -> None:
+    needed = [*data.train_targets[:2].shape, data.num_classes]
     try:
         with torch.no_grad():
             logits = module.eval()(data.train_inputs[:2])
+        found = f"gives outputs of shape {list(logits.shape)} for 2 samples of {data.name}, but {needed} is needed"
     except (RuntimeError, ValueError, IndexError) as error:
-        first_line = str(error).splitlines()[0]
+        logits = None
+        found = (
+            f"cannot take the inputs of {data.name} ({data.train_inputs.dtype}, "
+            f"{list(data.train_inputs.shape[1:])} a sample): {str(error).splitlines()[0]}"
+        )
+    if logits is None or list(logits.shape) != needed:
         is_text = data.train_inputs.dtype == torch.int64 and data.train_targets.ndim > 1
         remedy = "model=char_transformer takes text" if is_text else "choose another model=... or data=..."
-        raise ConfigurationError(
-            f"{type(module).__name__} cannot take the inputs of {data.name} ({data.train_inputs.dtype}, "
-            f"{list(data.train_inputs.shape[1:])} a sample): {first_line}; {remedy}"
-        ) from error
-    if logits.shape != (*data.train_targets[:2].shape, data.num_classes):
-        raise ConfigurationError(
-            f"{type(module).__name__} gives outputs of shape {list(logits.shape)} for 2 samples of {data.name}, but "
-            f"{[*data.train_targets[:2].shape, data.num_classes]} is needed; choose another model=... or data=..."
-        )
+        raise ConfigurationError(f"{type(module).__name__} {found}; {remedy}")
 
 
 def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] = ()) -> Callable[..., Any]:
@@ -302,19 +244,8 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
     factory = _instantiated(key, section)
 
     def make(*arguments: Any) -> Any:
-        def works_without(option: str) -> bool:
-            try:
-                _instantiated(key, {name: value for name, value in section.items() if name != option})(*arguments)
-            except FAULTS:
-                return False
-            return True
-
-        try:
+        with blaming(key, section):
             return factory(*arguments)
-        except ConfigurationError:
-            raise
-        except FAULTS as error:
-            raise blaming(key, section, error, works_without) from error
 
     return make
 
@@ -328,10 +259,8 @@ def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., 
     else:
         make = registry.get(name)
         check_options(f"{key}.options", make, options)
-        try:
+        with blaming(f"{key}.options", options):
             made = make(**options)
-        except FAULTS as error:
-            raise blaming(f"{key}.options", options, error, lambda _: False) from error
     if not isinstance(made, kind):
         raise ConfigurationError(
             f"{key}={name} makes a {type(made).__name__}, but a gossip.{kind.__name__} is needed; have its class "

@@ -66,14 +66,10 @@ class GracefulStop:
     grace_s : float
         The time limit in seconds, counted from the signal.
 
-    Attributes
-    ----------
-    signal_number : int or None
-        The signal that asked the ranks to stop; None until :meth:`goes_on` has returned False.
-
     Notes
     -----
-    To be used as a context manager in the main thread of every rank; each rank calls :meth:`goes_on` after each step.
+    A context manager for the main thread of every rank, which calls :meth:`goes_on` after each step. Once that has
+    returned False, ``signal_number`` is that of the signal, which is None until then.
     """
 
     def __init__(
@@ -144,12 +140,7 @@ class GracefulStop:
     def goes_on(self, step: int) -> bool:
         """Whether this rank makes another step after ``step`` completed steps. If not, no rank does.
 
-        Raises
-        ------
-        ExchangeError
-            The ranks did not agree.
-        GossipError
-            The thread has failed.
+        An ExchangeError says that the ranks did not agree, another GossipError that the thread has failed.
         """
         self._check()
         with self._lock:
@@ -179,11 +170,10 @@ class GracefulStop:
 
     def _watch(self) -> None:
         try:
-            signal_number = self._listen()
-            if signal_number is not None and self._saves and signal_number in SIGNALS:
-                self._agree(signal_number)
-            elif signal_number is not None and not self._is_there.wait(self._grace_s):
-                self.signal_number = signal_number
+            self.signal_number = self._listen()
+            if self.signal_number in SIGNALS and self._saves:
+                self._agree()
+            elif self.signal_number is not None and not self._is_there.wait(self._grace_s):
                 self._give_up("the call that the main thread is in has not returned")
         except RuntimeError as error:  # raised by the key-value store
             if not self._is_there.is_set() and self._is_asked:
@@ -201,14 +191,13 @@ class GracefulStop:
                     return int(self._store.get(_ASKED))
         return None
 
-    def _agree(self, signal_number: int) -> None:
+    def _agree(self) -> None:
         deadline = time.monotonic() + self._grace_s
-        self.signal_number = signal_number
         with self._lock:
             self._is_asked = True  # from here on the main thread no longer changes the number of bound steps
         steps = [self._bound_steps]
         if self._store is not None:
-            self._store.set(_ASKED, str(signal_number))
+            self._store.set(_ASKED, str(self.signal_number))
             self._store.set(f"steps{self._rank}", str(self._bound_steps))
             known: set[int] = set()
             while absent := [rank for rank in self._ranks() if not self._store.check([f"steps{rank}"])]:
@@ -229,10 +218,9 @@ class GracefulStop:
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
         why = f"{self._grace_s:g} s after {name}: {why}; nothing is saved"
-        print(f"rank {self._rank}: {why}\n{self._last_words(why)}", end="", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        print(f"rank {self._rank}: {why}\n{self._last_words(why)}", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         os._exit(128 + self.signal_number)  # the main thread may be in a wait that no signal can interrupt
 
 

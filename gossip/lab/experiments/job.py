@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +13,12 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import LaunchError, World, launch
-from gossip.lab.experiments import restarts, resuming, run_folder
+from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.folder_cleanup import missing, remove_empty
 from gossip.lab.experiments.graceful_stop import signals_for_workers
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
+from gossip.lab.experiments.run_figures import draw_figures
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
@@ -45,7 +45,7 @@ def run_job(
     on_failure: Callable[[], str] = str,
     keep_refused: bool = False,
 ) -> dict[str, Any]:
-    """Run one configuration to completion.
+    """Run one configuration to completion, and return its summary, as in ``summary.json``.
 
     If ``torch.distributed`` is initialised (torchrun, srun), this process is one of the ranks, all of which call this
     function, and rank 0 writes the shared files. Otherwise ``launch.world_size`` workers are started from here.
@@ -68,11 +68,6 @@ def run_job(
     keep_refused : bool
         Whether a refused run leaves its folder with the reason, as in a sweep, where it is a row of the table.
 
-    Returns
-    -------
-    dict
-        The summary, as in ``summary.json``.
-
     Raises
     ------
     ConfigurationError
@@ -89,23 +84,23 @@ def run_job(
             "and WORLD_SIZE, or SLURM's variables of a step, are set in its environment; unset them, or set "
             "engine=processes"
         )
+    is_resumed = config.get("resume") is not None
+    takes_back = not is_resumed and not keep_refused
     with contextlib.ExitStack() as until_the_end:
-        begins = config.get("resume") is None
         with _refused_by_all(world):
             if world.rank == 0:
-                if begins and not keep_refused:
+                if takes_back:
                     until_the_end.callback(remove_empty, missing(folder))
                 until_the_end.enter_context(run_folder.lock(folder))
                 if again:
                     run_folder.clear(folder)
-                if config.get("resume") is None:
-                    run_folder.claim(folder, config, overrides)
-                else:
+                if is_resumed:
                     resuming.check_resumable(folder)
-                run_folder.sign(folder, restarts.identities())
-        if config.get("resume") is not None:
+                else:
+                    run_folder.claim(folder, config, overrides)
+                run_folder.sign(folder, resuming.identities())
+        if is_resumed:
             overrides = resuming.all_overrides(folder, overrides)
-        takes_back = begins and not keep_refused
         return _run_in_folder(config, folder, overrides, world, started_at, takes_back, on_failure)
 
 
@@ -124,13 +119,20 @@ def _run_in_folder(
     ending: Ending | None = None
     figures: tuple[Path, ...] = ()
 
+    def failure(why: str) -> dict[str, Any]:
+        topology = config.get("topology", {}).get("name") if config.get("method") == "gossip" else None
+        known = {"method": config.get("method"), "topology": topology, "seed": config.get("seed")}
+        return {"status": "failed", "reason": why, **known, "overrides": list(overrides)}
+
     def last_words(why: str) -> str:
-        is_first = run_folder.write_failure(folder, _failure(config, overrides, f"rank {world.rank} failed: {why}"))
+        is_first = run_folder.write_failure(folder, failure(f"rank {world.rank} failed: {why}"))
         return on_failure() if is_first else ""
 
     try:
         with _refused_by_all(world):
-            experiment = check(config, meanwhile=None if _is_in_one_process(config) else _start_fork_server)
+            starts_workers = not dist.is_initialized() and config.get("engine") != "virtual"
+            meanwhile = (lambda: fork_server.start(PRELOAD)) if starts_workers else (lambda: None)
+            experiment = check(config, meanwhile=meanwhile)
             forwarding = LogForwarding(config, folder) if world.rank == 0 else None
         world.close()
         has_begun = True
@@ -140,12 +142,12 @@ def _run_in_folder(
                 logger.info("data: {}", experiment.data.notes)
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
-        if dist.is_initialized():
+        if starts_workers:
+            summary = _launch(config, str(folder), experiment.settings)
+        elif dist.is_initialized():
             summary = train(config, str(folder), last_words)
-        elif experiment.settings.engine == "virtual":
-            summary = train_experiment(experiment, folder, last_words)
         else:
-            summary = _launch(config, str(folder))
+            summary = train_experiment(experiment, folder, last_words)
         if "signal" in summary:
             raise SystemExit(128 + summary["signal"])
         summary["overrides"] = list(overrides)
@@ -154,12 +156,9 @@ def _run_in_folder(
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
             if config["figures"]:
-                changes = summary["changes_of_ranks"]
-                newest = max((max(change["members"]) for change in changes), default=0)
-                num_ranks = max(summary["world_size"], newest + 1)
-                run_folder.draw_figures(folder, num_ranks, experiment.topology, changes)
+                draw_figures(folder, summary, experiment.topology, form="svg")
                 if forwarding:
-                    figures = run_folder.draw_figures(folder, num_ranks, experiment.topology, changes, form="png")
+                    figures = draw_figures(folder, summary, experiment.topology, form="png")
             run_folder.write_summary(folder, summary)
         ending = Ending("completed", summary, figures, folder / MODEL_FILE)
     except BaseException as error:
@@ -171,9 +170,9 @@ def _run_in_folder(
         why = reason(error)
         if dist.is_initialized() and isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             why = f"rank {world.rank} failed: {why}"
-        failure = _failure(config, overrides, why)
-        ending = Ending("stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed", failure)
-        if run_folder.write_failure(folder, failure) and not is_refusal(error):
+        is_stopped = isinstance(error, SystemExit | KeyboardInterrupt)
+        ending = Ending("stopped" if is_stopped else "failed", failure(why))
+        if run_folder.write_failure(folder, ending.summary) and not is_refusal(error):
             on_failure()
         raise
     finally:
@@ -189,18 +188,6 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, ConfigurationError) or (isinstance(error, LaunchError) and error.rank is None)
 
 
-def _failure(config: Mapping[str, Any], overrides: Sequence[str], why: str) -> dict[str, Any]:
-    """Build the summary of a failed run."""
-    return {
-        "status": "failed",
-        "reason": why,
-        "method": config.get("method"),
-        "topology": config.get("topology", {}).get("name") if config.get("method") == "gossip" else None,
-        "seed": config.get("seed"),
-        "overrides": list(overrides),
-    }
-
-
 def reason(error: BaseException) -> str:
     """Return the reason why a run ended, in one line."""
     if isinstance(error, KeyboardInterrupt):
@@ -211,8 +198,7 @@ def reason(error: BaseException) -> str:
     return text if isinstance(error, ConfigurationError | LaunchError) else f"{type(error).__name__}: {text}"
 
 
-def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    settings = Settings.from_config(config)
+def _launch(config: Mapping[str, Any], folder: str, settings: Settings) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals_for_workers()) if settings.checkpoint.every else []
         try:
@@ -236,14 +222,6 @@ def _launch(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return summary
 
 
-def _is_in_one_process(config: Mapping[str, Any]) -> bool:
-    return dist.is_initialized() or config.get("engine") == "virtual"
-
-
-def _start_fork_server() -> None:
-    fork_server.start(PRELOAD)
-
-
 @contextlib.contextmanager
 def _refused_by_all(world: World) -> Iterator[None]:
     """Raise a ConfigurationError of one rank within the block on all ranks, so that none waits for it. Collective."""
@@ -252,9 +230,9 @@ def _refused_by_all(world: World) -> Iterator[None]:
         yield
     except ConfigurationError as error:
         own = error
-    findings = world.gather_bytes(json.dumps(str(own or "")).encode(), "comparing what the ranks found wrong")
+    findings = world.gather_bytes(str(own or "").encode(), "comparing what the ranks found wrong")
     if own is not None:
         raise own
     for rank, finding in enumerate(findings):
-        if text := json.loads(finding):
+        if text := finding.decode():
             raise ConfigurationError(f"rank {rank}: {text}")

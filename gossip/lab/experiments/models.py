@@ -18,19 +18,7 @@ from torch.nn import functional
 class MLP(nn.Module):
     """Fully connected layers with ReLU on flattened inputs.
 
-    Parameters
-    ----------
-    input_shape : sequence of int
-        The shape of one input.
-    num_classes : int
-        The number of classes.
-    hidden : sequence of int
-        The widths of the hidden layers; an empty sequence gives a linear model.
-
-    Raises
-    ------
-    ValueError
-        A size is less than 1.
+    ``hidden`` are the widths of the hidden layers; an empty sequence gives a linear model.
 
     Examples
     --------
@@ -58,19 +46,7 @@ class SmallCNN(nn.Module):
 
     Batch norm has buffers (running mean and variance), which gossip does not mix but a global average does.
 
-    Parameters
-    ----------
-    input_shape : sequence of int
-        The image shape (C, H, W); every stage halves H and W.
-    num_classes : int
-        The number of classes.
-    channels : sequence of int
-        The number of channels of each stage.
-
-    Raises
-    ------
-    ValueError
-        ``input_shape`` is not (C, H, W) or is too small for the stages, or a size is less than 1.
+    ``channels`` are the numbers of channels of the stages, each of which halves H and W of ``input_shape``, (C, H, W).
 
     Examples
     --------
@@ -81,17 +57,12 @@ class SmallCNN(nn.Module):
     def __init__(self, input_shape: Sequence[int], num_classes: int, *, channels: Sequence[int] = (32, 64)) -> None:
         super().__init__()
         if len(input_shape) != 3:
-            raise ValueError(
-                f"input_shape must be (C, H, W), got {tuple(input_shape)}; SmallCNN is for images, "
-                "use CharTransformer for text and MLP for anything"
-            )
-        if not channels:
-            raise ValueError("channels must name at least one stage, got none; use MLP for a model without convolution")
+            raise ValueError(f"input_shape must be (C, H, W) for SmallCNN, got {tuple(input_shape)}; use another model")
         _check_sizes(input_shape=input_shape, num_classes=(num_classes,), channels=channels)
-        if min(input_shape[1:]) < 2 ** len(channels):
+        if not channels or min(input_shape[1:]) < 2 ** len(channels):
             raise ValueError(
-                f"channels={tuple(channels)} are {len(channels)} stages that halve the image, which needs H and W of "
-                f"at least {2 ** len(channels)}, got input_shape={tuple(input_shape)}; use fewer stages"
+                f"channels={tuple(channels)} must be at least one stage, and each of them halves the image, got "
+                f"input_shape={tuple(input_shape)}; use other channels"
             )
         stages: list[nn.Module] = []
         for num_in, num_out in itertools.pairwise([input_shape[0], *channels]):
@@ -118,9 +89,7 @@ class CharTransformer(nn.Module):
     Parameters
     ----------
     input_shape : sequence of int
-        (context_length,), the length of the longest input.
-    num_classes : int
-        The size of the vocabulary.
+        (context_length,), the length of the longest input; ``num_classes`` is the size of the vocabulary.
     width : int
         The width of the residual stream; a multiple of ``num_heads``.
     depth : int
@@ -131,12 +100,6 @@ class CharTransformer(nn.Module):
         The dropout probability, applied to the embedding and to the output of each residual branch.
     tied_head : bool
         Whether the output layer shares the Parameter of the embedding (weight tying).
-
-    Raises
-    ------
-    ValueError
-        ``input_shape`` is not (context_length,), ``width`` is not a multiple of ``num_heads``, or a value is out of
-        range.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2: block and initial
     values).
@@ -161,16 +124,10 @@ class CharTransformer(nn.Module):
         super().__init__()
         if len(input_shape) != 1:
             raise ValueError(
-                f"input_shape must be (context_length,), got {tuple(input_shape)}; CharTransformer is for text, "
-                "use SmallCNN or MLP for images"
+                f"input_shape must be (context_length,) for CharTransformer, got {tuple(input_shape)}; use another"
             )
-        _check_sizes(
-            input_shape=input_shape,
-            num_classes=(num_classes,),
-            width=(width,),
-            depth=(depth,),
-            num_heads=(num_heads,),
-        )
+        _check_sizes(input_shape=input_shape, num_classes=(num_classes,))
+        _check_sizes(width=(width,), depth=(depth,), num_heads=(num_heads,))
         if width % num_heads:
             raise ValueError(f"width must be a multiple of num_heads={num_heads}, got {width}")
         if not 0 <= dropout < 1:
@@ -190,10 +147,7 @@ class CharTransformer(nn.Module):
         """Return the logits [N, T, num_classes] of the next character; inputs are int64 [N, T], T <= context_length."""
         length = inputs.shape[-1]
         if length > self.context_length:
-            raise ValueError(
-                f"inputs have {length} characters, allowed are {self.context_length} (context_length); cut them, or "
-                "build the model with a larger input_shape"
-            )
+            raise ValueError(f"inputs have {length} characters, allowed are {self.context_length}; cut them")
         hidden = self.dropout(self.embedding(inputs) + self.positions[:length])
         logits: torch.Tensor = self.head(self.norm(self.blocks(hidden)))
         return logits

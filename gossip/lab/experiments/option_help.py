@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from gossip.lab.experiments.config_store import options_of, registered, summary_of
-from gossip.lab.experiments.user_targets import OWN
+from gossip.lab.experiments.config_store import OWN, REGISTRIES, options_of, registered
 
 FLAGS = ("--help", "-h")
 
 _LINE = re.compile(r"( *)([\w/]+):(?: +([^#\s].*?))?(?:\s+# (.*))?$")
-_NO_OPTIONS = ("defaults", "hydra")  # sections that belong to hydra
+_OF_HYDRA = ("defaults", "hydra")
 _OF_A_FILE = ("_target_", "name", "options={}")  # implied by the choice of the file
 _OTHER_FLAGS = """\
   -m, --multirun   run every combination of several values: -m topology=ring,torus seed=0,1
@@ -21,19 +22,8 @@ _OTHER_FLAGS = """\
 
 
 def help_text(script: str, config_folder: Path, config_name: str) -> str:
-    """Return the text that ``--help`` prints.
-
-    Parameters
-    ----------
-    script : str
-        The script as the user invoked it, ``sys.argv[0]``.
-    config_folder : Path
-        The folder of the config files.
-    config_name : str
-        The name of the primary config.
-    """
-    primary = config_folder / f"{config_name}.yaml"
-    above = config_folder / "train.yaml" if "- train\n" in primary.read_text(encoding="utf-8") else None
+    """Return the text that ``--help`` prints for ``script``, as the user invoked it, and a primary config."""
+    primary, *above = primary_files(config_folder, config_name)
     lines = [
         f"{'python ' if script.endswith('.py') else ''}{script} [group=file ...] [option=value ...]",
         "",
@@ -45,46 +35,49 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
         "Options, with their values unless you set them",
         *_options(primary),
     ]
-    if above is not None:
-        lines += ["", f"Options as of {above.name}", *_options(above)]
-    for group in sorted(_groups(config_folder, config_name)):
+    for path in above:
+        lines += ["", f"Options as of {path.name}", *_options(path)]
+    for group, paths in group_files(config_folder, config_name).items():
         lines += ["", f"{group}=FILE, for which there are"]
-        for path in sorted((config_folder / group).glob("*.yaml")):
+        for path in paths:
             lines += ["", f"{group}={path.stem}", *(f"  {line}" for line in _comment(path))]
             if group != "experiment":  # an experiment file only overrides options of other groups
                 lines += _options(path, group)
         if group in OWN:
-            own = OWN[group]
-            lines += ["", f"{group}={own.written}", f"  {own.meaning.capitalize()} (docs/experiments.md)."]
+            lines += ["", f"{group}={OWN[group]} (docs/experiments.md)"]
         for name in registered(group, config_folder):
-            lines += ["", f"{group}={name}", f"  {summary_of(group, name)}".rstrip()]
+            summary = (inspect.getdoc(REGISTRIES[group].get(name)) or "").partition("\n")[0]
+            lines += ["", f"{group}={name}", f"  {summary}".rstrip()]
             lines += [f"  {group}.options.{option}={value}" for option, value in options_of(group, name).items()]
     return "\n".join(lines)
 
 
-def _groups(config_folder: Path, config_name: str) -> set[str]:
-    """Return the config groups from which the primary config selects a file."""
-    is_bench = config_name == "bench"
-    folders = {path.parent.relative_to(config_folder).as_posix() for path in config_folder.rglob("*.yaml")} - {"."}
-    return {group for group in folders if group.startswith("bench") == is_bench}
+def primary_files(config_folder: Path, config_name: str) -> list[Path]:
+    """Return the file of a primary config, and ``train.yaml`` where that extends it."""
+    primary = config_folder / f"{config_name}.yaml"
+    extends = "- train\n" in primary.read_text(encoding="utf-8")
+    return [primary, config_folder / "train.yaml"] if extends else [primary]
+
+
+def group_files(config_folder: Path, config_name: str) -> dict[str, list[Path]]:
+    """Return the files of each config group from which a primary config selects."""
+    groups: dict[str, list[Path]] = {}
+    for path in sorted(config_folder.glob("*/**/*.yaml")):
+        group = path.parent.relative_to(config_folder).as_posix()
+        if group.startswith("bench") == (config_name == "bench"):
+            groups.setdefault(group, []).append(path)
+    return groups
 
 
 def _comment(path: Path) -> list[str]:
     """Return the lines of the comment at the top of a config file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line[2:] for line in _while_comment(lines) if not line.startswith("# @")]
-
-
-def _while_comment(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if not line.startswith("#"):
-            return
-        yield line
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return [line[2:] for line in lines if not line.startswith("# @")]
 
 
 def _options(path: Path, group: str = "") -> list[str]:
     """Return one line per option: the key as it is written on the command line, its value and its comment."""
-    rows = [row for row in _rows(path, group.replace("/", ".")) if row[0].partition(".")[0] not in _NO_OPTIONS]
+    rows = [row for row in _rows(path, group.replace("/", ".")) if row[0].partition(".")[0] not in _OF_HYDRA]
     if group:
         rows = [row for row in rows if not row[0].removeprefix(f"{group}.").startswith(_OF_A_FILE)]
     width = min(44, max((len(option) for option, _ in rows), default=0))
@@ -100,8 +93,10 @@ def _rows(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
         indent, key, value, comment = len(match[1]), match[2], match[3], match[4] or ""
         while above and above[-1][0] >= indent:
             above.pop()
-        name = ".".join([*([prefix] if prefix else []), *(part for _, part in above), key])
-        if value is None:
+        name = ".".join(filter(None, [prefix, *(part for _, part in above), key]))
+        if value is not None:
+            yield f"{name}={value}", comment
+        else:
             above.append((indent, key))
-        if value is not None or comment:
-            yield name if value is None else f"{name}={value}", comment
+            if comment:
+                yield name, comment

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 
 import numpy as np
 import numpy.typing as npt
+
+from gossip.lab.experiments.validated_models import nearest
 
 SCHEMES = ("iid", "by_class", "dirichlet")
 DEFAULT_SHARDS_PER_RANK = 2
@@ -55,11 +56,6 @@ def partition(
     tuple of ndarray, int64
         The sample indices of each rank, in ascending order.
 
-    Raises
-    ------
-    ValueError
-        The scheme is unknown or does not have the given option, a value is out of range, or there are too few samples.
-
     Source: B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
     2017; M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019. T.-M. H. Hsu
     et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019, draw
@@ -97,27 +93,17 @@ def partition(
 
 def _check_scheme(scheme: str, alpha: float | None, shards_per_rank: int | None) -> None:
     if scheme not in SCHEMES:
-        near = difflib.get_close_matches(scheme, SCHEMES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown scheme {scheme!r}; {hint}There are {', '.join(map(repr, SCHEMES))}")
-    if alpha is not None:
-        if scheme != "dirichlet":
+        hint = nearest(scheme, SCHEMES)
+        raise ValueError(f"there is no scheme {scheme!r}{hint} Available: {', '.join(SCHEMES)}")
+    for name, value, its_scheme in (("alpha", alpha, "dirichlet"), ("shards_per_rank", shards_per_rank, "by_class")):
+        if value is not None and scheme != its_scheme:
             raise ValueError(
-                f"alpha={alpha} means nothing for scheme {scheme!r}; leave it out or set scheme='dirichlet'"
+                f"{name}={value} means nothing for scheme {scheme!r}; leave it out or set scheme={its_scheme!r}"
             )
-        if not (alpha > 0 and math.isfinite(alpha)):
-            raise ValueError(
-                f"alpha must be positive and finite, got {alpha}; towards 0 each class lies on one rank, "
-                "for equal shares use scheme='iid'"
-            )
-    if shards_per_rank is not None:
-        if scheme != "by_class":
-            raise ValueError(
-                f"shards_per_rank={shards_per_rank} means nothing for scheme {scheme!r}; "
-                "leave it out or set scheme='by_class'"
-            )
-        if shards_per_rank < 1:
-            raise ValueError(f"shards_per_rank must be at least 1, got {shards_per_rank}")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be positive and finite, got {alpha}; for equal shares use scheme='iid'")
+    if shards_per_rank is not None and shards_per_rank < 1:
+        raise ValueError(f"shards_per_rank must be at least 1, got {shards_per_rank}")
 
 
 def _by_class(

@@ -2,84 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from loguru import logger
+
+_SHOWN = ("loss", "accuracy", "averaged_test_accuracy", "consensus_distance")
 
 
 def configure_logging(rank: int) -> None:
     """Log to stderr: from level INFO on rank 0, from level WARNING on the other ranks."""
+
+    def write(message: str) -> None:
+        sys.stderr.write(message)  # sys.stderr is looked up on each call, because a progress bar replaces it
+
     logger.remove()
     logger.add(
-        _write_to_stderr,
+        write,
         level="INFO" if rank == 0 else "WARNING",
-        format="{time:HH:mm:ss} {level: <7} {message}"
-        if rank == 0
-        else f"{{time:HH:mm:ss}} {{level: <7}} rank {rank}: {{message}}",
+        format="{time:HH:mm:ss} {level: <7} " + ("" if rank == 0 else f"rank {rank}: ") + "{message}",
     )
 
 
-def _write_to_stderr(message: str) -> None:
-    sys.stderr.write(message)  # sys.stderr is looked up on each call, because a progress bar replaces it
+@contextlib.contextmanager
+def progress_bar(
+    total_steps: int, *, first_step: int = 0, visible: bool
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Show a progress bar over the steps of a run within the block, where stderr is a terminal.
 
-
-class ProgressBar:
-    """A progress bar over the steps of a run with loss, accuracy and consensus distance; a context manager.
-
-    Parameters
-    ----------
-    total_steps : int
-        The number of steps of the run.
-    first_step : int
-        The number of steps that a resumed run has completed before.
-    visible : bool
-        Whether to show the bar; it is never shown where stderr is not a terminal.
+    Yields a function that takes the record of each step and shows the newest loss, accuracy and consensus distance.
     """
+    if not visible or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total_steps: int, *, first_step: int = 0, visible: bool) -> None:
-        self._bar: Any = None
-        self._values: dict[str, float] = {}
-        if visible and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    values: dict[str, float] = {}
+    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total_steps, completed=first_step)
 
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[values]}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._bar.add_task("training", total=total_steps, completed=first_step, values="")
+        def update(record: Mapping[str, Any]) -> None:
+            values.update({key.replace("_", " "): record[key] for key in _SHOWN if key in record})
+            bar.update(task, advance=1, description="  ".join(f"{name} {value:.3g}" for name, value in values.items()))
 
-    def update(self, record: dict[str, Any]) -> None:
-        """Advance by one step and show the newest values."""
-        if self._bar is None:
-            return
-        shown = {
-            "loss": "loss",
-            "accuracy": "accuracy",
-            "averaged_test_accuracy": "averaged test accuracy",
-            "consensus_distance": "consensus distance",
-        }
-        self._values |= {label: record[key] for key, label in shown.items() if key in record}
-        text = "  ".join(f"{label} {value:.3g}" for label, value in self._values.items())
-        self._bar.update(self._task, advance=1, values=text)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        yield update
 
 
 def restore_cursor() -> None:

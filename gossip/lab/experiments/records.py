@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 TOGETHER_FILE = "workers.jsonl"
@@ -15,22 +14,16 @@ TOGETHER_FILE = "workers.jsonl"
 
 
 class JsonlWriter:
-    """Appends records to a file, one JSON object per line; a context manager.
+    """Appends records to a file, one JSON object per line, and flushes each to the operating system.
 
     JSON has neither NaN nor infinity: such a number is written as ``null``, so that the key still shows that it was
-    measured. An incomplete last line, left by an earlier run that was killed, is removed when the file is opened.
+    measured. An incomplete last line, left by an earlier run that was killed, is removed when the file is opened. A
+    context manager.
 
     Parameters
     ----------
     path : str or Path
         The file; an existing one is appended to, and missing folders are created.
-    flush_every : int
-        The number of lines after which the buffer is flushed to the operating system; ``close`` always flushes.
-
-    Raises
-    ------
-    ValueError
-        ``flush_every`` is less than 1.
 
     Examples
     --------
@@ -42,58 +35,32 @@ class JsonlWriter:
     [{'step': 0, 'loss': None}]
     """
 
-    def __init__(self, path: str | Path, *, flush_every: int = 1) -> None:
-        if flush_every < 1:
-            raise ValueError(f"flush_every must be at least 1, got {flush_every}")
-        self.path = Path(path)
-        self.flush_every = flush_every
-        self._num_unflushed = 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_jsonl(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record.
-
-        Raises
-        ------
-        TypeError
-            A value cannot be represented in JSON: it is neither a number, a string, a bool or None, nor a list or dict
-            of these. Nothing is written.
-        """
-        try:
-            line = json.dumps(without_non_finite(record), allow_nan=False)
-        except TypeError as error:
-            raise TypeError(
-                f"a record for {self.path} cannot be written as JSON: {error}; pass plain numbers, tensor.item() for a "
-                "tensor"
-            ) from error
-        self._file.write(line + "\n")
-        self._num_unflushed += 1
-        if self._num_unflushed >= self.flush_every:
-            self._file.flush()
-            self._num_unflushed = 0
+        """Append one record of plain data; a TypeError, of a tensor for example, leaves the file as it was."""
+        self._file.write(json.dumps(without_non_finite(record), allow_nan=False) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append ``values`` as the record of ``step``."""
         self.write({"step": step, **values})
 
     def sync(self) -> None:
-        """Flush, and wait until everything that was written has reached the disk (``os.fsync``)."""
-        self._file.flush()
-        self._num_unflushed = 0
+        """Wait until everything that was written has reached the disk (``os.fsync``)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close the file; further calls have no effect."""
+        """Close the file; further calls have no effect."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -109,11 +76,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     ValueError
         A complete line is not a JSON object; the message names file and line.
     """
-    records = []
     lines = Path(path).read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(lines, start=1):
-        records.append(_record(line, path, number))
-    return records
+    return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def record_files(folder: Path, world_size: int) -> list[Path]:
@@ -123,26 +87,11 @@ def record_files(folder: Path, world_size: int) -> list[Path]:
     return [together, *(path for path in of_ranks if path.exists())] if together.exists() else of_ranks
 
 
-def other_file(path: Path) -> Path:
-    """Return the file to which the records go with the other engine.
-
-    For the file of one rank, this is the file of a run with all ranks in one process; for the latter, that of rank 0.
-    """
-    return path.with_name("rank0.jsonl" if path.name == TOGETHER_FILE else TOGETHER_FILE)
-
-
-def cut_jsonl(path: str | Path, step: int) -> int:
+def cut_jsonl(path: str | Path, step: float = math.inf) -> int:
     """Remove the records from ``step`` on, and an incomplete last line. Local.
 
-    Returns
-    -------
-    int
-        The number of records that remain; 0 if the file does not exist.
-
-    Raises
-    ------
-    ValueError
-        A complete line is not a JSON object; nothing is removed.
+    Returns the number of records that remain; 0 if the file does not exist. Raises a ValueError, and removes nothing,
+    if a complete line is not a JSON object.
     """
     if not Path(path).exists():
         return 0
@@ -176,11 +125,3 @@ def _record(line: bytes, path: str | Path, number: int) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number}: a record must be a JSON object, got {line[:40]!r}; remove the line")
     return record
-
-
-def _remove_unfinished_line(path: Path) -> None:
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)

@@ -1,8 +1,14 @@
-"""Resuming a run in its own folder: the configuration that applies, and whether there is a usable checkpoint."""
+"""Resuming a run in its own folder: which run that is, the configuration that applies, and whether it can go on.
+
+A run is resumed because the user says so (``resume=``), or because torchrun or SLURM has restarted it.
+"""
 
 from __future__ import annotations
 
+import enum
 import json
+import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +18,12 @@ from loguru import logger
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.run_folder import read_json
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError
+
+AUTO = "auto"
+"""The value of ``resume`` that selects the newest run of the same configuration instead of a given folder."""
 
 CHECKPOINT_FOLDER = "checkpoints"
 MAY_CHANGE = ("launch", "checkpoint", "profile", "engine", "logger", "logging")
@@ -22,17 +32,85 @@ MAY_CHANGE = ("launch", "checkpoint", "profile", "engine", "logger", "logging")
 (The number of ranks does, but it is changed explicitly and deliberately.)
 """
 
+_NOT_COMPARED = (*MAY_CHANGE, "resume", "output_root", "trusted_targets")
+_RESTARTS = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "SLURM": "SLURM_RESTART_COUNT"}
 _NOT_SET = object()
 
 
-def folder_to_use(output_root: str, name: str, resume: str | None) -> str:
-    """Return the folder of a new run or, with ``resume``, of the run to resume.
+class State(enum.Enum):
+    """The state of a run folder, which decides how a restarted run proceeds."""
 
-    Raises
-    ------
-    ConfigurationError
-        ``resume`` is not the folder of a run, or ``output_root`` is empty.
+    BEGIN = "there is no run in it"
+    BEGIN_AGAIN = "there is one without a checkpoint"
+    GO_ON = "there is one with a checkpoint"
+    ENDED = "there is one that has ended well"
+
+
+def restarter(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the launcher ("torchrun" or "SLURM") that restarted this run after a failed attempt.
+
+    None in a first attempt.
     """
+    for name, variable in _RESTARTS.items():
+        count = environment.get(variable, "0")
+        if count.isdecimal() and int(count) > 0:
+            return name
+    return None
+
+
+def identities(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the identifiers that torchrun and SLURM give this run, stable over all its attempts.
+
+    Empty where no launcher restarts the run. For torchrun this is the run id that the user chose (``--rdzv-id``);
+    with the default id, host name and process id of torchrun identify the run instead.
+    """
+    found = {}
+    if "TORCHELASTIC_RUN_ID" in environment:
+        run_id = environment["TORCHELASTIC_RUN_ID"]
+        found["torchrun"] = f"{socket.gethostname()} {os.getppid()}" if run_id == "none" else run_id
+    if "SLURM_JOB_ID" in environment:
+        found["SLURM"] = f"{environment.get('SLURM_CLUSTER_NAME', '')} {environment['SLURM_JOB_ID']}"
+    return found
+
+
+def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the newest matching run in ``output_root``; None if there is none. Local.
+
+    A run matches if its configuration equals ``asked`` in every key that must not change when a run is resumed. If
+    torchrun or SLURM has restarted this process, only a run that was started by the same launcher under the same
+    identifier is found. Otherwise, or if the launcher has no such run and ``resume=auto`` is set, the newest matching
+    run that has completed or has a checkpoint is found.
+    """
+    begun = []
+    for path in output_root.glob(f"*/{run_folder.VERSIONS_FILE}"):
+        try:
+            if _comparable(saved_configuration(path.parent)) == _comparable(asked):
+                begun.append((path.stat().st_mtime_ns, path.parent))
+        except (OSError, ConfigurationError):  # it is damaged, or was removed in the meantime
+            continue
+    newest_first = [folder for _, folder in sorted(begun, reverse=True)]
+    who = restarter(environment)
+    if who is not None:
+        own = [folder for folder in newest_first if _is_of(folder, who, environment)]
+        if own or asked.get("resume") != AUTO:
+            return own[0] if own else None
+    return next((folder for folder in newest_first if _state_of_run(folder) is not State.BEGIN_AGAIN), None)
+
+
+def state_of(folder: Path, resume: str | None = AUTO, environment: Mapping[str, str] = os.environ) -> State:
+    """Return the state of ``folder`` for a run that is to be resumed in it. Local.
+
+    In a restarted process without ``resume=auto``, a run that another launcher or job started counts as no run.
+    """
+    who = restarter(environment)
+    is_others = resume != AUTO and who is not None and not _is_of(folder, who, environment)
+    if is_others or not (folder / run_folder.CONFIG_FILE).is_file():
+        return State.BEGIN
+    return _state_of_run(folder)
+
+
+def folder_to_use(output_root: str, name: str, resume: str | None) -> str:
+    """Return the folder of a new run or, with ``resume``, of the run to resume, which must be one."""
     if resume is None:
         if not output_root:
             raise ConfigurationError("output_root= names no folder; write output_root=. for the current one")
@@ -95,13 +173,7 @@ def continued_configuration(
 
 
 def saved_configuration(folder: Path) -> dict[str, Any]:
-    """Read the configuration with which the run in ``folder`` was started or last resumed. Local.
-
-    Raises
-    ------
-    ConfigurationError
-        The configuration cannot be read.
-    """
+    """Read the configuration with which the run in ``folder`` was started or last resumed. Local."""
     from omegaconf import OmegaConf
 
     try:
@@ -113,56 +185,65 @@ def saved_configuration(folder: Path) -> dict[str, Any]:
 
 
 def check_resumable(folder: Path) -> None:
-    """Check that the run in ``folder`` can be resumed, and remove the summary of its failure.
+    """Refuse to resume a run that has completed or has no checkpoint, else remove the summary of its failure.
 
     Local; the caller must hold the lock of the folder.
-
-    Raises
-    ------
-    ConfigurationError
-        The run has completed, or there is no checkpoint.
     """
-    summary = folder / run_folder.SUMMARY_FILE
-    try:
-        if json.loads(summary.read_text(encoding="utf-8"))["status"] == "completed":
-            raise ConfigurationError(f"the run in {folder} has ended ({summary.name}): there is nothing to resume")
-    except (OSError, LookupError, TypeError, json.JSONDecodeError):  # killed before or while it wrote the summary
-        pass
-    checkpoints = folder / CHECKPOINT_FOLDER
-    try:
-        found = find_checkpoints(checkpoints)
-    except CheckpointError:
-        found = []
-    if not found:
+    summary, state = folder / run_folder.SUMMARY_FILE, _state_of_run(folder)
+    if state is State.ENDED:
+        raise ConfigurationError(f"the run in {folder} has ended ({summary.name}): there is nothing to resume")
+    if state is State.BEGIN_AGAIN:
         raise ConfigurationError(
-            f"the run in {folder} has left no checkpoint in {checkpoints.name}/ to go on from; begin it anew, with "
+            f"the run in {folder} has left no checkpoint in {CHECKPOINT_FOLDER}/ to go on from; begin it anew, with "
             "checkpoint.every=... steps"
         )
     summary.unlink(missing_ok=True)
-    changed = run_folder.changed_versions(folder)
-    if changed:
+    if changed := run_folder.changed_versions(folder):
         logger.warning("not bit for bit what it would have been: {}", ", ".join(changed))
 
 
 def advice(folder: Path, config: Mapping[str, Any]) -> str:
     """Return one line that tells how to resume the run in ``folder``, which has ended prematurely. Local."""
-    try:
-        newest = find_checkpoints(folder / CHECKPOINT_FOLDER)[0]
-    except (CheckpointError, IndexError):
-        none = "there is no checkpoint to go on from"
-        if config.get("method") == "ddp":
-            return f"{none}: method=ddp saves none"
-        return f"{none}; checkpoint.every=N saves one every N steps"
+    checkpoints = _checkpoints(folder)
+    if not checkpoints:
+        is_ddp = config.get("method") == "ddp"
+        why = ": method=ddp saves none" if is_ddp else "; checkpoint.every=N saves one every N steps"
+        return f"there is no checkpoint to go on from{why}"
     where = folder.resolve()
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
     again = [f" {name}=[{','.join(config[name])}]" for name in ("imports", OPTION) if config.get(name)]
-    return f"go on from step {age_key(newest)[0]} with resume={shown}{''.join(again)}"
+    return f"go on from step {age_key(checkpoints[0])[0]} with resume={shown}{''.join(again)}"
 
 
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that the user has set for this run since it was started. Local."""
     earlier = run_folder.read_overrides(folder)
     return earlier + [option for option in overrides if option not in earlier and not option.startswith("resume=")]
+
+
+def _state_of_run(folder: Path) -> State:
+    if read_json(folder / run_folder.SUMMARY_FILE).get("status") == "completed":
+        return State.ENDED
+    return State.GO_ON if _checkpoints(folder) else State.BEGIN_AGAIN
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """Return the names of the checkpoints of a run, newest first."""
+    try:
+        return find_checkpoints(folder / CHECKPOINT_FOLDER)
+    except CheckpointError:
+        return []
+
+
+def _is_of(folder: Path, who: str, environment: Mapping[str, str]) -> bool:
+    """Whether torchrun or SLURM has started this process as another attempt at the run in ``folder``."""
+    own = identities(environment).get(who)
+    return own is not None and read_json(folder / run_folder.STARTED_BY_FILE).get(who) == own
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration in which two attempts at the same run must agree."""
+    return {key: value for key, value in config.items() if key not in _NOT_COMPARED}
 
 
 def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ fixed ids in SVG. The file extension (.svg, .png, .pdf) selects the format.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from loguru import logger
+
+import topologies
+from gossip.lab.experiments.records import read_jsonl, record_files
+from topologies import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +72,27 @@ class _Curve:
     window: int  # number of records of a rank averaged into one point
 
 
+def draw_figures(folder: Path, summary: Mapping[str, Any], topology: Topology | None, *, form: str) -> tuple[Path, ...]:
+    """Draw loss and accuracy, the consensus distance, and the rounds of the topology, as "svg" or "png".
+
+    Returns the files drawn: of a run that diverged, those for which there are finite numbers.
+    """
+    changes = summary["changes_of_ranks"]
+    newest = max((max(change["members"]) for change in changes), default=0)
+    files = record_files(folder, max(summary["world_size"], newest + 1))
+    by_rank = [read_jsonl(path) for path in files if path.exists()]  # a rank that ended at once has no file
+    drawn: list[Path] = []
+    for draw, name in ((training_figure, "training"), (consensus_figure, "consensus")):
+        try:
+            drawn.append(draw(by_rank, folder / f"{name}.{form}", changes))
+        except ValueError as error:
+            logger.warning("{}.{} is left out: {}", name, form, error)
+    if topology is not None:
+        drawn.append(folder / f"topology.{form}")
+        topologies.draw(topology, drawn[-1])
+    return tuple(drawn)
+
+
 def training_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
     """Draw loss and accuracy over steps: lines are means over the ranks, bands span the lowest to the highest rank.
 
@@ -81,11 +108,6 @@ def training_figure(records: Records, path: str | Path, changes: Changes = ()) -
     changes : sequence of mapping
         The changes of membership, ``changes_of_ranks`` of the summary; each is marked at its step.
 
-    Returns
-    -------
-    Path
-        ``path``.
-
     Raises
     ------
     ModuleNotFoundError
@@ -96,12 +118,16 @@ def training_figure(records: Records, path: str | Path, changes: Changes = ()) -
     loss = _curve(records, "loss")
     if loss is None:
         raise ValueError(f"records hold no number under 'loss', so {path} would be empty; pass each rank's records")
-    accuracies = (
-        (_curve(records, "accuracy"), BLUE, "training batch", ""),
-        (_curve(records, "test_accuracy"), ORANGE, "test, each replica", "o"),
-        (_curve(records, "averaged_test_accuracy"), GREEN, "test, averaged model", "s"),
+    candidates = (
+        ("accuracy", BLUE, "training batch", ""),
+        ("test_accuracy", ORANGE, "test, each replica", "o"),
+        ("averaged_test_accuracy", GREEN, "test, averaged model", "s"),
     )
-    shown = [(curve, color, label, marker) for curve, color, label, marker in accuracies if curve is not None]
+    shown = [
+        (curve, color, label, marker)
+        for key, color, label, marker in candidates
+        if (curve := _curve(records, key)) is not None
+    ]
     matplotlib = import_matplotlib()
     with matplotlib.rc_context(STYLE):
         figure, axes = _panels(2 if shown else 1)
@@ -122,29 +148,8 @@ def training_figure(records: Records, path: str | Path, changes: Changes = ()) -
 def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
     """Draw the consensus distance over steps, also relative to the mean, on a logarithmic scale.
 
-    A distance of 0 (equal replicas) is a gap.
-
-    Parameters
-    ----------
-    records : sequence over ranks of sequences of mappings
-        The records of each rank. The figure shows ``consensus_distance`` and ``consensus_distance_relative`` of the
-        records that hold them, which are the same on all ranks.
-    path : str or Path
-        The file to write; missing folders are created.
-    changes : sequence of mapping
-        As for :func:`training_figure`.
-
-    Returns
-    -------
-    Path
-        ``path``.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        matplotlib is not installed.
-    ValueError
-        No record holds a consensus distance.
+    It shows ``consensus_distance`` and ``consensus_distance_relative`` of the records that hold them, which are the
+    same on all ranks; a distance of 0 (equal replicas) is a gap. All else is as for :func:`training_figure`.
     """
     curve = _curve(records, "consensus_distance")
     if curve is None:
@@ -162,8 +167,7 @@ def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) 
             if (shown.mean > 0).any():
                 axes.set_yscale("log", nonpositive="mask")
                 axes.grid(which="minor", axis="y", linewidth=0.5)
-            marker = "o" if len(shown.steps) <= 40 else ""
-            _draw(axes, shown, BLUE, "consensus distance", marker)
+            _draw(axes, shown, BLUE, "consensus distance", "o" if len(shown.steps) <= 40 else "")
             _label(axes, title, _count(records), shown.window)
             axes.set_ylabel(unit)
             _mark(axes, changes)
@@ -176,33 +180,22 @@ def _curve(records: Records, key: str) -> _Curve | None:
         {record["step"]: math.nan if record[key] is None else record[key] for record in rank_records if key in record}
         for rank_records in records
     ]
-    if all(math.isnan(value) for values_by_step in by_rank for value in values_by_step.values()):
-        return None
     steps = sorted(set().union(*by_rank))
-    window = -(-len(steps) // _MAX_POINTS)
-    num_points = -(-len(steps) // window)
-    shape = (len(by_rank), num_points * window)
-    values = np.full(shape, np.nan)
-    values[:, : len(steps)] = [[values_by_step.get(step, np.nan) for step in steps] for values_by_step in by_rank]
-    padded_steps = np.full(shape[1], np.nan)
-    padded_steps[: len(steps)] = steps
-    rank_curves = _mean_of_present(values.reshape(len(by_rank), num_points, window), axis=2)
-    return _Curve(
-        steps=_mean_of_present(padded_steps.reshape(num_points, window), axis=1),
-        mean=_mean_of_present(rank_curves, axis=0),
-        low=np.fmin.reduce(rank_curves, axis=0),
-        high=np.fmax.reduce(rank_curves, axis=0),
-        window=window,
-    )
-
-
-def _mean_of_present(values: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
-    """Return the mean over the values that are not NaN; NaN if there are none (np.nanmean would warn about that)."""
-    present = ~np.isnan(values)
-    count = present.sum(axis=axis)
-    total = np.where(present, values, 0.0).sum(axis=axis)
-    mean: npt.NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-    return mean
+    window = max(1, -(-len(steps) // _MAX_POINTS))
+    padding = [math.nan] * (-len(steps) % window)
+    values = np.array([[of_rank.get(step, math.nan) for step in steps] + padding for of_rank in by_rank], dtype=float)
+    if np.isnan(values).all():
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Mean of empty slice")
+        rank_curves = np.nanmean(values.reshape(len(by_rank), -1, window), axis=2)
+        return _Curve(
+            steps=np.nanmean(np.array(steps + padding, dtype=float).reshape(-1, window), axis=1),
+            mean=np.nanmean(rank_curves, axis=0),
+            low=np.fmin.reduce(rank_curves, axis=0),
+            high=np.fmax.reduce(rank_curves, axis=0),
+            window=window,
+        )
 
 
 def _panels(num_panels: int) -> tuple[Figure, list[Axes]]:

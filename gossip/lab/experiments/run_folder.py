@@ -17,11 +17,9 @@ from typing import Any
 
 from loguru import logger
 
-import topologies
 from gossip.compression.compiled_passes import quantized_by
-from gossip.lab.experiments import records, run_figures
+from gossip.lab.experiments import records
 from gossip.lab.experiments.validated_models import ConfigurationError
-from topologies import Topology
 
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.yaml"
@@ -69,11 +67,9 @@ def lock(folder: Path) -> Iterator[None]:
         A run in progress, which the message names, holds the lock; or the folder cannot be written.
     """
     path = folder / LOCK_FILE
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = _open_locked(path)
-    except OSError as error:
-        raise _cannot_be_written(folder, error) from error
     try:
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "started_at": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
         os.ftruncate(file, 0)
@@ -94,10 +90,11 @@ def _open_locked(path: Path) -> int:
                 if os.path.samestat(os.fstat(file), os.stat(path)):
                     return file
         except BlockingIOError:
-            owner = _owner(os.pread(file, 4096, 0))
             os.close(file)
+            owner = {"pid": "?", "host": "?", "started_at": "?"} | read_json(path)
             raise FolderError(
-                f"{path.parent} is in use by {owner}; wait for it, or choose another folder with hydra.run.dir=..."
+                f"{path.parent} is in use by the run with process id {owner['pid']} on {owner['host']}, started at "
+                f"{owner['started_at']}; wait for it, or choose another folder with hydra.run.dir=..."
             ) from None
         except OSError as error:
             if error.errno in _CANNOT_LOCK:
@@ -108,40 +105,33 @@ def _open_locked(path: Path) -> int:
         os.close(file)  # its owner removed it in the meantime
 
 
-def _owner(content: bytes) -> str:
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        owner = json.loads(content)
-        return f"the run with process id {owner['pid']} on {owner['host']}, started at {owner['started_at']}"
-    except (ValueError, KeyError, TypeError):
-        return "another run, which has only just begun"  # it holds the lock, but has not written the file yet
-
-
-def _cannot_be_written(folder: Path, error: OSError) -> FolderError:
-    return FolderError(f"the run folder {folder} cannot be written: {error.strerror}")
+        yield
+    except OSError as error:
+        raise FolderError(f"the run folder {folder} cannot be written: {error.strerror}") from error
 
 
 def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
     """Claim ``folder`` for this run: write the resolved configuration, the user's overrides and the versions.
 
-    Raises
-    ------
-    FolderError
-        The folder already holds a run, or cannot be written.
+    A FolderError says that the folder already holds a run, or cannot be written.
     """
     from omegaconf import OmegaConf
 
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / CONFIG_FILE).open("x", encoding="utf-8") as file:
-            file.write(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        try:
+            with (folder / CONFIG_FILE).open("x", encoding="utf-8") as file:
+                file.write(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        except FileExistsError:
+            raise FolderError(
+                f"{folder} already holds a run ({CONFIG_FILE}); remove it, or choose another folder with "
+                "hydra.run.dir=..."
+            ) from None
         (folder / OVERRIDES_FILE).write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
-    except FileExistsError:
-        raise FolderError(
-            f"{folder} already holds a run ({CONFIG_FILE}); remove it, or choose another folder with hydra.run.dir=..."
-        ) from None
-    except OSError as error:
-        raise _cannot_be_written(folder, error) from error
-    _write_json(folder / VERSIONS_FILE, versions())
+        _write_json(folder / VERSIONS_FILE, versions())
 
 
 def clear(folder: Path) -> None:
@@ -149,12 +139,8 @@ def clear(folder: Path) -> None:
 
     The caller must hold the lock.
     """
-    for path in (
-        folder / CONFIG_FILE,
-        folder / SUMMARY_FILE,
-        *folder.glob("rank*.jsonl"),
-        folder / records.TOGETHER_FILE,
-    ):
+    files = (folder / name for name in (CONFIG_FILE, SUMMARY_FILE, records.TOGETHER_FILE))
+    for path in (*files, *folder.glob("rank*.jsonl")):
         path.unlink(missing_ok=True)
 
 
@@ -195,10 +181,7 @@ def read_overrides(folder: Path) -> list[str]:
 
 def changed_versions(folder: Path) -> list[str]:
     """Describe every version that has changed since the run in ``folder`` began."""
-    try:
-        began = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return [f"{VERSIONS_FILE} cannot be read"]
+    began = read_json(folder / VERSIONS_FILE)
     return [f"{name} was {began.get(name)} and is {now}" for name, now in versions().items() if began.get(name) != now]
 
 
@@ -222,48 +205,6 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
     return True
 
 
-def draw_figures(
-    folder: Path,
-    num_ranks: int,
-    topology: Topology | None,
-    changes: Sequence[Mapping[str, Any]] = (),
-    *,
-    form: str = "svg",
-) -> tuple[Path, ...]:
-    """Draw loss and accuracy, the consensus distance, and the rounds of the topology, as SVG or PNG.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder of the run.
-    num_ranks : int
-        The number of ranks that took part, including those that joined.
-    topology : Topology or None
-        The topology to draw, if any.
-    changes : sequence of mapping
-        The changes of membership, ``changes_of_ranks`` of the summary.
-    form : str
-        The file format, "svg" or "png".
-
-    Returns
-    -------
-    tuple of Path
-        The files drawn.
-    """
-    files = records.record_files(folder, num_ranks)
-    by_rank = [records.read_jsonl(path) for path in files if path.exists()]  # a rank that ended at once has no file
-    drawn: list[Path] = []
-    for draw, name in ((run_figures.training_figure, "training"), (run_figures.consensus_figure, "consensus")):
-        try:
-            drawn.append(draw(by_rank, folder / f"{name}.{form}", changes))
-        except ValueError as error:  # a run that diverged has no finite numbers to draw, but it does have a result
-            logger.warning("{}.{} is left out: {}", name, form, error)
-    if topology is not None:
-        drawn.append(folder / f"topology.{form}")
-        topologies.draw(topology, drawn[-1])
-    return tuple(drawn)
-
-
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and the packages on which results depend."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
@@ -274,6 +215,15 @@ def versions() -> dict[str, str]:
             versions[package] = "not installed"
     versions["int8 and int4 by"] = quantized_by()
     return versions
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object; empty if there is none, or not all of it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""The checked settings of a run: the part of a configuration that launcher and training loop read directly."""
+"""The checked settings of a run: the part of a configuration that launcher and training loop read directly.
+
+``configs/train.yaml`` and ``configs/launch/local.yaml`` say what each key means.
+"""
 
 from __future__ import annotations
 
@@ -18,56 +21,21 @@ class _Section(Model):
 
 
 class TopologySettings(_Section):
-    """When ranks exchange.
-
-    Attributes
-    ----------
-    every : int
-        The number of steps per exchange; all but the last of them are local.
-    warmup_rounds : int
-        The number of rounds of the complete topology before the configured one begins.
-    """
+    """When ranks exchange."""
 
     every: int = Field(ge=1)
     warmup_rounds: int = Field(ge=0)
 
 
 class CheckpointSettings(_Section):
-    """When checkpoints are written.
-
-    Attributes
-    ----------
-    every : int
-        The number of steps between two checkpoints; 0 disables checkpoints.
-    keep : int
-        The number of checkpoints to keep.
-    """
+    """When checkpoints are written."""
 
     every: int = Field(ge=0)
     keep: int = Field(ge=1)
 
 
 class TrainingSettings(_Section):
-    """The length of a run, and how often it is evaluated.
-
-    Attributes
-    ----------
-    epochs : int
-        The length of the run in epochs.
-    steps : int or None
-        The number of steps of the whole run, instead of ``epochs``; each rank then repeats its own samples.
-    batch_size : int
-        The number of samples per rank and step, see :attr:`Settings.batch_size`.
-    total_batch_size : int or None
-        The number of samples per step of all ranks, instead of ``batch_size``.
-    evaluate_every_epochs : int
-        The number of epochs between two evaluations on the test split; 0 means only at the end.
-    evaluate_every_steps : int
-        The number of steps between two additional evaluations; 0 means none.
-    consensus_every_steps : int
-        The number of steps between two measurements of the consensus distance, each of which costs one global average;
-        0 means only where the test split is evaluated.
-    """
+    """The length of a run, and how often it is evaluated."""
 
     epochs: int = Field(ge=1)
     steps: int | None = Field(ge=1)
@@ -78,38 +46,13 @@ class TrainingSettings(_Section):
     consensus_every_steps: int = Field(ge=0)
 
     def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
-        """Whether to evaluate after ``steps`` completed steps.
-
-        Parameters
-        ----------
-        steps : int
-            The number of completed steps.
-        epochs : int or None
-            The number of completed epochs if the last step ended an epoch; otherwise None.
-        """
-        return (epochs is not None and every(self.evaluate_every_epochs, epochs)) or every(
-            self.evaluate_every_steps, steps
-        )
+        """Whether to evaluate after so many completed steps and, if the last one ended an epoch, epochs."""
+        after_epoch = epochs is not None and every(self.evaluate_every_epochs, epochs)
+        return after_epoch or every(self.evaluate_every_steps, steps)
 
 
 class LaunchSettings(_Section):
-    """The ranks.
-
-    Attributes
-    ----------
-    world_size : int
-        The number of ranks.
-    local_size : int
-        The number of ranks of a group, which train one replica together; with 1, each rank has a replica of its own.
-    port : int or None
-        The port of the key-value store; None selects a free one.
-    timeout_s : float
-        The longest time that any wait for other ranks may take.
-    num_threads : int or None
-        The number of torch threads per rank; None divides the cores of the machine by the number of ranks.
-    restart : int
-        How many times a failed worker is restarted.
-    """
+    """The ranks; ``local_size`` of them form a group, which trains one replica together."""
 
     world_size: int = Field(ge=1)
     local_size: int = Field(ge=1)
@@ -120,37 +63,13 @@ class LaunchSettings(_Section):
 
 
 class DataSettings(_Section):
-    """What happens to data; a data section of the user's own may omit all of it.
-
-    Attributes
-    ----------
-    on_loss : str
-        What happens to the samples of lost ranks: "redistribute" or "leave".
-    """
+    """What happens to the samples of lost ranks; a data section of the user's own may omit it."""
 
     on_loss: Literal["redistribute", "leave"] = "redistribute"
 
 
 class Settings(_Section):
-    """The settings of a run: method, duration, ranks and what it records.
-
-    Attributes
-    ----------
-    method : str
-        "gossip", "ddp" (torch's DistributedDataParallel) or "local" (no exchange at all).
-    engine : str
-        "processes" for one process per rank, or "virtual" for all replicas in one process.
-    seed : int
-        The seed of the partition, the initial values and the order of the samples.
-    figures : bool
-        Whether figures are drawn at the end.
-    profile : bool
-        Whether each rank writes a trace of a few steps.
-    resume : object
-        What the run resumes from the newest checkpoint in its folder; None begins anew.
-    shard : str
-        How the ranks of a group share a replica: "none" (each has all of it), "optimizer" or "fsdp".
-    """
+    """The settings of a run: method, duration, ranks and what it records."""
 
     method: Literal["gossip", "ddp", "local"]
     engine: Literal["processes", "virtual"]
@@ -167,13 +86,7 @@ class Settings(_Section):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a resolved configuration.
-
-        Raises
-        ------
-        ConfigurationError
-            A value is missing, of the wrong type or out of range.
-        """
+        """Read and check a resolved configuration; a ConfigurationError names the first value that is refused."""
         return read(cls, config)
 
     @property
@@ -195,37 +108,41 @@ class Settings(_Section):
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:
         world_size, local_size = self.launch.world_size, self.launch.local_size
-        total = self.training.total_batch_size
-        if total is not None and total % world_size:
-            raise ValueError(
+        total, is_virtual, is_ddp = self.training.total_batch_size, self.engine == "virtual", self.method == "ddp"
+        checks = (
+            (
+                total is not None and total % world_size != 0,
                 f"training.total_batch_size={total} is no multiple of launch.world_size={world_size}; choose one, or "
-                "set training.batch_size"
-            )
-        if world_size % local_size:
-            raise ValueError(
+                "set training.batch_size",
+            ),
+            (
+                world_size % local_size != 0,
                 f"launch.local_size={local_size} does not divide launch.world_size={world_size}; every group has as "
-                "many ranks"
-            )
-        if self.shard != "none" and local_size == 1:
-            raise ValueError(
-                f"shard={self.shard} divides a replica among the ranks of a group; set launch.local_size to at least 2"
-            )
-        if local_size > 1 and (self.engine == "virtual" or self.method == "ddp"):
-            other = "engine=virtual" if self.engine == "virtual" else "method=ddp"
-            raise ValueError(
-                f"launch.local_size={local_size}: {other} has no groups of ranks; set launch.local_size=1, or "
-                "engine=processes and method=gossip or local"
-            )
-        if self.engine == "virtual" and self.profile:
-            raise ValueError(
+                "many ranks",
+            ),
+            (
+                self.shard != "none" and local_size == 1,
+                f"shard={self.shard} divides a replica among the ranks of a group; set launch.local_size to at least 2",
+            ),
+            (
+                local_size > 1 and (is_virtual or is_ddp),
+                f"launch.local_size={local_size}: {'engine=virtual' if is_virtual else 'method=ddp'} has no groups of "
+                "ranks; set launch.local_size=1, or engine=processes and method=gossip or local",
+            ),
+            (
+                is_virtual and self.profile,
                 "profile=true is for ranks that are processes, not for engine=virtual; leave it out, or set "
-                "engine=processes"
-            )
-        if self.method == "ddp" and self.checkpoint.every > 0:
-            raise ValueError(
-                f"checkpoint.every={self.checkpoint.every}: method=ddp cannot save and resume; set "
-                "checkpoint.every=0, or method=gossip or local"
-            )
+                "engine=processes",
+            ),
+            (
+                is_ddp and self.checkpoint.every > 0,
+                f"checkpoint.every={self.checkpoint.every}: method=ddp cannot save and resume; set checkpoint.every=0, "
+                "or method=gossip or local",
+            ),
+        )
+        for is_refused, why in checks:
+            if is_refused:
+                raise ValueError(why)
         return self
 
 

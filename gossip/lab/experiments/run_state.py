@@ -24,15 +24,6 @@ from gossip.lab.experiments.validated_models import ConfigurationError
 class RunState:
     """The progress and the accumulated costs of one rank: the content of a checkpoint besides the model.
 
-    Parameters
-    ----------
-    experiment : Experiment
-        The experiment that is run.
-    method : Method
-        The training method, which holds the model.
-    folder : Path
-        The folder of the run.
-
     Attributes
     ----------
     scheduler : LRScheduler
@@ -46,6 +37,8 @@ class RunState:
     position : int
         The progress in terms of the data: ``epoch * steps_per_epoch`` plus the completed steps of the current epoch.
         It differs from ``step`` once the number of ranks, and with it the length of an epoch, has changed.
+    earlier_wall_time_s : float
+        The wall time in seconds up to the checkpoint from which the run was resumed.
     """
 
     def __init__(self, experiment: Experiment, method: Method, folder: Path) -> None:
@@ -59,17 +52,12 @@ class RunState:
         self.step = 0
         self.position = 0
         self._started_at = time.perf_counter()
-        self._earlier_wall_time_s = 0.0
+        self.earlier_wall_time_s = 0.0
 
     @property
     def total_steps(self) -> int:
         """The number of steps that will have been completed when the run ends."""
         return self.step + self._all_positions - self.position
-
-    @property
-    def earlier_wall_time_s(self) -> float:
-        """The wall time in seconds up to the checkpoint from which the run was resumed."""
-        return self._earlier_wall_time_s
 
     def advance(self, record: Mapping[str, Any]) -> bool:
         """Count one completed step, add its record to the report and step the scheduler.
@@ -101,21 +89,16 @@ class RunState:
                 epoch=epoch,
                 step_in_epoch=step_in_epoch,
                 steps_per_epoch=self._steps_per_epoch,
-                wall_time_s=self._earlier_wall_time_s + time.perf_counter() - self._started_at,
+                wall_time_s=self.earlier_wall_time_s + time.perf_counter() - self._started_at,
             )
         except CheckpointError as error:  # raised on every rank alike, so the ranks remain in step
             if self._world.rank == 0:
                 logger.error("no checkpoint of step {}, training goes on: {}", self.step, error)
 
     def join(self) -> None:
-        """Take over the progress of the run that this rank has just joined. Local.
+        """Take over the progress of the run that this rank has just joined, unless that was resumed. Local.
 
         The scheduler has the state of the others' already, because the model keeps it.
-
-        Raises
-        ------
-        ConfigurationError
-            The run was resumed: only the ranks that resumed it know its position in the data.
         """
         assert self._method.model is not None
         if self._experiment.settings.resume is not None:
@@ -125,22 +108,17 @@ class RunState:
         self.step = self.position = self._method.model.step
 
     def load(self) -> None:
-        """Resume from the newest valid checkpoint. Collective.
+        """Resume from the newest valid checkpoint; a CheckpointError if there is none that fits. Collective.
 
         If the checkpoint was saved by a different number of ranks, the data continue at the same fraction of the epoch
         (rounded down to whole steps), the learning rate continues at the corresponding point of its schedule, and
         every rank continues the report of the former rank 0.
-
-        Raises
-        ------
-        CheckpointError
-            There is no checkpoint that fits.
         """
         assert self._method.model is not None
         checkpoint = gossip.load(self._method.model, self._checkpoints, report=self.report)
         data = checkpoint.data
         self.step = checkpoint.step
-        self._earlier_wall_time_s = data["wall_time_s"]
+        self.earlier_wall_time_s = data["wall_time_s"]
         if self._experiment.settings.training.steps is None:
             self.position = data["epoch"] * self._steps_per_epoch
             self.position += data["step_in_epoch"] * self._steps_per_epoch // data["steps_per_epoch"]
@@ -148,7 +126,7 @@ class RunState:
             self.position = data["epoch"] * data["steps_per_epoch"] + data["step_in_epoch"]
         world_size = self._experiment.settings.launch.world_size
         if checkpoint.world_size != world_size:
-            self._renew_scheduler()
+            self._restart_schedule()
             if self._world.rank == 0:
                 logger.warning(
                     "the data are divided among {} ranks instead of {}: {} steps per epoch instead of {}, and {} are "
@@ -167,8 +145,8 @@ class RunState:
             self._method.model.keep(scheduler=scheduler)
         return scheduler
 
-    def _renew_scheduler(self) -> None:
-        """Replace the scheduler by one over the present total number of steps, advanced to the present position."""
+    def _restart_schedule(self) -> None:
+        """Advance a new schedule, over the present total number of steps, to the present position."""
         for group in self._method.optimizer.param_groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
         self.scheduler = self._make_scheduler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,56 +11,41 @@ from typing import Any
 from gossip.lab.experiments.evaluation import Evaluation
 from gossip.lab.experiments.experiment_build import Experiment
 
-_TOTALS = {
-    "step_time_s": "training_time_s",
-    "exposed_wait_s": "exposed_wait_s",
-    "overlapped_s": "overlapped_s",
-    "forward_s": "forward_s",
-    "backward_s": "backward_s",
-    "update_s": "update_s",
-    "bytes_sent": "bytes_sent",
-    "num_refused": "num_refused",
-    "num_skipped": "num_skipped",
-}
+_SUMMED = ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s", "bytes_sent", "num_refused")
+_TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED, "num_skipped")}}
 """The keys of a record that are summed over the steps, and the name of each sum."""
 _PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
 
 class RankReport:
-    """Accumulates the contribution of one rank to the summary."""
+    """Accumulates the contribution of one rank to the summary; its state is part of a checkpoint."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._totals: dict[str, float] = {}
-        self._wait_by_peer_s: dict[str, float] = {}
+        self._state: dict[str, Any] = {"steps": 0, "totals": {}, "wait_by_peer_s": {}}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the record of one step, with the costs that the training method measures."""
-        self._steps += 1
-        for key, name in _TOTALS.items():
-            if key in record:
-                self._totals[name] = self._totals.get(name, 0) + record[key]
-        for peer, wait_s in record.get("wait_by_peer_s", {}).items():
-            self._wait_by_peer_s[peer] = self._wait_by_peer_s.get(peer, 0.0) + wait_s
+        self._state["steps"] += 1
+        costs = {name: record[key] for key, name in _TOTALS.items() if key in record}
+        for sums, added in (("totals", costs), ("wait_by_peer_s", record.get("wait_by_peer_s", {}))):
+            for name, value in added.items():
+                self._state[sums][name] = self._state[sums].get(name, 0) + value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the accumulated values, for a checkpoint."""
-        return {"steps": self._steps, "totals": dict(self._totals), "wait_by_peer_s": dict(self._wait_by_peer_s)}
+        """Return the accumulated values."""
+        return copy.deepcopy(self._state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the accumulated values of a checkpoint."""
-        self._steps = state_dict["steps"]
-        self._totals = dict(state_dict["totals"])
-        self._wait_by_peer_s = dict(state_dict["wait_by_peer_s"])
+        self._state = copy.deepcopy(dict(state_dict))
 
     def of_rank(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return the report as plain numbers, with the final evaluation of the rank's replica."""
         return {
-            "steps": self._steps,
-            **self._totals,
-            "wait_by_peer_s": self._wait_by_peer_s,
-            "test_loss": evaluation.loss,
-            "test_accuracy": evaluation.accuracy,
+            "steps": self._state["steps"],
+            **self._state["totals"],
+            "wait_by_peer_s": self._state["wait_by_peer_s"],
+            **evaluation.named("test"),
         }
 
 
@@ -74,20 +60,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Build the summary of a completed run.
 
-    Parameters
-    ----------
-    experiment : Experiment
-        The experiment that was run.
-    reports : sequence of mapping
-        The result of :meth:`RankReport.of_rank` of each rank.
-    average : Evaluation
-        The evaluation of the global average.
-    consensus_before, consensus_after : (float, float)
-        The absolute and the relative consensus distance before and after the global average.
-    parameter_bytes : int
-        The size of the parameters of one replica.
-    changes : sequence of mapping
-        The changes of membership during the run: the step from which each applies, and the members from then on.
+    ``reports`` are the results of :meth:`RankReport.of_rank` of each rank, and ``average`` evaluates their average. The
+    absolute and the relative consensus distance are those before and after that replaced the replicas. The changes of
+    membership have the step from which each applies, and the members from then on.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
@@ -145,38 +120,42 @@ def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the time spent waiting for each peer, as the mean over the ranks that receive messages from it."""
     peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
-    waits = ([report["wait_by_peer_s"].get(peer) for report in reports] for peer in peers)
     return {
-        peer: statistics.fmean(wait for wait in of_peer if wait is not None)
-        for peer, of_peer in zip(peers, waits, strict=True)
+        peer: statistics.fmean(report["wait_by_peer_s"][peer] for report in reports if peer in report["wait_by_peer_s"])
+        for peer in peers
     }
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the summary of a completed run as rows of a table: the label, and the value with its unit."""
+    """Return the summary of a completed run as rows of a table: the label, and the value with its unit.
+
+    A time that the method or the engine does not measure is left out.
+    """
+    distances = {
+        when: f"{summary[f'consensus_distance_{when}']:.3g} (relative "
+        f"{summary[f'consensus_distance_{when}_relative']:.2g})"
+        for when in ("before", "after")
+    }
+    measured = {"exposed_wait_s": "exposed wait, mean of the ranks"}
+    measured["overlapped_s"] = "exchanges beside computation, over buckets"
     return [
-        ("test accuracy, local replicas: mean", percent(summary["local_test_accuracy_mean"])),
-        ("test accuracy, local replicas: worst", percent(summary["local_test_accuracy_worst"])),
-        ("test accuracy, local replicas: best", percent(summary["local_test_accuracy_best"])),
+        *(
+            (f"test accuracy, local replicas: {which}", percent(summary[f"local_test_accuracy_{which}"]))
+            for which in ("mean", "worst", "best")
+        ),
         ("test accuracy, global average", percent(summary["averaged_test_accuracy"])),
         ("test loss, global average", f"{summary['averaged_test_loss']:.4f}"),
-        ("consensus distance before the average", _distance(summary, "consensus_distance_before")),
-        ("consensus distance after", _distance(summary, "consensus_distance_after")),
+        ("consensus distance before the average", distances["before"]),
+        ("consensus distance after", distances["after"]),
         ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
         ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
-        *_measured(summary, "exposed_wait_s", "exposed wait, mean of the ranks"),
-        *_measured(summary, "overlapped_s", "exchanges beside computation, over buckets"),
+        *((text, seconds(summary[key])) for key, text in measured.items() if summary[key] is not None),
         ("sent per rank and step", size(summary["bytes_sent_per_step"])),
         *(
             (f"ranks from step {change['step']} on", ", ".join(map(str, change["members"])))
             for change in summary.get("changes_of_ranks", ())
         ),
     ]
-
-
-def _measured(summary: Mapping[str, Any], key: str, text: str) -> list[tuple[str, str]]:
-    """Return one table row for a time, or none where the method or the engine does not measure it."""
-    return [] if summary[key] is None else [(text, seconds(summary[key]))]
 
 
 def seconds(duration_s: float | None) -> str:
@@ -196,7 +175,3 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
-
-
-def _distance(summary: Mapping[str, Any], key: str) -> str:
-    return f"{summary[key]:.3g} (relative {summary[f'{key}_relative']:.2g})"

@@ -19,21 +19,7 @@ class Shards:
     every rank cycles through its own samples independently of the others: an epoch is then as long as the mean shard,
     and shards may be smaller than a batch.
 
-    Parameters
-    ----------
-    indices : sequence of integer arrays
-        The sample indices of each rank.
-    batch_size : int
-        The number of samples per rank and step.
-    seed : int
-        The seed of the sample order.
-    repeats : bool
-        Whether every rank repeats its own samples.
-
-    Raises
-    ------
-    ValueError
-        A shard is smaller than a batch, and ``repeats`` is not set.
+    Raises a ValueError if a shard is smaller than a batch, and ``repeats`` is not set.
     """
 
     indices: Sequence[npt.NDArray[np.int64]]
@@ -71,20 +57,10 @@ class Shards:
     def batches(
         self, inputs: torch.Tensor, targets: torch.Tensor, *, ranks: range, epoch: int, first: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each step of an epoch, the batches of some ranks, concatenated.
+        """Yield, for each step of an epoch from step ``first`` on, the batches of some ranks, concatenated.
 
-        The order of a rank's samples depends on (seed, rank, epoch) alone.
-
-        Parameters
-        ----------
-        inputs, targets : Tensor, [N, ...]
-            All samples.
-        ranks : range
-            The ranks whose batches are returned.
-        epoch : int
-            The number of the epoch.
-        first : int
-            The number of steps of the epoch to skip, because they have been made already.
+        ``inputs`` and ``targets``, [N, ...], are all samples. The order of a rank's samples depends on
+        (seed, rank, epoch) alone.
         """
         own = [self.indices[rank] for rank in ranks]
         for places in zip(*(self.places(rank, epoch, first) for rank in ranks), strict=True):

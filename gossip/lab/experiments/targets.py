@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gossip.lab.experiments.validated_models import ConfigurationError
 
@@ -21,19 +21,12 @@ OPTION = "trusted_targets"
 TARGET = "_target_"
 
 
-@dataclass(frozen=True)
-class _Package:
-    """A group of definitions that a target may name.
+class _Package(NamedTuple):
+    """Definitions that a target may name: classes and, with ``functions``, functions.
 
-    Attributes
-    ----------
-    written : str
-        The prefix of the target; nothing outside this package is imported.
-    defined : str
-        The module, or the package of modules, in which the object must be defined: a dotted name can lead to anything
-        that a module has imported, as ``torch.optim.adam.torch.load`` does.
-    functions : bool
-        Whether public functions are allowed; if not, only classes.
+    The target begins with ``written``, outside of which nothing is imported, and the object must be ``defined`` in this
+    module, or package of modules: a dotted name can lead to anything that a module has imported, as
+    ``torch.optim.adam.torch.load`` does.
     """
 
     written: str
@@ -42,21 +35,15 @@ class _Package:
 
 
 _OPTIMIZERS = _Package("torch.optim", "torch.optim")
-_MODULES = _Package("torch.nn", "torch.nn.modules")
-
-
-def _own(module: str, *, functions: bool = False) -> _Package:
-    return _Package("gossip", module, functions)
-
 
 ALLOWED: Mapping[str, tuple[_Package, ...]] = {
-    "data": (_own("gossip.lab.experiments.datasets", functions=True),),
-    "model": (_own("gossip.lab.experiments.models"), _MODULES),
-    "wrapper": (_own("gossip.wrapper"),),
-    "algorithm": (_own("gossip.algorithms"),),
-    "compression": (_own("gossip.compression"),),
-    "optimizer": (_OPTIMIZERS, _own("gossip.optimizers.accum_adam")),
-    "scheduler": (_own("gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
+    "data": (_Package("gossip", "gossip.lab.experiments.datasets", functions=True),),
+    "model": (_Package("gossip", "gossip.lab.experiments.models"), _Package("torch.nn", "torch.nn.modules")),
+    "wrapper": (_Package("gossip", "gossip.wrapper"),),
+    "algorithm": (_Package("gossip", "gossip.algorithms"),),
+    "compression": (_Package("gossip", "gossip.compression"),),
+    "optimizer": (_OPTIMIZERS, _Package("gossip", "gossip.optimizers.accum_adam")),
+    "scheduler": (_Package("gossip", "gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
 }
 """The allowed definitions by config section, which apply to nested targets too; other sections allow no target."""
 
@@ -84,12 +71,17 @@ def check_targets(config: Mapping[str, Any]) -> None:
     for place, name in found:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
-    refused = _refused(found, trusted)
-    if refused:
-        raise _refusal([(place, name, name) for place, name in refused], trusted)
+    if refused := _refused(found, trusted):
+        raise _refusal({place: (name, name) for place, name in refused}, trusted)
     for place, name in found:
-        if name not in trusted:
-            _check_definition(place, name, trusted)
+        if name in trusted:
+            continue
+        target = locate(place, name)
+        if not inspect.isclass(target) and not inspect.isroutine(target):
+            raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
+        defined = f"{getattr(target, '__module__', None)}.{target.__qualname__}"
+        if not _is_within(defined, trusted) and not _is_allowed(place, target):
+            raise _refusal({place: (name, defined)}, trusted)
     for section in ALLOWED:
         for place, value in _leaves(config.get(section), section):
             if "${" in str(value):
@@ -116,52 +108,40 @@ def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str
     """
     trusted = trusted_names(asked)
     names = [str(name) for name in config.get("imports") or ()]
-    refused = [name for name in names if name not in (asked.get("imports") or ()) and not _is_trusted(name, trusted)]
-    if not refused:
-        return
-    targets = [name for _, name in _refused([each for each in _targets(config) if isinstance(each[1], str)], trusted)]
-    and_targets = f" and names {', '.join(targets)}" if targets else ""
-    raise ConfigurationError(
-        f"{path} has imports=[{','.join(refused)}], which would run "
-        f"{'that module' if len(refused) == 1 else 'these modules'} here{and_targets}; if you trust "
-        f"{'it' if len(refused) + len(targets) == 1 else 'them'}, add {_trusting(refused + targets, trusted)}"
-    )
+    refused = [name for name in names if name not in (asked.get("imports") or ()) and not _is_within(name, trusted)]
+    if refused:
+        targets = [name for _, name in _refused(_targets(config), trusted)]
+        and_targets = f" and names {', '.join(targets)}" if targets else ""
+        raise ConfigurationError(
+            f"{path} has imports=[{','.join(refused)}], which would be run here{and_targets}; if you trust that code, "
+            f"add {_trusting([*refused, *targets], trusted)}"
+        )
 
 
 def locate(place: str, name: str) -> Any:
-    """Import and return the object that a target names.
-
-    Raises
-    ------
-    ConfigurationError
-        The object cannot be imported.
-    """
-    first, *others = name.split(".")
+    """Import and return the object that a target names."""
+    path, _, others = name.partition(".")
     found: Any = None
-    path = first
     try:
-        found = importlib.import_module(first)
-        for part in others:
+        found = importlib.import_module(path)
+        for part in filter(None, others.split(".")):
             path = f"{path}.{part}"
             if inspect.ismodule(found) and not hasattr(found, part):
                 found = importlib.import_module(path)
             else:
                 found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        near = difflib.get_close_matches(path.rpartition(".")[2], dir(found), n=1) if inspect.ismodule(found) else []
-        hint = f"; did you mean {path.rpartition('.')[0]}.{near[0]}?" if near else ""
+        above, _, last = path.rpartition(".")
+        near = difflib.get_close_matches(last, dir(found), n=1) if inspect.ismodule(found) else []
+        hint = f"; did you mean {above}.{near[0]}?" if near else ""
+        if not above:
+            hint = "; put its folder on the path, PYTHONPATH=folder"
         raise ConfigurationError(f"{place}={name} cannot be imported: {error}{hint}") from error
     return found
 
 
 def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that the user trusts in addition to the allow-list (``trusted_targets``).
-
-    Raises
-    ------
-    ConfigurationError
-        ``trusted_targets`` is not a list of names.
-    """
+    """Return the names that the user trusts in addition to the allow-list (``trusted_targets``)."""
     names = config.get(OPTION) or ()
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"{OPTION}={names!r} is no list of packages; write {OPTION}=[package]")
@@ -195,43 +175,32 @@ def _allowed_at(place: str) -> tuple[_Package, ...]:
     return ALLOWED.get(place.partition(".")[0].partition("[")[0], ())
 
 
-def _is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
+def _is_within(name: str, packages: Sequence[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _is_trusted(name: str, trusted: Sequence[str]) -> bool:
-    return any(_is_within(name, prefix) for prefix in trusted)
+def _is_allowed(place: str, target: Any) -> bool:
+    """Whether an object is a public class or function of a package that is allowed at this place."""
+    module, is_public = str(getattr(target, "__module__", None)), re.fullmatch(r"[^._][^.]*", target.__qualname__)
+    return is_public is not None and any(
+        _is_within(module, [package.defined]) and (package.functions or inspect.isclass(target))
+        for package in _allowed_at(place)
+    )
 
 
-def _check_definition(place: str, name: str, trusted: Sequence[str]) -> None:
-    """Refuse a name that resolves to an object defined outside the allowed and the trusted packages."""
-    target = locate(place, name)
-    if not inspect.isclass(target) and not inspect.isroutine(target):
-        raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
-    module, qualified_name = str(getattr(target, "__module__", None)), str(target.__qualname__)
-    defined = f"{module}.{qualified_name}"
-    if _is_trusted(defined, trusted):
-        return
-    is_public = "." not in qualified_name and not qualified_name.startswith("_")
-    for package in _allowed_at(place):
-        if _is_within(module, package.defined) and is_public and (package.functions or inspect.isclass(target)):
-            return
-    raise _refusal([(place, name, defined)], trusted)
-
-
-def _refused(targets: Sequence[tuple[str, str]], trusted: Sequence[str]) -> list[tuple[str, str]]:
+def _refused(targets: Iterable[tuple[str, Any]], trusted: Sequence[str]) -> list[tuple[str, str]]:
     """Return the targets whose names are neither allowed in their section nor trusted."""
     return [
-        (place, name)
+        (place, str(name))
         for place, name in targets
-        if not any(_is_within(name, group.written) for group in _allowed_at(place)) and not _is_trusted(name, trusted)
+        if not _is_within(str(name), [*trusted, *(package.written for package in _allowed_at(place))])
     ]
 
 
-def _refusal(refused: Sequence[tuple[str, str, str]], trusted: Sequence[str]) -> ConfigurationError:
-    """Build the error for refused targets, each given by its place, its name and its qualified definition."""
+def _refusal(refused: Mapping[str, tuple[str, str]], trusted: Sequence[str]) -> ConfigurationError:
+    """Build the error for refused targets, given by place as their names and their qualified definitions."""
     texts = []
-    for place, name, defined in refused:
+    for place, (name, defined) in refused.items():
         allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
         what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
         texts.append(
@@ -240,7 +209,7 @@ def _refusal(refused: Sequence[tuple[str, str, str]], trusted: Sequence[str]) ->
         )
     return ConfigurationError(
         f"{'; '.join(texts)}. If you trust that code with what it is given, add "
-        f"{_trusting([defined for _, _, defined in refused], trusted)}"
+        f"{_trusting([defined for _, defined in refused.values()], trusted)}"
     )
 
 

@@ -6,9 +6,8 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import profile
 
@@ -22,12 +21,8 @@ _FIRST_STEP, _NUM_STEPS = 5, 5  # the first steps allocate and warm up
 _FIRST_ROW = 1_000_000_000  # larger than any thread id
 
 
-@dataclass(frozen=True)
-class TracedExchange:
-    """One exchange of a bucket in a step.
-
-    ``finished_at`` returns the ``time.perf_counter()`` value of its end, or None while it is under way.
-    """
+class TracedExchange(NamedTuple):
+    """One exchange of a bucket in a step; its times are values of ``time.perf_counter()``, None before its end."""
 
     step: int
     bucket: int
@@ -41,12 +36,7 @@ class Tracer:
 
     The exchanges of each bucket have a row of their own, because they run in threads that torch.profiler does not see.
 
-    Parameters
-    ----------
-    path : Path
-        The trace file; it is written once the last exchange of the profiled window has arrived.
-    total_steps : int
-        The number of steps of the run.
+    The trace is written to ``path`` once the last exchange of the profiled window has arrived.
     """
 
     def __init__(self, path: Path, total_steps: int) -> None:
@@ -69,26 +59,25 @@ class Tracer:
 
     def step_ended(self, step: int) -> None:
         """Stop profiling at the last step of the window, and write the trace when possible. Call after each step."""
-        if self._is_active and step == self._end - 1:
-            assert self._profiler is not None
-            self._profiler.stop()
-            self._is_active = False
+        if step == self._end - 1:
+            self._stop()
         elif step >= self._end and all(exchange.finished_at() is not None for exchange in self._exchanges):
             self._write()
 
-    def exchange_started(
-        self, step: int, bucket: int, bytes_sent: int, started_at: float, finished_at: Callable[[], float | None]
-    ) -> None:
+    def exchange_started(self, exchange: TracedExchange) -> None:
         """Record an exchange if it starts within the profiled window."""
         if self._is_active:
-            self._exchanges.append(TracedExchange(step, bucket, bytes_sent, started_at, finished_at))
+            self._exchanges.append(exchange)
 
     def close(self) -> None:
         """Write the trace, without the exchanges that have not arrived."""
+        self._stop()
+        self._write()
+
+    def _stop(self) -> None:
         if self._is_active and self._profiler is not None:
             self._profiler.stop()
             self._is_active = False
-        self._write()
 
     def _write(self) -> None:
         if self._profiler is None:
@@ -110,32 +99,27 @@ class Tracer:
         offset_us = min(
             ts - 1e6 * started_at for ts, started_at in zip(forwards, self._forward_started_at, strict=False)
         )
-        process = os.getpid()
-        rows: dict[int, str] = {}
         complete: list[dict[str, Any]] = []
+        rows: dict[int, dict[str, Any]] = {}
         for exchange in self._exchanges:
             finished_at = exchange.finished_at()
             if finished_at is None:
                 continue
-            row = _FIRST_ROW + exchange.bucket
-            rows[row] = f"exchanges of bucket {exchange.bucket}"
+            row, bucket = {"pid": os.getpid(), "tid": _FIRST_ROW + exchange.bucket}, f"bucket {exchange.bucket}"
+            name_of_row = {"name": f"exchanges of {bucket}"}
+            rows[exchange.bucket] = {**row, "ph": "M", "name": "thread_name", "args": name_of_row}
             complete.append(
                 {
+                    **row,
                     "ph": "X",
                     "cat": "user_annotation",
-                    "name": f"exchange of bucket {exchange.bucket}",
-                    "pid": process,
-                    "tid": row,
+                    "name": f"exchange of {bucket}",
                     "ts": 1e6 * exchange.started_at + offset_us,
                     "dur": 1e6 * (finished_at - exchange.started_at),
                     "args": {"step": exchange.step, "bucket": exchange.bucket, "bytes_sent": exchange.bytes_sent},
                 }
             )
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
-            for row, name in rows.items()
-        ]
-        return names + complete
+        return [*rows.values(), *complete]
 
 
 class TracedTransport(DistributedTransport):
@@ -153,5 +137,5 @@ class TracedTransport(DistributedTransport):
         def finished_at() -> float | None:
             return max(pending.finished_at.values()) if pending.done and pending.finished_at else None
 
-        self._tracer.exchange_started(step, bucket, num_bytes, started_at, finished_at)
+        self._tracer.exchange_started(TracedExchange(step, bucket, num_bytes, started_at, finished_at))
         return exchange

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import ExchangeError, LaunchError, World
-from gossip.lab.experiments import config_store, folder_cleanup, restarts, resuming, run_folder, user_targets
+from gossip.lab.experiments import config_store, folder_cleanup, resuming, run_folder
 from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.console_table import print_run
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.progress_bar import configure_logging
-from gossip.lab.experiments.restarts import State
+from gossip.lab.experiments.resuming import State
 from gossip.lab.experiments.run_summary import percent
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
@@ -148,8 +148,7 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
     from gossip.lab.sweeps import sweeper
 
     check_flags(sys.argv[1:])
-    config_store.offer(sys.argv[1:], config_folder)
-    sys.argv[1:] = user_targets.offer(sys.argv[1:], config_folder)
+    sys.argv[1:] = config_store.offer(sys.argv[1:], config_folder)
     errors: list[Exception] = []
 
     def task(config: Any) -> None:
@@ -197,7 +196,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
         resume = config.get("resume")
         if not in_sweep and _is_to_go_on_if_it_can(resume):
             state = State[
-                _said_by_rank_0(lambda: restarts.state_of(folder, resume).name, "looking into the run folder")
+                _said_by_rank_0(lambda: resuming.state_of(folder, resume).name, "looking into the run folder")
             ]
             config["resume"] = str(folder) if state is State.GO_ON else None
         if state is State.ENDED:
@@ -233,7 +232,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
 
 def _is_to_go_on_if_it_can(resume: str | None) -> bool:
     """Whether the run may have been started before, in an attempt that failed."""
-    return resume == restarts.AUTO or (resume is None and restarts.restarter() is not None)
+    return resume == resuming.AUTO or (resume is None and resuming.restarter() is not None)
 
 
 class _FolderChoice:
@@ -248,7 +247,7 @@ class _FolderChoice:
         if self._found is None:
             asked = {str(key): _plain_value(_root_[key]) for key in _root_ if key != "hydra"}
             self._found = _said_by_rank_0(
-                lambda: str(restarts.find(Path(output_root), asked) or f"{output_root}/{name}"), "choosing a run folder"
+                lambda: str(resuming.find(Path(output_root), asked) or f"{output_root}/{name}"), "choosing a run folder"
             )
         return self._found
 

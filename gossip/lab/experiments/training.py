@@ -19,8 +19,8 @@ from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import GracefulStop
-from gossip.lab.experiments.progress_bar import ProgressBar, configure_logging
-from gossip.lab.experiments.records import cut_jsonl, other_file
+from gossip.lab.experiments.progress_bar import configure_logging, progress_bar
+from gossip.lab.experiments.records import TOGETHER_FILE, cut_jsonl
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
@@ -37,17 +37,7 @@ MODEL_FILE = "model.safetensors"
 def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], str] = lambda _: "") -> dict[str, Any]:
     """Build the experiment from its configuration and call :func:`train_experiment`: the entry point of a worker.
 
-    Collective.
-
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration as plain data; the same on every rank.
-    folder : str
-        The folder of the run; it must exist.
-    last_words : callable
-        Returns the last output of a rank that a signal terminates during a blocking call: see
-        :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
+    Collective; ``config`` is the resolved configuration as plain data, the same on every rank.
     """
     return train_experiment(build(config), Path(folder), last_words)
 
@@ -94,16 +84,33 @@ def train_experiment(
             method = make_method(experiment, tracer)
         world = method.world
         state = RunState(experiment, method, folder)
-        if method.world.member >= settings.launch.world_size:
+        if world.member >= settings.launch.world_size:
             state.join()
         elif settings.resume is not None:
             state.load()
-            _cut_records(folder, method, state.step)
+            if world.rank == 0:
+                _cut_records_of_others(folder, method, state.step)
         records = stack.enter_context(_begun_records(experiment, method, state, folder))
         if tracer is not None:
             stack.callback(tracer.close)
-        bar = stack.enter_context(ProgressBar(state.total_steps, first_step=state.step, visible=world.rank == 0))
-        last, signal_number = _make_all_steps(experiment, method, tracer, state, bar, records, last_words)
+        show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
+        last: dict[str, Any] = {}
+        signal_number, saves = None, settings.checkpoint.every > 0
+        with GracefulStop.of_all_ranks(
+            world, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
+        ) as stopping:
+            for last in _steps(experiment, method, tracer, state):
+                show(last)
+                if state.step == state.total_steps:  # its record is completed by the final evaluation
+                    break
+                _log(records, last)
+                stops = not stopping.goes_on(state.step)
+                if stops or every(settings.checkpoint.every, state.step):
+                    records.flush()  # a checkpoint must not be more durable than the records before it
+                    state.save()
+                if stops:
+                    signal_number = stopping.signal_number
+                    break
         if signal_number is None:
             summary = _finish(experiment, method, state, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
@@ -117,42 +124,6 @@ def train_experiment(
             write_module(method.module, folder / MODEL_FILE)
     method.close()
     return summary
-
-
-def _make_all_steps(
-    experiment: Experiment,
-    method: Method,
-    tracer: Tracer | None,
-    state: RunState,
-    bar: ProgressBar,
-    records: Logger,
-    last_words: Callable[[str], str],
-) -> tuple[dict[str, Any], int | None]:
-    """Train to the end, or until a signal asks all ranks to save and stop.
-
-    Returns the last record and the number of the signal, or None. The record of the final step of the run has not been
-    logged yet.
-    """
-    checkpoint_every, total_steps = experiment.settings.checkpoint.every, state.total_steps
-    last: dict[str, Any] = {}
-    with ExitStack() as stack:
-        saves = bool(checkpoint_every)
-        stopping = stack.enter_context(
-            GracefulStop.of_all_ranks(
-                method.world, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
-            )
-        )
-        for last in _steps(experiment, method, tracer, state):
-            bar.update(last)
-            if state.step < total_steps:
-                _log(records, last)
-                stops = not stopping.goes_on(state.step)
-                if stops or every(checkpoint_every, state.step):
-                    records.flush()  # a checkpoint must not be more durable than the records before it
-                    state.save()
-                if stops:
-                    return last, stopping.signal_number
-    return last, None
 
 
 def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state: RunState) -> Iterator[dict[str, Any]]:
@@ -242,17 +213,12 @@ def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
 
 
-def _cut_records(folder: Path, method: Method, step: int) -> None:
-    """Remove the records from ``step`` on: each process from its own files, rank 0 from those of former ranks too."""
-    own = folder / f"{method.name}.jsonl"
-    num_records = cut_jsonl(own, step) + cut_jsonl(other_file(own), step)
-    if 0 < num_records < step:
-        logger.warning("{} has records of only {} of the {} steps so far", own.name, num_records, step)
-    if method.world.rank == 0:
-        names = {f"rank{rank}.jsonl" for rank in range(method.world.world_size)}
-        for path in folder.glob("rank*.jsonl"):
-            if path.name not in names:
-                cut_jsonl(path, step)
+def _cut_records_of_others(folder: Path, method: Method, step: int) -> None:
+    """Remove the records from ``step`` on from files in which no process of this run goes on."""
+    present = {f"{method.name}.jsonl", *(f"rank{rank}.jsonl" for rank in range(method.world.world_size))}
+    for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
+        if path.name not in present:
+            cut_jsonl(path, step)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,13 @@ from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, Vi
 from gossip.communication.waiting import is_lost_connection
 from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.tracing import TracedTransport, Tracer
-from gossip.lab.experiments.wrapper_options import (
-    ALL_REDUCE_OPTIONS,
-    changed_options,
-    options_in_words,
-    options_of_the_wrapper,
-)
+from gossip.lab.experiments.tracing import TracedExchange, TracedTransport, Tracer
+from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, changed_options
 from topologies import Round, Topology
 
 
-class Method(Protocol):
-    """The interface of a training method: how the replicas on the ranks learn from each other.
+class Method:
+    """A training method: how the replicas on the ranks learn from each other.
 
     Attributes
     ----------
@@ -39,6 +34,8 @@ class Method(Protocol):
         The stem of the names of this process's files.
     ranks : range
         The ranks whose replicas are trained in this process.
+    model : GossipDataParallel, VirtualWorkers or None
+        The object that checkpoints save; None for a method without checkpoints.
     module : Module
         The bare replica of the rank; with several ranks in this process, a module that holds the mean of their
         replicas once it has been requested.
@@ -52,54 +49,68 @@ class Method(Protocol):
 
     name: str
     ranks: range
+    model: GossipDataParallel | VirtualWorkers | None
     module: nn.Module
     optimizer: Optimizer
     world: World
     groups: World
 
+    def _be_one_rank(self, world: World) -> None:
+        """Train the replica of this process's rank alone."""
+        self.world = world
+        self.name, self.ranks = f"rank{world.member}", range(world.rank, world.rank + 1)
+
     @property
-    def model(self) -> GossipDataParallel | VirtualWorkers | None:
-        """The object that checkpoints save; None for a method without checkpoints."""
+    def _exchanging(self) -> GossipDataParallel | VirtualWorkers:
+        assert self.model is not None
+        return self.model
 
     @property
     def members(self) -> tuple[int, ...]:
         """The processes that train now, by their numbers at the beginning."""
+        return self.world.members
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the replicas, for training. Local, or collective where buffers are shared."""
+        outputs: torch.Tensor = self._exchanging(inputs)
+        return outputs
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step. Every process must make the same number of steps.
 
-        Returns
-        -------
-        dict
-            The costs of the step: those fields of :class:`gossip.StepStats` that this method measures, with string
-            keys.
+        Returns the costs of the step: those fields of :class:`gossip.StepStats` that this method measures, with string
+        keys.
         """
+        raise NotImplementedError
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
         """Evaluate each replica of this process on all samples. Local."""
+        return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
         """Return the root mean square distance of the replicas from their mean, absolute and relative. Collective.
 
         The relative distance is divided by the norm of the mean.
         """
+        return self._exchanging.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager in whose block ``module`` holds the mean of the replicas. Collective."""
+        return self._exchanging.averaged()
 
     def global_avg(self) -> None:
         """Replace every replica by the mean of all replicas. Collective."""
+        self._exchanging.global_avg()
 
     def close(self) -> None:
         """End communication. Local."""
+        self.world.close()
 
 
 def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
     """Make the training method of the settings for one rank; it reports exchanges to ``tracer``. Collective."""
-    torch.manual_seed(experiment.settings.seed)
+    seed = experiment.settings.seed
+    torch.manual_seed(seed)
     module = experiment.make_module()
     if experiment.settings.method == "ddp":
         world = World(experiment.settings.timeout)
@@ -110,7 +121,7 @@ def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         num_groups = world_size // experiment.settings.launch.local_size
         method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups), tracer)
-    torch.manual_seed(_rank_seed(experiment.settings.seed, method.world.rank))  # dropout must differ between ranks
+    torch.manual_seed((seed * 1_000_003 + method.world.rank + 1) % 2**63)  # dropout must differ between ranks
     return method
 
 
@@ -119,27 +130,15 @@ def without_exchange(world_size: int) -> Topology:
     return Topology.from_rounds([Round.identity(world_size)], name="no exchange")
 
 
-def _rank_seed(seed: int, rank: int) -> int:
-    return (seed * 1_000_003 + rank + 1) % 2**63
-
-
 def _say_what_is_ignored(experiment: Experiment) -> None:
     """Log the options that the user has changed and that method=ddp ignores."""
-    changed = {
-        f"algorithm {experiment.algorithm.describe()}": experiment.algorithm.describe()
-        != AdaptWhileCommunicating().describe(),
-        f"compression {experiment.compression.describe()}": not isinstance(experiment.compression, Uncompressed),
-    }
-    ignored = [option for option, is_changed in changed.items() if is_changed]
-    options = changed_options(experiment.wrapper_options).items()
-    ignored += options_in_words({name: value for name, value in options if name not in ALL_REDUCE_OPTIONS})
+    algorithm, compression = experiment.algorithm.describe(), experiment.compression
+    ignored = [] if algorithm == AdaptWhileCommunicating().describe() else [f"algorithm {algorithm}"]
+    ignored += [] if isinstance(compression, Uncompressed) else [f"compression {compression.describe()}"]
+    changed = changed_options(experiment.wrapper_options)
+    ignored += [option for name, option in changed.items() if name not in ALL_REDUCE_OPTIONS]
     if ignored:
         logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
-
-
-def of_one_rank(world: World) -> tuple[str, range]:
-    """Return the stem of a rank's file names and the range that holds this rank alone."""
-    return f"rank{world.member}", range(world.rank, world.rank + 1)
 
 
 def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
@@ -157,15 +156,19 @@ def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
     return {"mesh": mesh}
 
 
-class GossipMethod:
-    """Gossip with :class:`gossip.GossipDataParallel` as ``model``; with identity rounds every rank trains alone."""
+class GossipMethod(Method):
+    """Gossip with :class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
+
+    model: GossipDataParallel
 
     def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
-        options = options_of_the_wrapper(experiment.wrapper_options)
+        settings, options = experiment.settings, dict(experiment.wrapper_options)
+        self._steps_in_backward, self._max_norm = options["step_in_backward"], options["clip_grad_norm"]
+        if not self._steps_in_backward:
+            options["clip_grad_norm"] = None  # backward clips
         if tracer is not None:
             sums_on_wire = experiment.compression.adds_on_wire
             options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
-        settings = experiment.settings
         if settings.launch.local_size > 1:
             options |= _grouped(module, settings.launch.local_size, settings.shard)
         self.model = experiment.make_wrapper(
@@ -177,57 +180,31 @@ class GossipMethod:
             timeout=settings.timeout,
             **options,
         )
-        self._options = experiment.wrapper_options
         assert self.model.optimizer is not None
-        self.module = module
-        self.optimizer = self.model.optimizer
-        self.world = self.groups = self.model.world
-        if settings.launch.local_size > 1:
-            self.world = World(settings.timeout)
-        self.name, self.ranks = of_one_rank(self.world)
+        self.module, self.optimizer, self.groups = module, self.model.optimizer, self.model.world
+        self._be_one_rank(World(settings.timeout) if settings.launch.local_size > 1 else self.groups)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """See :attr:`gossip.GossipDataParallel.members`; with groups, all their ranks."""
+        """The ranks that train now; with groups, which none of them leaves, all."""
         return self.model.members if self.world is self.groups else self.world.members
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of the replica. Local."""
-        output: torch.Tensor = self.model(inputs)
-        return output
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step; update and exchange happen inside the backward pass, or after it."""
         loss.backward()
-        if not self._options["step_in_backward"]:
-            if self._options["clip_grad_norm"] is not None:
-                self.model.clip_grad_norm_(self._options["clip_grad_norm"])
+        if not self._steps_in_backward:
+            if self._max_norm is not None:
+                self.model.clip_grad_norm_(self._max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         stats = self.model.stats()
         assert stats is not None
         costs = stats.to_dict()
+        del costs["step"]
         for key, value in costs.items():
             if isinstance(value, Mapping):
                 costs[key] = {str(peer): of_peer for peer, of_peer in sorted(value.items())}
-        del costs["step"]
         return costs
-
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """Evaluate the replica of this rank. Local."""
-        return [evaluate(self.module, inputs, targets)]
-
-    def consensus_distance(self) -> tuple[float, float]:
-        """See :meth:`gossip.GossipDataParallel.consensus_distance`."""
-        return self.model.consensus_distance()
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`gossip.GossipDataParallel.averaged`."""
-        return self.model.averaged()
-
-    def global_avg(self) -> None:
-        """See :meth:`gossip.GossipDataParallel.global_avg`."""
-        self.model.global_avg()
 
     def close(self) -> None:
         """Remove the hooks and end communication."""
@@ -236,7 +213,7 @@ class GossipMethod:
             self.world.close()
 
 
-class AllReduceMethod:
+class AllReduceMethod(Method):
     """All-reduce with torch's DistributedDataParallel: gradients are averaged, so the replicas stay equal.
 
     Buffers (batch norm's running statistics) are broadcast from rank 0 at the beginning of each forward pass and
@@ -249,8 +226,8 @@ class AllReduceMethod:
     """
 
     def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
-        self.world = self.groups = world
-        self._tracer = tracer
+        self._be_one_rank(world)
+        self.groups, self.model, self._tracer = world, None, tracer
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(
             module, bucket_cap_mb=experiment.wrapper_options["bucket_cap_mb"], process_group=group
@@ -264,13 +241,6 @@ class AllReduceMethod:
         self._max_norm = experiment.wrapper_options["clip_grad_norm"]
         self._ready_at = self._forward_s = 0.0
         self._step = 0
-        self.model = None
-        self.name, self.ranks = of_one_rank(world)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """All ranks."""
-        return self.world.members
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output of the replica. Collective if the module has buffers."""
@@ -300,10 +270,6 @@ class AllReduceMethod:
         self.optimizer.zero_grad()
         self._step += 1
         return costs
-
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
-        """Evaluate the replica of this rank. Local."""
-        return [evaluate(self.module, inputs, targets)]
 
     def consensus_distance(self) -> tuple[float, float]:
         """Measure the consensus distance rather than assume it: 0 as long as the replicas are equal. Collective."""
@@ -335,10 +301,6 @@ class AllReduceMethod:
         others = (buffer for buffer in self.module.buffers() if not buffer.is_floating_point())
         self.world.broadcast_(others, "broadcasting buffers from rank 0")
 
-    def close(self) -> None:
-        """Release the communicators."""
-        self.world.close()
-
     @contextlib.contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
         """Convert a lost connection to an error of the exchange; errors of this rank's own model pass through."""
@@ -357,6 +319,6 @@ class AllReduceMethod:
             future.add_done_callback(lambda _: ends.append(time.perf_counter()))
             bytes_sent = round(2 * (self.world.world_size - 1) / self.world.world_size * bucket.buffer().nbytes)
             self._tracer.exchange_started(
-                self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None
+                TracedExchange(self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None)
             )
         return future

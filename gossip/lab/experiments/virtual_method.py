@@ -15,15 +15,14 @@ from gossip import VirtualWorkers, World
 from gossip.lab.experiments.evaluation import Evaluation, evaluate_replicas
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.records import TOGETHER_FILE
-from gossip.lab.experiments.training_methods import without_exchange
+from gossip.lab.experiments.training_methods import Method, without_exchange
 from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_of_virtual_workers
 
 
-class VirtualMethod:
-    """The :class:`gossip.lab.experiments.training_methods.Method` whose ``model`` is :class:`gossip.VirtualWorkers`.
+class VirtualMethod(Method):
+    """Training with :class:`gossip.VirtualWorkers`; with method=ddp their gradients are averaged, and nothing else."""
 
-    With method=ddp the gradients of the replicas are averaged, and nothing else is exchanged.
-    """
+    model: VirtualWorkers
 
     def __init__(self, experiment: Experiment) -> None:
         settings = experiment.settings
@@ -66,15 +65,10 @@ class VirtualMethod:
             finally:
                 torch.set_num_threads(before)
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """This process."""
-        return self.world.members
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all replicas, concatenated in rank order."""
         start = time.perf_counter()
-        outputs: torch.Tensor = self.model(inputs)
+        outputs = super().forward(inputs)
         self._forward_s = time.perf_counter() - start
         return outputs
 
@@ -104,21 +98,6 @@ class VirtualMethod:
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
         """Evaluate all replicas in one batched forward pass per batch of samples."""
         return evaluate_replicas(self.model, inputs, targets)
-
-    def consensus_distance(self) -> tuple[float, float]:
-        """See :meth:`gossip.VirtualWorkers.consensus_distance`."""
-        return self.model.consensus_distance()
-
-    def averaged(self) -> contextlib.AbstractContextManager[Any]:
-        """See :meth:`gossip.VirtualWorkers.averaged`."""
-        return self.model.averaged()
-
-    def global_avg(self) -> None:
-        """See :meth:`gossip.VirtualWorkers.global_avg`."""
-        self.model.global_avg()
-
-    def close(self) -> None:
-        """Do nothing: there is no communication to end."""
 
 
 def _average_gradients(parameter: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
-from gossip.lab.experiments.options import FAULTS, blaming
+from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
@@ -40,10 +40,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Go
 def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the section, completed by the wrapper's defaults of those that the training loop reads.
 
-    Raises
-    ------
-    ConfigurationError
-        The section is missing, or sets an option that belongs elsewhere.
+    An option that belongs elsewhere is refused.
     """
     section = value_of(config, SECTION)
     for name in section:
@@ -52,23 +49,13 @@ def wrapper_options(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in _ONLY_IN_PROGRAMS:
             raise ConfigurationError(f"{SECTION}.{name} is for programs of your own; leave it out")
     given = {name: value for name, value in section.items() if name != TARGET}
-    needed = {name: _DEFAULTS[name] for name in ("step_in_backward", "clip", *ALL_REDUCE_OPTIONS)}
-    return given | {name: value for name, value in needed.items() if name not in given}
+    needed = ("step_in_backward", "clip", *ALL_REDUCE_OPTIONS)
+    return given | {name: _DEFAULTS[name] for name in needed if name not in given}
 
 
-def changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options whose values differ from the wrapper's defaults."""
-    return {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
-
-
-def options_in_words(options: Mapping[str, Any]) -> list[str]:
-    """Return the options as they are written on the command line."""
-    return [f"{SECTION}.{name}={shown(value)}" for name, value in options.items()]
-
-
-def options_of_the_wrapper(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options to pass to the wrapper: without clipping if ``step()`` is called by the loop, which clips."""
-    return {**options, "clip_grad_norm": options["clip_grad_norm"] if options["step_in_backward"] else None}
+def changed_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options whose values differ from the wrapper's defaults, as they are written on the command line."""
+    return {name: f"{SECTION}.{name}={shown(value)}" for name, value in options.items() if value != _DEFAULTS.get(name)}
 
 
 def options_of_virtual_workers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,58 +65,40 @@ def options_of_virtual_workers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse wrapper options that are incompatible with other settings of the run.
-
-    Raises
-    ------
-    ConfigurationError
-        The options are incompatible; the message names them.
-    """
+    """Refuse wrapper options that are incompatible with other settings of the run."""
     if settings.engine == "virtual":
-        only_processes = changed_options(options).items() - options_of_virtual_workers(options).items()
-        for option in options_in_words(dict(only_processes)):
-            raise ConfigurationError(
-                f"{option} is for ranks that are processes, not for engine=virtual; leave it out, or set "
-                "engine=processes"
-            )
+        served = options_of_virtual_workers(options)
+        for name, option in changed_options(options).items():
+            if name not in served:
+                raise ConfigurationError(
+                    f"{option} is for ranks that are processes, not for engine=virtual; leave it out, or set "
+                    "engine=processes"
+                )
     if settings.method == "ddp":
         return
+    continues = options.get("on_peer_loss") == "continue"
     if options["clip_grad_norm"] is not None and options["clip"] == "bucket" and not options["step_in_backward"]:
         raise ConfigurationError(
             "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
             "wrapper.clip=global or wrapper.step_in_backward=true"
         )
-    continues = options.get("on_peer_loss") == "continue"
     if settings.launch.restart and not continues:
         raise ConfigurationError(
             f"launch.restart={settings.launch.restart}: a worker that is started again joins others that go on; set "
             "wrapper.on_peer_loss=continue, or launch.restart=0"
         )
-    if continues and settings.profile:
+    changed = changed_options({name: options[name] for name in ("on_peer_loss", "transport") if name in options})
+    if changed and settings.profile:
         raise ConfigurationError(
-            "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue brings others; set one of them "
-            "only"
-        )
-    transport = options.get("transport", _DEFAULTS["transport"])
-    if transport != _DEFAULTS["transport"] and settings.profile:
-        raise ConfigurationError(
-            f"profile=true traces the usual exchanges, but wrapper.transport={transport} brings others; set one of "
+            f"profile=true traces the usual exchanges, but {', '.join(changed.values())} brings others; set one of "
             "them only"
         )
 
 
 def check_values(options: Mapping[str, Any], module: nn.Module) -> None:
-    """Refuse option values that the wrapper itself would refuse. Local.
-
-    Raises
-    ------
-    ConfigurationError
-        A value is refused; the message names the option.
-    """
+    """Refuse option values that the wrapper itself would refuse. Local."""
     # The clipping norm is checked in any case: with step_in_backward=false the training loop clips, not the wrapper.
     given = {**options, "step_in_backward": True, "optimizer": None}
     arguments = Arguments(**{entry.name: given.get(entry.name, _DEFAULTS[entry.name]) for entry in fields(Arguments)})
-    try:
+    with blaming(SECTION, options):
         check_arguments(arguments, module)
-    except FAULTS as error:
-        raise blaming(SECTION, options, error, lambda _: False) from error

@@ -20,7 +20,7 @@ from loguru import logger
 from gossip.communication.host import daemon_threads
 from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger, write_state
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
-from gossip.lab.loggers.record_streams import MeanStream, RankStream, Stream
+from gossip.lab.loggers.record_streams import MeanStream, RankStream
 
 _BEGUN = "begun.json"
 _BATCH = 256  # maximum number of records between two calls of flush
@@ -34,23 +34,11 @@ def announce_begun(folder: Path, step: int) -> None:
 
 
 class LogForwarder:
-    """Passes the records of a run to one logger, as they are written.
+    """Passes the records of a run to one logger, or one logger for each rank, as they are written.
 
-    Parameters
-    ----------
-    name : str
-        The name of the logger.
-    make : callable
-        Makes a logger, for the means or for one rank.
-    beginning : Beginning
-        The description of the run that every logger gets, except for ``rank`` and ``step``.
-    each_rank : bool
-        Whether there is a separate logger for each rank.
-
-    Notes
-    -----
-    After a failure the logger is begun again with a delay, from the first step that it lacks. Only the first failure is
-    logged, as a warning.
+    ``beginning`` is the description of the run that every logger gets, except for ``rank`` and ``step``. After a
+    failure the logger is begun again with a delay, from the first step that it lacks. Only the first failure is logged,
+    as a warning.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning, *, each_rank: bool) -> None:
@@ -113,7 +101,7 @@ class LogForwarder:
 
     def _follow(self, step: int) -> None:
         """Begin the loggers, pass on all records until the run has ended, and end the loggers."""
-        streams: dict[str, Stream] = {}
+        streams: dict[str, RankStream | MeanStream] = {}
         while not self._is_given_up.is_set():
             is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
             for beginning in self._beginnings(step):
@@ -137,14 +125,14 @@ class LogForwarder:
             rank = int(path.stem.removeprefix("rank"))
             yield replace(self._beginning, step=step, rank=rank, name=f"{self._beginning.name} rank {rank}")
 
-    def _begin(self, beginning: Beginning, step: int) -> Stream:
+    def _begin(self, beginning: Beginning, step: int) -> RankStream | MeanStream:
         made = self._loggers.setdefault(beginning.records, self._make())
         first_step = made.begin(beginning)
         if beginning.rank is not None:
             return RankStream(self._folder / f"{beginning.records}.jsonl", first_step)
         return MeanStream(self._folder, beginning.world_size, first_step, settled_steps=step)
 
-    def _bring(self, records: str, stream: Stream) -> int:
+    def _bring(self, records: str, stream: RankStream | MeanStream) -> int:
         """Pass one batch of records to a logger, and return their number."""
         is_whole = self._ending is not None and self._ending.status == "completed"
         found = stream.read(_BATCH, is_whole=is_whole)
@@ -158,17 +146,8 @@ class LogForwarder:
 class LogForwarding:
     """The forwarders of a run, one for each selected logger.
 
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration as plain data.
-    folder : Path
-        The folder of the run, which this process must have locked.
-
-    Raises
-    ------
-    ConfigurationError
-        A logger cannot be made; no thread has been started.
+    ``folder`` is that of the run, which this process must have locked. If a logger that the configuration selects
+    cannot be made, a ConfigurationError is raised and no thread has been started.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from gossip.lab.experiments.run_folder import read_json
+
 STATE_FOLDER = "loggers"
 """The sub-folder of the run folder for state that loggers need on resume, such as the id of a W&B run."""
 
@@ -17,24 +19,9 @@ STATE_FOLDER = "loggers"
 class Beginning:
     """The description of a run that is started or resumed, as a logger gets it.
 
-    Attributes
-    ----------
-    folder : Path
-        The folder of the run; it exists.
-    rank : int or None
-        The rank whose records the logger gets; None for the means over all ranks.
-    world_size : int
-        The number of ranks.
-    step : int
-        The number of steps made before the run was resumed, whose records are final; 0 for a new run.
-    config : mapping
-        The resolved configuration, without the sections that concern loggers.
-    name, group : str
-        The display name of the run and of its group; an empty group means none.
-    tags : tuple of str
-        The tags of the run.
-    wait_s : float
-        The time limit in seconds for a call that needs another machine.
+    ``rank`` is the rank whose records the logger gets, None for the means over all ranks; ``step`` the number of steps
+    made before the run was resumed, whose records are final. ``config`` lacks the sections that concern loggers, an
+    empty ``group`` means none, and ``wait_s`` is the time limit in seconds for a call that needs another machine.
     """
 
     folder: Path
@@ -54,11 +41,7 @@ class Beginning:
 
     def read_state(self, logger: str) -> dict[str, Any]:
         """Read the state that :meth:`write_state` wrote; empty if there is none or it cannot be read."""
-        try:
-            state = json.loads(self._state_file(logger).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
+        return read_json(self._state_file(logger))
 
     def write_state(self, logger: str, state: Mapping[str, Any]) -> None:
         """Atomically write a few plain values for the next attempt at this run."""
@@ -72,16 +55,8 @@ class Beginning:
 class Ending:
     """The description of a run that has ended, as a logger gets it.
 
-    Attributes
-    ----------
-    status : {"completed", "failed", "stopped"}
-        The outcome; "stopped" means by a signal or Ctrl-C.
-    summary : mapping
-        The content of ``summary.json``.
-    figures : tuple of Path
-        The PNG files of the figures.
-    model : Path or None
-        The file of the averaged model, if it is to be stored.
+    ``status`` "stopped" means by a signal or Ctrl-C. ``summary`` is the content of ``summary.json``, ``figures`` are
+    PNG files, and ``model`` is the file of the averaged model, if it is to be stored.
     """
 
     status: Literal["completed", "failed", "stopped"]
@@ -96,23 +71,14 @@ class Logger(Protocol):
     Construction checks the options and imports nothing. Any call may fail: the caller then begins the logger again and
     continues from the step that :meth:`begin` returns. Local.
 
-    Attributes
-    ----------
-    libraries : tuple of str
-        The import names of the required packages. The pip extra that installs them has the name under which the logger
-        is registered.
+    ``libraries`` are the import names of the required packages. The pip extra that installs them has the name under
+    which the logger is registered.
     """
 
     libraries: tuple[str, ...]
 
     def begin(self, beginning: Beginning) -> int:
-        """Open the run, or continue the one that an earlier attempt has left.
-
-        Returns
-        -------
-        int
-            The first step whose record the logger lacks.
-        """
+        """Open the run, or continue that of an earlier attempt; return the first step whose record the logger lacks."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Take the record of ``step``: numbers, None for a value that could not be measured, or mappings to these."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat
 
-from gossip.lab.experiments.options import FAULTS, blaming, check_options
+from gossip.lab.experiments.options import blaming, check_options
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
 from gossip.lab.loggers.jsonl_logger import JsonlLogger
 from gossip.lab.loggers.logger import Logger
@@ -33,23 +33,7 @@ _KEEP_A_MODEL = ("wandb", "mlflow")
 
 
 class LoggingSettings(Model):
-    """The settings common to all loggers of a run.
-
-    Attributes
-    ----------
-    name : str or None
-        The display name of the run; None selects the name of its folder.
-    group : str or None
-        The group to which the run belongs, if any.
-    tags : tuple of str
-        The tags of the run.
-    ranks : {"mean", "each"}
-        "mean" for one logged run with the means over the ranks, or "each" for one per rank.
-    model : bool
-        Whether the averaged model is stored by the loggers that support it.
-    wait_s : float
-        How long, in seconds, the end of a run waits for loggers that have not taken all records.
-    """
+    """The settings common to all loggers of a run; ``configs/train.yaml`` explains each."""
 
     name: str | None = None
     group: str | None = None
@@ -60,13 +44,7 @@ class LoggingSettings(Model):
 
 
 def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
-    """Read and check the section ``logging``; omitted values take the defaults of :class:`LoggingSettings`.
-
-    Raises
-    ------
-    ConfigurationError
-        A value is invalid, or incompatible with the rest of the configuration.
-    """
+    """Read and check the section ``logging``; omitted values take the defaults of :class:`LoggingSettings`."""
     settings = read(LoggingSettings, config.get("logging") or {}, "logging")
     chosen = make_loggers(config)
     if settings.ranks == "each" and config.get("engine") == "virtual" and chosen:
@@ -85,10 +63,7 @@ def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
 def make_loggers(config: Mapping[str, Any]) -> dict[str, Callable[[], Logger]]:
     """Return a factory for each selected logger by name, except the JSON lines, which the ranks write themselves.
 
-    Raises
-    ------
-    ConfigurationError
-        A logger does not exist, its library is not installed, or it cannot be constructed with its options.
+    A logger that does not exist, whose library is not installed, or that refuses its options, is refused.
     """
     section = config.get("logger") or {}
     return {
@@ -111,10 +86,6 @@ def _maker(name: str, options: Mapping[str, Any]) -> Callable[[], Logger]:
         )
     check_options(f"logger.{name}", kind, options)
     make = partial(kind, **options)
-    try:
+    with blaming(f"logger.{name}", options):
         make()
-    except ConfigurationError:
-        raise
-    except FAULTS as error:
-        raise blaming(f"logger.{name}", options, error, lambda _: False) from error
     return make

@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gossip.lab.experiments.records import TOGETHER_FILE
 from gossip.lab.loggers.logger import flattened
@@ -24,31 +24,8 @@ AHEAD = 64
 _STEP = re.compile(rb'\{"step": (\d+)')
 
 
-class Stream(Protocol):
-    """A stream of records in step order, each returned once."""
-
-    def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
-        """Return the records that have arrived since the last call, as pairs of a step and its values.
-
-        Parameters
-        ----------
-        limit : int
-            The maximum number of records to return.
-        is_whole : bool
-            Whether the files are complete, so that incomplete steps are not waited for.
-        """
-
-
 class RankStream:
-    """The records of one rank, from a given step on.
-
-    Parameters
-    ----------
-    path : Path
-        The file that :class:`gossip.lab.experiments.records.JsonlWriter` writes; it need not exist yet.
-    first_step : int
-        The first step to return; records of earlier steps are skipped.
-    """
+    """The records of one rank from ``first_step`` on, of the JSON lines in ``path``, which need not exist yet."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
@@ -74,7 +51,10 @@ class RankStream:
                         self.waiting.append(json.loads(line))
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:  # noqa: ARG002
-        """See :meth:`Stream.read`."""
+        """Return at most ``limit`` records that have arrived since the last call, as pairs of a step and its values.
+
+        With ``is_whole`` the files are complete, so that incomplete steps are not waited for.
+        """
         found: list[tuple[int, dict[str, Any]]] = []
         while len(found) < limit and self.has_next():
             record = self.waiting.popleft()
@@ -100,7 +80,7 @@ class MeanStream:
     world_size : int
         The number of ranks, for records that do not state it.
     first_step : int
-        The first step to return; records of earlier steps are skipped.
+        The first step to return.
     settled_steps : int
         The number of initial steps whose records are final: ranks that lack them are not waited for.
     """
@@ -112,7 +92,7 @@ class MeanStream:
         self._ranks: dict[Path, RankStream] = {}
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
-        """See :meth:`Stream.read`."""
+        """See :meth:`RankStream.read`."""
         for path in self._folder.glob("rank*.jsonl"):
             self._ranks.setdefault(path, RankStream(path, self._next_step))
         for stream in self._streams():

@@ -47,10 +47,8 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
             f"launch.world_size={world_size} ranks do not fill nodes of cluster.local_size={local_size}; choose a "
             "multiple of it"
         )
-    try:
+    with blaming("cluster", described):
         return gossip.Cluster(world_size // local_size, local_size, **described)
-    except (ValueError, TypeError) as error:
-        raise blaming("cluster", described, error, lambda _: False) from error
 
 
 def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:

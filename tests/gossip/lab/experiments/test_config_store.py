@@ -81,20 +81,11 @@ def test_what_is_registered_runs_by_its_name(command: CommandLine, tmp_path: Pat
     ("arguments", "text"),
     [
         ((IMPORTS, "topology=two_halfs"), "there is no topology=two_halfs; did you mean two_halves? Available: "),
-        (("topology=two_halves",), "there is no topology=two_halves"),
-        (
-            (IMPORTS, "topology=two_halves", "topology.options.shft=1"),
-            "the configuration has no key topology.options.shft; did you mean topology.options.shift?",
-        ),
         ((IMPORTS, "topology=needs_width"), "topology.options.width has no value; set it"),
         (
             (IMPORTS, "compression=my_bits", "compression.options.bits=5"),
             "compression.options.bits=5: bits must be 4 or 8, got 5",
         ),
-        ((IMPORTS, "compression=my_bit"), "there is no compression=my_bit; did you mean my_bits? Available: "),
-        (("imports=[user_topologees]", "topology=two_halves"), "imports=user_topologees cannot be imported"),
-        (("imports=user_topologies", "topology=two_halves"), "imports=user_topologies is no list of modules"),
-        (("imports=[user_topologies", "topology=two_halves"), "does not close its bracket ["),
     ],
 )
 def test_what_cannot_be_chosen_is_one_line(arguments: tuple[str, ...], text: str, command: CommandLine) -> None:

@@ -45,13 +45,6 @@ def test_lock_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
         pass
 
 
-def test_lock_survives_the_removal_of_the_folder(tmp_path: Path) -> None:
-    with lock(tmp_path / "run"):
-        (tmp_path / "run" / LOCK_FILE).unlink()
-        (tmp_path / "run").rmdir()
-    assert not list(tmp_path.iterdir())
-
-
 def test_lock_goes_with_a_killed_owner(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -21,7 +21,6 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             ["-m", "model=mlp,cn"],
             "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
         ),
-        (["experiment=nope"], "error: there is no experiment=nope; did you mean none? Available: algorithms, "),
         (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
         (
@@ -35,9 +34,6 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             "data=my_module:function for a function of your own that returns the data",
         ),
         (["output_root=/proc/nowhere"], "error: /proc/nowhere: No such file or directory; output_root=..."),
-        (["topology.name=rign"], "error: topology.name=rign: unknown topology 'rign'. Did you mean 'ring'?"),
-        (["topolgy=ring"], "error: the configuration has no key topolgy; did you mean topology?"),
-        (["topology=graph"], "error: topology.options.graph has no value; set it: topology.options.graph=..."),
         (["method=gosip"], "error: there is no method=gosip; did you mean gossip? Available: gossip, ddp, local"),
         (
             ["topology=hypercube", "launch.world_size=3"],
@@ -45,8 +41,6 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         ),
         (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere is not a folder."),
         (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535 or null, got 99999"),
-        (["launch.timeout_s=soon"], "error: launch.timeout_s must be a positive number, got 'soon'"),
-        (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
         (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
         (
             ["model._target_=nowhere.Model", "trusted_targets=[nowhere]"],
@@ -54,30 +48,16 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         ),
         (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
         (["model._target_=null"], "error: model has no _target_"),
-        (["data.partition.alpha=1"], "error: data.partition.alpha=1: alpha=1 means nothing for scheme 'iid'"),
         (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
         (["topology.every=2.5"], "error: topology.every must be an integer of at least 1, got 2.5"),
-        (["topology.every=0"], "error: topology.every must be an integer of at least 1, got 0"),
         (["topology.evry=2"], "error: the configuration has no key topology.evry; did you mean topology.every?"),
-        (["topology.warmup_rounds=-1"], "error: topology.warmup_rounds must be an integer of at least 0, got -1"),
-        (["checkpoint.every=-1"], "error: checkpoint.every must be an integer of at least 0, got -1"),
-        (["checkpoint.keep=0"], "error: checkpoint.keep must be an integer of at least 1, got 0"),
         (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
         (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
-        (["algorithm=combine"], "error: there is no algorithm=combine; did you mean adapt_then_combine? Available: "),
         (["algorithm.gamma=2"], "error: algorithm.gamma=2: gamma must be between 0 and 1"),
-        (
-            ["algorithm._target_=torch.nn.Identity", "~algorithm.gamma"],
-            "error: algorithm._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
-            "algorithm these are classes of gossip.algorithms.",
-        ),
         (
             ["wrapper.clip_grad_norm=0"],
             "error: wrapper.clip_grad_norm=0: clip_grad_norm must be a positive norm, got 0",
         ),
-        (["wrapper.clip=globl"], "error: wrapper.clip must be global or bucket, got 'globl'"),
-        (["wrapper.buffers=mean"], "error: wrapper.buffers must be local or average, got 'mean'"),
-        (["wrapper.step_in_backward=1"], "error: wrapper.step_in_backward must be true or false, got 1"),
         (
             ["algorithm=push_sum", "compression=choco", "topology=ring"],
             "error: compression choco(top_k, ratio=0.0625, gamma=0.15625) cannot serve algorithm PushSum, which must ",
@@ -98,22 +78,12 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             ["wrapper.clip=bucket", "wrapper.clip_grad_norm=1", "wrapper.step_in_backward=false"],
             "error: wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set",
         ),
-        (
-            ["clip_grad_norm=1"],
-            "error: the configuration has no key clip_grad_norm; did you mean wrapper.clip_grad_norm?",
-        ),
         (["+wrapper.compression=int8"], "error: wrapper.compression is not set here; set compression=..."),
         (["+wrapper.scaler=null"], "error: wrapper.scaler is for programs of your own; leave it out"),
         (
             ["+wrapper.clip_norm=1"],
             "error: wrapper.clip_norm=1: GossipDataParallel has no option clip_norm; did you mean clip_grad_norm?",
         ),
-        (
-            ["wrapper._target_=torch.nn.Identity"],
-            "error: wrapper._target_=torch.nn.Identity is not among the targets that a configuration may name: below "
-            "wrapper these are classes of gossip.wrapper.",
-        ),
-        (["seed=["], "error: "),
     ],
 )
 def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str, tmp_path: Path) -> None:

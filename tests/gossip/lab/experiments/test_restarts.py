@@ -7,7 +7,7 @@ from pathlib import Path
 
 from composing import composed
 
-from gossip.lab.experiments.restarts import State, find, identities, restarter, state_of
+from gossip.lab.experiments.resuming import State, find, identities, restarter, state_of
 from gossip.lab.experiments.run_folder import claim, sign, update_config, write_failure, write_summary
 
 FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}

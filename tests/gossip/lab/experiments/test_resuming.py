@@ -12,8 +12,7 @@ from composing import composed
 from gossip.errors import LaunchError
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl
-from gossip.lab.experiments.restarts import State, state_of
-from gossip.lab.experiments.resuming import continued_configuration
+from gossip.lab.experiments.resuming import State, continued_configuration, state_of
 from gossip.lab.experiments.run_folder import claim, read_overrides
 
 pytestmark = pytest.mark.slow

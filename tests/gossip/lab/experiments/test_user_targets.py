@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from repository import CONFIGS
 from running import sweep, train
 
-from gossip.lab.experiments import user_targets
+from gossip.lab.experiments import config_store
 from gossip.lab.experiments.datasets import as_data
 from gossip.lab.experiments.validated_models import ConfigurationError
 
@@ -71,14 +71,12 @@ def test_a_sweep_over_data_sets_of_both_kinds(folder: Path) -> None:
 def test_what_is_named_is_trusted_besides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     given = ["seed=1", "trusted_targets=[mine]", "data=my_module:make,digits"]
-    assert user_targets.offer(given, CONFIGS) == ["seed=1", "trusted_targets=[mine,my_module.make]", given[2]]
-    assert user_targets.offer(["data=digits", "topology=a:b"], CONFIGS) == ["data=digits", "topology=a:b"]
-    with pytest.raises(
-        ConfigurationError, match=r"data=my_module:maker: .* has no maker; did you mean my_module:make\?"
-    ):
-        user_targets.offer(["data=my_module:maker"], CONFIGS)
-    with pytest.raises(ConfigurationError, match=r"model=nowhere:Net cannot be imported.*PYTHONPATH=\. for this one"):
-        user_targets.offer(["model=nowhere:Net"], CONFIGS)
+    assert config_store.offer(given, CONFIGS) == ["seed=1", "trusted_targets=[mine,my_module.make]", given[2]]
+    assert config_store.offer(["data=digits", "topology=a:b"], CONFIGS) == ["data=digits", "topology=a:b"]
+    with pytest.raises(ConfigurationError, match=r"data=my_module\.maker cannot .*; did you mean my_module\.make\?"):
+        config_store.offer(["data=my_module:maker"], CONFIGS)
+    with pytest.raises(ConfigurationError, match=r"model=nowhere\.Net cannot be imported.*PYTHONPATH=folder"):
+        config_store.offer(["model=nowhere:Net"], CONFIGS)
 
 
 def test_what_a_function_of_the_user_raises_is_said_with_its_place(folder: Path) -> None:
