@@ -81,15 +81,29 @@ class Experiment:
         return -(-self.total_steps // self.shards.steps_per_epoch)
 
 
-def build(config: Mapping[str, Any]) -> Experiment:
+def build(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: None) -> Experiment:
     """Build the experiment that ``config`` describes. Local and deterministic, so that every rank builds the same.
 
-    ``config`` is the resolved configuration as plain data. A part of it that cannot be built raises a ValueError,
-    TypeError, OSError or ImportError that says which.
+    Parameters
+    ----------
+    config : mapping
+        The resolved configuration as plain data.
+    meanwhile : callable
+        Called after the quick checks and before the slow ones, to start slow work in the background.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, ImportError
+        A part of the configuration cannot be built; the message says which.
     """
     import_modules(config)
     check_targets(config)
     settings = Settings.from_config(config)
+    topology = make_topology(config, settings)
+    options = wrapper_options(config)
+    make_wrapper = _instantiated(SECTION, _checked(config, SECTION))
+    check_wrapper_options(options, settings)
+    meanwhile()
     data = as_data(_factory(config, "data", leaving_out=("partition", "on_loss"))(), config["data"][TARGET])
 
     def divide(world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
@@ -110,11 +124,11 @@ def build(config: Mapping[str, Any]) -> Experiment:
         data=data,
         shards=shards,
         divide=divide,
-        topology=make_topology(config, settings),
+        topology=topology,
         algorithm=make_algorithm(config),
         compression=make_compression(config),
-        wrapper_options=wrapper_options(config),
-        make_wrapper=_instantiated(SECTION, _checked(config, SECTION)),
+        wrapper_options=options,
+        make_wrapper=make_wrapper,
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config, "optimizer"),
         make_scheduler=_factory(config, "scheduler"),
@@ -166,21 +180,11 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
 
 
 def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: None) -> Experiment:
-    """Build everything once, so that user errors are found before any worker starts, as a ConfigurationError.
-
-    ``meanwhile`` is called after the quick checks and before the slow ones, to start slow work in the background.
-    """
+    """Build everything once, so that user errors are found before any worker starts, as a ConfigurationError."""
     try:
         import_modules(config)
-        check_targets(config)
-        settings = Settings.from_config(config)
-        make_topology(config, settings)
-        options = wrapper_options(config)
-        _checked(config, SECTION)
-        check_wrapper_options(options, settings)
         logging_settings(config)
-        meanwhile()
-        experiment = build(config)
+        experiment = build(config, meanwhile=meanwhile)
         module = experiment.make_module()
         check_values(experiment.wrapper_options, module)
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
@@ -191,7 +195,7 @@ def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: 
                 experiment.topology,
                 experiment.compression,
                 (optimizer,),
-                averages_buffers=options.get("buffers") == "average",
+                averages_buffers=experiment.wrapper_options.get("buffers") == "average",
             )
         _check_model_takes_data(module, experiment.data)
     except ConfigurationError:

@@ -20,16 +20,14 @@ from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluat
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.progress_bar import configure_logging, progress_bar
-from gossip.lab.experiments.records import TOGETHER_FILE, cut_jsonl
+from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter, cut_jsonl
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
-from gossip.lab.loggers.jsonl_logger import JsonlLogger
 from gossip.lab.loggers.log_forwarding import announce_begun
-from gossip.lab.loggers.logger import Beginning, Ending, Logger
 
 MODEL_FILE = "model.safetensors"
 
@@ -88,8 +86,6 @@ def train_experiment(
             state.join()
         elif settings.resume is not None:
             state.load()
-            if world.rank == 0:
-                _cut_records_of_others(folder, method, state.step)
         records = stack.enter_context(_begun_records(experiment, method, state, folder))
         if tracer is not None:
             stack.callback(tracer.close)
@@ -103,10 +99,10 @@ def train_experiment(
                 show(last)
                 if state.step == state.total_steps:  # its record is completed by the final evaluation
                     break
-                _log(records, last)
+                records.write(last)
                 stops = not stopping.goes_on(state.step)
                 if stops or every(settings.checkpoint.every, state.step):
-                    records.flush()  # a checkpoint must not be more durable than the records before it
+                    records.sync()  # a checkpoint must not be more durable than the records before it
                     state.save()
                 if stops:
                     signal_number = stopping.signal_number
@@ -114,7 +110,7 @@ def train_experiment(
         if signal_number is None:
             summary = _finish(experiment, method, state, last)
             summary["wall_time_s"] = state.earlier_wall_time_s
-            _log(records, last)
+            records.write(last)
         else:
             summary = {"signal": signal_number}
     if signal_number is None:
@@ -213,33 +209,27 @@ def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
     return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
 
 
-def _cut_records_of_others(folder: Path, method: Method, step: int) -> None:
-    """Remove the records from ``step`` on from files in which no process of this run goes on."""
-    present = {f"{method.name}.jsonl", *(f"rank{rank}.jsonl" for rank in range(method.world.world_size))}
-    for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
-        if path.name not in present:
-            cut_jsonl(path, step)
-
-
 @contextmanager
-def _begun_records(experiment: Experiment, method: Method, state: RunState, folder: Path) -> Iterator[Logger]:
-    """Open the record files of this process for the duration of the block. Collective if the run is resumed."""
+def _begun_records(experiment: Experiment, method: Method, state: RunState, folder: Path) -> Iterator[JsonlWriter]:
+    """Open the record file of this process for the duration of the block. Collective if the run is resumed.
+
+    Records of steps that are made again are removed, by rank 0 also from files in which no process of this run goes on.
+    """
     settings, world = experiment.settings, method.world
-    rank = world.member if settings.engine == "processes" else None
-    records = JsonlLogger()
-    records.begin(Beginning(folder, rank, world.world_size, state.step))
-    try:
+    own = folder / f"{method.name}.jsonl"
+    cut_jsonl(own, state.step)
+    if world.rank == 0 and settings.resume is not None:
+        is_virtual = settings.engine == "virtual"
+        present = {own.name} if is_virtual else {f"rank{rank}.jsonl" for rank in range(world.world_size)}
+        for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
+            if path.name not in present:
+                cut_jsonl(path, state.step)
+    with JsonlWriter(own) as records:
         if settings.resume is not None and experiment.is_followed:
             world.gather_bytes(b"", "waiting until all ranks have cut their records")
         if world.rank == 0 and experiment.is_followed:
             announce_begun(folder, state.step)
         yield records
-    finally:
-        records.end(Ending("completed", {}))
-
-
-def _log(records: Logger, record: Mapping[str, Any]) -> None:
-    records.log(record["step"], {key: value for key, value in record.items() if key != "step"})
 
 
 def _consensus(method: Method) -> dict[str, float]:

@@ -11,7 +11,6 @@ from pydantic import PositiveFloat
 
 from gossip.lab.experiments.options import blaming, check_options
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
-from gossip.lab.loggers.jsonl_logger import JsonlLogger
 from gossip.lab.loggers.logger import Logger
 from gossip.lab.loggers.mlflow_logger import MlflowLogger
 from gossip.lab.loggers.tensorboard_logger import TensorBoardLogger
@@ -19,11 +18,10 @@ from gossip.lab.loggers.wandb_logger import WandbLogger
 from topologies.registry import Registry
 
 JSONL = "jsonl"
-"""The name of the JSON-lines logger, which is always active, whether it is selected or not."""
+"""The name of the JSON lines, which the ranks always write themselves, whether they are selected or not."""
 
 LOGGERS: Registry[type[Logger]] = Registry(
-    "logger",
-    {JSONL: JsonlLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MlflowLogger},
+    "logger", {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MlflowLogger}
 )
 
 SECTIONS = ("logger", "logging")

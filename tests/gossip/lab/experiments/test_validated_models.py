@@ -55,16 +55,12 @@ def test_a_section_is_read_with_lists_as_tuples_and_integers_as_floats() -> None
     [
         ({"steps": 0}, "bench.steps must be an integer of at least 1, got 0"),
         ({"steps": "none"}, "bench.steps must be an integer of at least 1, got 'none'"),
-        ({"steps": True}, "bench.steps must be an integer of at least 1, got True"),
-        ({"steps": 1.5}, "bench.steps must be an integer of at least 1, got 1.5"),
         ({"ranks": 201}, "bench.ranks must be an integer between 2 and 200, got 201"),
         ({"model": "mpl"}, "there is no bench.model=mpl; did you mean mlp? Available: mlp, cnn"),
         ({"network": "x"}, "there is no bench.network=x. Available: loopback, lab"),
-        ({"seeds": 0}, "bench.seeds must be a list of at least one value, got 0"),
         ({"seeds": []}, "bench.seeds must be a list of at least one value, got []"),
         ({"seeds": [-1]}, "bench.seeds must be an integer of at least 0, got -1"),
         ({"timeout_s": float("inf")}, "bench.timeout_s must be a positive number, got inf"),
-        ({"timeout_s": "x"}, "bench.timeout_s must be a positive number, got 'x'"),
         ({"port": "x"}, "bench.port must be an integer of at least 1 or null, got 'x'"),
         ({"predict": 1}, "bench.predict must be true or false, got 1"),
         ({"link": 1}, "bench.link must be a mapping, got 1"),
@@ -77,8 +73,3 @@ def test_the_first_bad_value_is_said_in_one_line(changed: dict[str, Any], line: 
     with pytest.raises(ConfigurationError) as refusal:
         read(Settings, {**GOOD, **changed}, "bench")
     assert str(refusal.value) == line
-
-
-def test_the_keys_of_a_whole_configuration_have_no_prefix() -> None:
-    with pytest.raises(ConfigurationError, match=r"^steps must be an integer of at least 1, got 0$"):
-        read(Settings, {**GOOD, "steps": 0})

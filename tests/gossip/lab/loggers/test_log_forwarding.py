@@ -107,16 +107,6 @@ def test_forwarding_of_a_run_that_goes_on_waits_for_the_ranks(tmp_path: Path, ke
     assert kept.beginnings[0].step == 3
 
 
-def test_forwarding_each_rank(tmp_path: Path, kept: type[Kept]) -> None:
-    follows = start(tmp_path, ranks="each", name="mine")
-    announce_begun(tmp_path, 0)
-    train(tmp_path, range(4))
-    follows.end(DONE)
-    assert kept.runs == {"rank0": [0, 1, 2, 3], "rank1": [0, 1, 2, 3]}
-    assert kept.endings.keys() == {"rank0", "rank1"}
-    assert {(each.rank, each.name) for each in kept.beginnings} == {(0, "mine rank 0"), (1, "mine rank 1")}
-
-
 @pytest.mark.parametrize("ranks", ["mean", "each"])
 def test_forwarding_goes_on_after_an_outage_with_one_warning(
     tmp_path: Path, kept: type[Kept], told: list[str], ranks: str

@@ -11,7 +11,7 @@ from composing import composed
 from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.loggers.logger_choice import LOGGERS, logging_settings, make_loggers
+from gossip.lab.loggers.logger_choice import logging_settings, make_loggers
 
 
 def refused(*overrides: str) -> str:
@@ -20,26 +20,8 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("logger=jsonl", set()),
-        ("logger=[]", set()),
-        ("logger=wandb", {"wandb"}),
-        ("logger=[jsonl,tensorboard,wandb,mlflow]", {"tensorboard", "wandb", "mlflow"}),
-    ],
-)
-def test_choice_of_one_or_several(override: str, names: set[str]) -> None:
-    assert make_loggers(composed(override)).keys() == names
-
-
-def test_choice_has_a_file_for_every_logger() -> None:
-    chosen = composed(f"logger=[{','.join(LOGGERS.available())}]")["logger"]
-    assert tuple(sorted(chosen)) == LOGGERS.available()
-
-
-@pytest.mark.parametrize("library", ["tensorboard", "wandb", "mlflow"])
-def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = "wandb"
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find_spec(name))
     assert refused(f"logger={library}") == (
@@ -55,9 +37,7 @@ def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPa
         (("logger=wandb", "logger.wandb.mode=shared"), "logger.wandb.mode must be offline or online, got 'shared'"),
         (("+logger.wand={}",), "logger.wand: unknown logger 'wand'. Did you mean 'wandb'? Available: jsonl, mlflow, "),
         (("logger=mlflow", "+logger.mlflow.uri=x"), "logger.mlflow.uri=x: MlflowLogger has no option uri"),
-        (("logging.wait_s=0",), "logging.wait_s must be a positive number, got 0"),
         (("logging.ranks=all",), "there is no logging.ranks=all. Available: mean, each"),
-        (("logging.tags=a",), "logging.tags must be a list"),
         (("logger=wandb", "logging.ranks=each", "engine=virtual"), "set logging.ranks=mean, or engine=processes"),
         (
             ("logger=tensorboard", "logging.model=true"),
@@ -91,7 +71,7 @@ def test_choice_of_wandb_online_needs_a_login_and_asks_nobody(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("began_with", "asked", "goes_on_with"),
     [
-        ("logger=wandb", (), {"wandb"}),
+        ("logger=[jsonl,tensorboard,wandb,mlflow]", (), {"tensorboard", "wandb", "mlflow"}),
         ("logger=jsonl", ("logger=[tensorboard,mlflow]",), {"tensorboard", "mlflow"}),
         ("logger=[wandb,mlflow]", ("logger=jsonl",), set()),
     ],

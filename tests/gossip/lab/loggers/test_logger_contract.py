@@ -90,7 +90,7 @@ def second_attempts(folders: list[tuple[str, int | None, Path]], figure: Path, m
     return firsts
 
 
-CASES = [*((name, None) for name in LOGGERS.available()), ("jsonl", 3)]
+CASES = [*((name, None) for name in LOGGERS.available()), ("tensorboard", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +126,6 @@ def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, 
 def test_logger_keeps_what_is_not_a_number_of_a_step(twice: tuple[str, str, Path, int]) -> None:
     name, records, folder, _ = twice
     CHECKS[name](folder, records)
-
-
-def check_jsonl(folder: Path, _: str) -> None:
-    assert {path.name for path in folder.iterdir()} <= {"rank3.jsonl", "workers.jsonl"}
 
 
 def check_tensorboard(folder: Path, records: str) -> None:
@@ -175,5 +171,5 @@ def check_mlflow(folder: Path, records: str) -> None:
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
-CHECKS = {"jsonl": check_jsonl, "tensorboard": check_tensorboard, "wandb": check_wandb, "mlflow": check_mlflow}
+CHECKS = {"tensorboard": check_tensorboard, "wandb": check_wandb, "mlflow": check_mlflow}
 """One row per logger."""
