@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +50,9 @@ def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Te
 @torch.no_grad()
 def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
     """Evaluate every replica on all samples, all replicas in one batched forward pass. Local."""
-    was_training = workers.module.training
-    workers.module.eval()
     totals = torch.zeros(workers.world_size, 3, dtype=torch.float64)
     size = max(1, _REPLICA_BATCH_SIZE // workers.world_size)
-    try:
+    with _in_eval_mode(workers.module):
         for some_inputs, some_targets in zip(inputs.split(size), targets.split(size), strict=True):
             logits = workers.every(some_inputs)
             expected = some_targets.expand(len(logits), *some_targets.shape)
@@ -60,28 +60,31 @@ def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targ
             totals[:, 0] += losses.sum(1, dtype=torch.float64)
             totals[:, 1] += (logits.argmax(-1) == expected).flatten(1).sum(1)
             totals[:, 2] += some_targets.numel()
-    finally:
-        workers.module.train(was_training)
     return [_evaluation(row) for row in totals]
 
 
 @torch.no_grad()
 def _totals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed loss, the number of correct predictions and the number of predictions: float64 [3]."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    with _in_eval_mode(module):
+        for some_inputs, some_targets in zip(inputs.split(_BATCH_SIZE), targets.split(_BATCH_SIZE), strict=True):
+            if some_targets.numel() > 0:
+                logits = module(some_inputs)
+                totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
+                totals[1] += int((logits.argmax(-1) == some_targets).sum())
+                totals[2] += some_targets.numel()
+    return totals
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
     was_training = module.training
     module.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
     try:
-        for some_inputs, some_targets in zip(inputs.split(_BATCH_SIZE), targets.split(_BATCH_SIZE), strict=True):
-            if some_targets.numel() == 0:
-                continue
-            logits = module(some_inputs)
-            totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
-            totals[1] += int((logits.argmax(-1) == some_targets).sum())
-            totals[2] += some_targets.numel()
+        yield
     finally:
         module.train(was_training)
-    return totals
 
 
 def _evaluation(totals: torch.Tensor) -> Evaluation:

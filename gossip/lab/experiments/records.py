@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -115,6 +115,16 @@ def without_non_finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [without_non_finite(item) for item in value]
     return value
+
+
+def leaves(content: Mapping[str, Any], above: str = "", *, separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, with the keys that lead to them."""
+    for key, value in content.items():
+        name = f"{above}{separator}{key}" if above else str(key)
+        if isinstance(value, Mapping):
+            yield from leaves(value, name, separator=separator)
+        else:
+            yield name, value
 
 
 def _record(line: bytes, path: str | Path, number: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import enum
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loguru import logger
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.records import leaves
 from gossip.lab.experiments.run_folder import read_json
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -144,7 +145,7 @@ def continued_configuration(
     config = saved_configuration(folder)
     check_imports(config, asked, str(folder / run_folder.CONFIG_FILE))
     config[OPTION] = list(trusted_names(asked))  # a folder must not declare itself trusted
-    saved, now, without = (dict(_leaves(tree)) for tree in (config, asked, defaults))
+    saved, now, without = (dict(leaves(tree)) for tree in (config, asked, defaults))
     prefixes = tuple(keys)
     wanted = {
         key
@@ -244,14 +245,6 @@ def _is_of(folder: Path, who: str, environment: Mapping[str, str]) -> bool:
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration in which two attempts at the same run must agree."""
     return {key: value for key, value in config.items() if key not in _NOT_COMPARED}
-
-
-def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _text(leaves: Mapping[str, Any], key: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gossip.lab.experiments.records import without_non_finite
+from gossip.lab.experiments.records import leaves, without_non_finite
 from gossip.lab.loggers.logger import Beginning, Ending, flattened
 
 NAME = "mlflow"
@@ -76,9 +76,10 @@ class MlflowLogger:
         self.flush()
         if ending.status == "completed":
             now = int(time.time() * 1000)
-            leaves = _leaves(ending.summary, "summary")
             self._pending = [
-                Metric(key, float(value), now, 0) for key, value in leaves if isinstance(value, int | float)
+                Metric(key, float(value), now, 0)
+                for key, value in leaves(ending.summary, "summary", separator="/")
+                if isinstance(value, int | float)
             ]
             self.flush()
         self._client.log_dict(self._run_id, without_non_finite(ending.summary), "summary.json")
@@ -95,7 +96,7 @@ class MlflowLogger:
         if beginning.group:
             tags["group"] = beginning.group
         run = self._client.create_run(self._experiment_id(beginning), run_name=beginning.name, tags=tags)
-        params = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in _leaves(beginning.config)]
+        params = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in leaves(beginning.config, separator="/")]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(run.info.run_id, params=params[first : first + _MAX_PARAMS])
         return str(run.info.run_id)
@@ -108,12 +109,3 @@ class MlflowLogger:
         with contextlib.suppress(MlflowException):  # the experiment exists already
             return str(self._client.create_experiment(self._experiment, artifact_location=location))
         return str(self._client.get_experiment_by_name(self._experiment).experiment_id)
-
-
-def _leaves(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        name = f"{above}/{key}" if above else str(key)
-        if isinstance(value, Mapping):
-            yield from _leaves(value, name)
-        else:
-            yield name, value

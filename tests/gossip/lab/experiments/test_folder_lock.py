@@ -6,23 +6,12 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from loguru import logger
 
 from gossip.lab.experiments.run_folder import LOCK_FILE, FolderError, lock
-
-HOLDER = """
-import sys
-from pathlib import Path
-from gossip.lab.experiments.run_folder import lock
-with lock(Path(sys.argv[1])):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
 
 
 def test_lock_refuses_a_second_run_and_names_the_first(tmp_path: Path) -> None:
@@ -43,21 +32,6 @@ def test_lock_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
         raise ArithmeticError
     with lock(tmp_path):
         pass
-
-
-def test_lock_goes_with_a_killed_owner(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(FolderError, match=f"process id {holder.pid} "), lock(tmp_path):
-            pytest.fail("two hold it")
-        holder.kill()
-        holder.wait()
-    assert str(holder.pid) in (tmp_path / LOCK_FILE).read_text()
-    with lock(tmp_path):
-        assert str(os.getpid()) in (tmp_path / LOCK_FILE).read_text()
 
 
 def test_lock_of_a_file_that_its_owner_removes_meanwhile_is_taken_anew(

@@ -39,8 +39,9 @@ class Ring:
                 return
 
 
-@pytest.mark.parametrize(("world_size", "lead"), [(1, 0), (2, 0), (5, 0), (5, 3)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("world_size", "lead", "number"), [(1, 0, signal.SIGTERM), (2, 0, signal.SIGUSR1), (5, 3, signal.SIGTERM)]
+)
 def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, number: signal.Signals) -> None:
     store, ring = dist.HashStore(), Ring(world_size, lead)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]

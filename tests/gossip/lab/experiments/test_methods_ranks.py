@@ -107,20 +107,11 @@ def test_methods_repeat_themselves_by_seed(tmp_path: Path) -> None:
     assert records["one"] != records["other"]
 
 
-@pytest.mark.parametrize("method", ["gossip", "ddp"])
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("raise", "ArithmeticError: injected at step 3"),
-        ("killed", "the process ended without an error message, with signal 9 (SIGKILL)"),
-    ],
-)
-def test_methods_name_the_rank_that_dies(tmp_path: Path, method: str, how: str, reason: str) -> None:
-    config = composed("training.epochs=1", "launch.world_size=3", f"method={method}", "trusted_targets=[faulty_models]")
-    config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": how}
-    with pytest.raises(LaunchError) as caught:
+def test_methods_name_the_rank_that_dies(tmp_path: Path) -> None:
+    config = composed("training.epochs=1", "launch.world_size=3", "method=ddp", "trusted_targets=[faulty_models]")
+    config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": "raise"}
+    with pytest.raises(LaunchError, match=r"^rank 1 failed: ArithmeticError: injected at step 3$"):
         launch(train, config, str(tmp_path), world_size=3, preload=PRELOAD)
-    assert str(caught.value) == f"rank 1 failed: {reason}"
 
 
 @pytest.mark.parametrize("method", ["gossip", "ddp", "local"])

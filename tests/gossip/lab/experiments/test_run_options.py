@@ -49,25 +49,22 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 @pytest.mark.xdist_group("run_options")
-@pytest.mark.parametrize("method", ["gossip", "local"])
 @pytest.mark.parametrize(
     ("overrides", "algorithm", "clipping"),
     [
         (("algorithm=adapt_then_combine",), "AdaptThenCombine(gamma=1)", None),
-        (("algorithm.gamma=0.5",), "AdaptWhileCommunicating(gamma=0.5)", None),
         ((CLIPPED, "wrapper.clip=bucket", "wrapper.bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
         (("wrapper.transport=debug",), BY_DEFAULT, None),
     ],
 )
 def test_options_run(
-    tmp_path: Path, default: Records, method: str, overrides: tuple[str, ...], algorithm: str, clipping: str | None
+    tmp_path: Path, default: Records, overrides: tuple[str, ...], algorithm: str, clipping: str | None
 ) -> None:
-    summary, records = run(tmp_path / "run", f"method={method}", *overrides)
+    summary, records = run(tmp_path / "run", *overrides)
     assert (summary["algorithm"], summary["clipping"]) == (algorithm, clipping)
     assert losses(records)[-1] < losses(records)[0]
-    if clipping is None and method == "gossip":
-        is_same = "wrapper.transport=debug" in overrides
-        assert (losses(records) == pytest.approx(losses(default), rel=1e-4)) == is_same
+    is_same = "wrapper.transport=debug" in overrides
+    assert (losses(records) == pytest.approx(losses(default), rel=1e-4)) == is_same
 
 
 @pytest.mark.parametrize("overrides", [(), (CLIPPED,)])

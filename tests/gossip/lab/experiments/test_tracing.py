@@ -12,7 +12,6 @@ import torch
 from composing import composed
 from torch.autograd.profiler import record_function
 
-from gossip import World
 from gossip.lab.experiments.job import PRELOAD
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, TracedExchange, Tracer
 from gossip.lab.experiments.training import train
@@ -47,23 +46,6 @@ def exchanges(events: Events, bucket: int = 0) -> Events:
 
 def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["ts"] < other["ts"] + other["dur"] and other["ts"] < one["ts"] + one["dur"])
-
-
-def worlds_of_a_run(folder: str, method: str) -> int:
-    """How many worlds this rank makes in a run."""
-    made: list[World] = []
-    join = World._join
-    World._join = lambda world: (made.append(world), join(world))[1]
-    try:
-        train(composed("profile=true", "training.epochs=1", "launch.world_size=2", f"method={method}"), folder)
-    finally:
-        World._join = join
-    return len(made)
-
-
-@pytest.mark.parametrize("method", ["gossip", "ddp"])
-def test_a_run_has_one_world(tmp_path: Path, method: str) -> None:
-    assert launch(worlds_of_a_run, str(tmp_path), method, world_size=2, preload=PRELOAD) == [1, 1]
 
 
 def test_tracing_shows_an_exchange_beside_the_next_forward(tmp_path: Path) -> None:

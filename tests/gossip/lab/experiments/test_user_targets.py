@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from repository import CONFIGS
-from running import sweep, train
+from running import train
 
 from gossip.lab.experiments import config_store
 from gossip.lab.experiments.datasets import as_data
@@ -55,17 +55,6 @@ def test_a_run_of_processes_trains_them(folder: Path) -> None:
     assert (config.data["_target_"], config.data.noise, config.model.width) == ("my_module.make", 0.2, 16)
     assert config.data.partition.scheme == "iid"
     assert list(config.trusted_targets) == ["my_module.make", "my_module.Net"]
-
-
-@pytest.mark.slow
-def test_a_sweep_over_data_sets_of_both_kinds(folder: Path) -> None:
-    grid = ("data=digits,my_module:make", "topology=ring", "launch.world_size=2", "training.epochs=1")
-    done = sweep(folder, *grid, "hydra/launcher=basic", "data.partition.scheme=iid", fresh=True)
-    assert done.status == 0, done.stderr
-    (table,) = folder.glob("outputs/sweeps/*/results.csv")
-    text = table.read_text()
-    assert "digits" in text
-    assert "my_module" in text
 
 
 def test_what_is_named_is_trusted_besides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
