@@ -41,6 +41,7 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         (["data=cifar10", "hydra.run.dir=a/b/c"], "error: data.folder=data/cifar-10-batches-bin: CIFAR-10: "),
         (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere has no data_batch"),
         (["launch.port=99999"], "error: launch.port must be an integer between 1 and 65535 or null, got 99999"),
+        (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
         (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
         (
             ["model._target_=nowhere.Model", "trusted_targets=[nowhere]"],
