@@ -57,14 +57,6 @@ def test_model_fits_one_batch_with_the_common_loss(name: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_small_cnn_has_batch_norm_buffers_that_training_moves() -> None:
-    model = SmallCNN((1, 8, 8), 10)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert len(before) == 6
-    model(torch.randn(5, 1, 8, 8))
-    assert all(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-
-
 def test_char_transformer_is_causal() -> None:
     position = 3
     torch.manual_seed(0)
@@ -75,12 +67,6 @@ def test_char_transformer_is_causal() -> None:
     difference = (model(inputs) - model(changed)).abs().amax(dim=(0, 2))
     assert difference[:position].eq(0).all()
     assert difference[position:].gt(0).all()
-
-
-def test_char_transformer_tied_head_is_one_parameter() -> None:
-    model = CharTransformer((8,), 20, width=16, tied_head=True)
-    assert model.head.weight is model.embedding.weight
-    assert "head.weight" not in dict(model.named_parameters())
 
 
 def test_char_transformer_reads_shorter_texts_and_refuses_longer_ones() -> None:
