@@ -15,7 +15,7 @@ from gossip.errors import ExchangeError
 VARIABLE = "GOSSIP_KEY"
 _LEAST_CHARACTERS = 32
 _DIGEST = "sha256"
-_MARK = b"sealed "
+_MARK = b"authenticated "
 _TAG_CHARACTERS = 64
 
 
@@ -85,7 +85,7 @@ class AuthenticatedStore(dist.Store):
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self.underlying_store.set(key, self._sealed(key, value))
+        self.underlying_store.set(key, self._authenticated(key, value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it.
@@ -104,7 +104,7 @@ class AuthenticatedStore(dist.Store):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write a value unless there is one, and return what is there; ``expected`` is empty."""
         assert expected == ""
-        return self._opened(key, self.underlying_store.compare_set(key, "", self._sealed(key, desired)))
+        return self._opened(key, self.underlying_store.compare_set(key, "", self._authenticated(key, desired)))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all of these keys have values, genuine or not."""
@@ -118,7 +118,7 @@ class AuthenticatedStore(dist.Store):
         """Return whether several values can be read in one message."""
         return bool(self.underlying_store.has_extended_api())
 
-    def _sealed(self, key: str, value: str) -> str:
+    def _authenticated(self, key: str, value: str) -> str:
         return f"{_MARK.decode()}{self._tag(key, value.encode())}{value}"
 
     def _opened(self, key: str, found: bytes) -> bytes:
@@ -136,14 +136,14 @@ class AuthenticatedStore(dist.Store):
 
 
 def under(store: dist.Store, prefix: str) -> dist.Store:
-    """Return the keys of a store that begin with a prefix, sealed like the others. Local."""
+    """Return the keys of a store that begin with a prefix, authenticated like the others. Local."""
     if isinstance(store, AuthenticatedStore):
         return AuthenticatedStore(dist.PrefixStore(prefix, store.underlying_store), store.key, f"{store.name}/{prefix}")
     return dist.PrefixStore(prefix, store)
 
 
 def read(found: bytes) -> Any:
-    """Return the plain data that a store without a key has, in a value that others may have sealed.
+    """Return the plain data that a store without a key has, in a value that others may have authenticated.
 
     Raises
     ------

@@ -50,6 +50,7 @@ class Consensus:
         How long an agreement waits for a rank.
     is_in_step : bool
         Whether the ranks make their steps together. If not, all steps are step 0 here, and a generation begins at once.
+
     Attributes
     ----------
     position : tuple of int
@@ -63,6 +64,11 @@ class Consensus:
         members.
     store_monitor : StoreMonitor
         Notices that the store is gone.
+
+    Notes
+    -----
+    What the training thread calls raises ``ExchangeError`` if this rank cannot continue, because the others have
+    dropped it or too few ranks remain, or if an agreement does not end in time.
     """
 
     def __init__(
@@ -114,13 +120,7 @@ class Consensus:
 
     @property
     def latest(self) -> Generation:
-        """The generation that was decided last.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue: the others have dropped it, or too few ranks remain.
-        """
+        """The generation that was decided last."""
         with self._changed:
             self._check()
             return self._generations[-1]
@@ -132,13 +132,7 @@ class Consensus:
             return next(each for each in reversed(self._generations) if each.number == self._entered)
 
     def enter_step(self, step: int) -> Generation:
-        """Begin step ``step`` as soon as no agreement prevents it, and return the generation that the step belongs to.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue, or an agreement does not end.
-        """
+        """Begin a step as soon as no agreement prevents it, and return the generation that the step belongs to."""
         with self._changed:
             self._wait_until_free(f"step {step}")
             if self._is_in_step and step != self.position[1]:
@@ -158,8 +152,6 @@ class Consensus:
 
         Raises
         ------
-        ExchangeError
-            This rank cannot continue.
         GossipError
             This rank joins, and has made no step yet.
         """
@@ -199,13 +191,7 @@ class Consensus:
             return True
 
     def wait_for_generation_after(self, number: int) -> Generation:
-        """Return the generation without the member that was lost in generation ``number``.
-
-        Raises
-        ------
-        ExchangeError
-            There is none in time, or this rank is not a member of it.
-        """
+        """Return the generation without the member that was lost in generation ``number``."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._error or self._generations[-1].number > number, self._seconds()
@@ -224,13 +210,7 @@ class Consensus:
 
     @property
     def admitted_in(self) -> Generation | None:
-        """The first generation of which this rank is a member; None if it has not been admitted yet.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
-        """
+        """The first generation of which this rank is a member; None if it has not been admitted yet."""
         with self._changed:
             self._check()
             return next(
@@ -263,8 +243,6 @@ class Consensus:
 
         Raises
         ------
-        ExchangeError
-            This rank cannot continue, or an agreement does not end.
         GossipError
             Too few ranks would remain.
         """
@@ -352,7 +330,8 @@ class Consensus:
             try:
                 self._attempt(self._num_attempts + 1)
             except (StoreLost, NotGenuine) as error:
-                self._fail(f"{error}: without it the remaining ranks cannot agree on who trains")
+                why = f"{error}: without it the remaining ranks cannot agree on who trains"
+                self.fail(ExchangeError(f"rank {self._mesh.member}: {why}"))
         return not self._stop.is_set()
 
     def _attempt(self, number: int) -> None:
@@ -499,9 +478,6 @@ class Consensus:
             "pass a lower min_ranks",
             failed_ranks=gone,
         )
-
-    def _fail(self, text: str) -> None:
-        self.fail(ExchangeError(f"rank {self._mesh.member}: {text}"))
 
     # ------------------------------------------------------------------ closing
 

@@ -41,7 +41,7 @@ class FrameMac:
         return hmac.compare_digest(self.tag(), tag)
 
 
-class Seal:
+class Authenticator:
     """The key of one direction of a connection, and how many frames went that way.
 
     Parameters
@@ -66,10 +66,10 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def make_seals(
-    secret: bytes, own: tuple[int, bytes], other: tuple[int, bytes], *, is_caller: bool, seals_all: bool
-) -> tuple[Seal, Seal]:
-    """Return the seals of what this end sends, and of what it receives.
+def make_authenticators(
+    secret: bytes, own: tuple[int, bytes], other: tuple[int, bytes], *, is_caller: bool, authenticates_all: bool
+) -> tuple[Authenticator, Authenticator]:
+    """Return the authenticators of what this end sends, and of what it receives.
 
     Parameters
     ----------
@@ -79,12 +79,13 @@ def make_seals(
         The member at either end, and its nonce.
     is_caller : bool
         Whether this end has called the other one.
-    seals_all : bool
-        Whether they seal all frames, and not only the greeting.
+    authenticates_all : bool
+        Whether they authenticator all frames, and not only the greeting.
     """
     caller, answerer = (own, other) if is_caller else (other, own)
-    transcript = _TRANSCRIPT.pack(caller[0], answerer[0], seals_all) + caller[1] + answerer[1]
+    transcript = _TRANSCRIPT.pack(caller[0], answerer[0], authenticates_all) + caller[1] + answerer[1]
     from_caller, from_answerer = (
-        Seal(hmac.digest(secret, transcript + label, _DIGEST)) for label in (b"from the caller", b"from the answerer")
+        Authenticator(hmac.digest(secret, transcript + label, _DIGEST))
+        for label in (b"from the caller", b"from the answerer")
     )
     return (from_caller, from_answerer) if is_caller else (from_answerer, from_caller)

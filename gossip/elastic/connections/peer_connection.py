@@ -20,9 +20,9 @@ import torch
 from gossip.elastic.connections.frame_authentication import (
     NONCE_BYTES,
     TAG_BYTES,
+    Authenticator,
     FrameMac,
-    Seal,
-    make_seals,
+    make_authenticators,
     new_nonce,
 )
 
@@ -128,13 +128,13 @@ class Outgoing:
         self.has_begun = self.has_ended = False
         self._lock = threading.Lock()
 
-    def send(self, connection: socket.socket, seal: Seal | None) -> bool:
+    def send(self, connection: socket.socket, authenticator: Authenticator | None) -> bool:
         """Send what the socket accepts, and return whether that was all."""
         with self._lock:
             if not self.has_begun:
                 self.has_begun = True
-                if seal is not None:
-                    self._mac = seal.next(self._left[0])
+                if authenticator is not None:
+                    self._mac = authenticator.next(self._left[0])
                     self._left.append(memoryview(self._mac.tag()))
                 self._go_on()
             while self._left:
@@ -180,13 +180,13 @@ class Identity(NamedTuple):
         What all members know; it is not sent.
     member : int
         The number of this end.
-    seals_all : bool
+    authenticates_all : bool
         Whether all frames carry authentication codes, and not only the greeting; the same at both ends.
     """
 
     secret: bytes
     member: int
-    seals_all: bool = True
+    authenticates_all: bool = True
 
 
 class ConnectionLost(Exception):
@@ -276,8 +276,8 @@ class PeerConnection:
         self._sending = threading.Lock()
         self._make_buffer = make_buffer
         self._own, self._nonce = own, new_nonce()
-        self._sends: Seal | None = None
-        self._receives: Seal | None = None
+        self._sends: Authenticator | None = None
+        self._receives: Authenticator | None = None
         self._mac: FrameMac | None = None  # of what arrives
         self._key: Key | None = None
         self._is_ready = False
@@ -286,11 +286,11 @@ class PeerConnection:
         self._header = bytearray(_HEADER.size)
         self._await_header()
         nonce = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8)
-        self.enqueue(Outgoing(Key(Kind.HELLO, own.member, own.seals_all), nonce, _BEFORE_ALL))
+        self.enqueue(Outgoing(Key(Kind.HELLO, own.member, own.authenticates_all), nonce, _BEFORE_ALL))
 
     def _hear_greeting(self, frame: Frame) -> None:
         """Take the other end's nonce, or after that the frame that proves that it knows the secret."""
-        kind, member, seals_all, _ = frame.key
+        kind, member, authenticates_all, _ = frame.key
         if kind != Kind.HELLO:
             raise ConnectionLost("it began without a greeting")
         if self._receives is not None:
@@ -298,14 +298,16 @@ class PeerConnection:
             return
         if self.member not in (None, member):
             raise ConnectionLost(f"rank {member} replied in its place")
-        if seals_all != self._own.seals_all:
-            raise ConnectionLost(f"authenticate must be equal on all ranks, got {bool(seals_all)} on rank {member}")
-        self._sends, self._receives = make_seals(
+        if authenticates_all != self._own.authenticates_all:
+            raise ConnectionLost(
+                f"authenticate must be equal on all ranks, got {bool(authenticates_all)} on rank {member}"
+            )
+        self._sends, self._receives = make_authenticators(
             self._own.secret,
             (self._own.member, self._nonce),
             (member, frame.payload.numpy().tobytes()),
             is_caller=self.member is not None,
-            seals_all=self._own.seals_all,
+            authenticates_all=self._own.authenticates_all,
         )
         self.enqueue(Outgoing(Key(Kind.HELLO, self._own.member), None, _BEFORE_ALL))
 
@@ -329,7 +331,7 @@ class PeerConnection:
 
     def _send(self, frame: Outgoing) -> None:
         self.sent_at = time.monotonic()
-        frame.send(self.socket, self._sends if self._own.seals_all or frame.key.kind == Kind.HELLO else None)
+        frame.send(self.socket, self._sends if self._own.authenticates_all or frame.key.kind == Kind.HELLO else None)
 
     def beat(self) -> None:
         """Send a sign of life before all waiting frames, unless a frame is being sent, which is one."""
@@ -401,9 +403,9 @@ class PeerConnection:
                 self._take_in(take)
 
     def _await_header(self) -> None:
-        self._is_sealed = self._receives is not None and (self._own.seals_all or not self.is_proved)
+        self._is_authenticated = self._receives is not None and (self._own.authenticates_all or not self.is_proved)
         self._mac, self._key, self._payload, self._memory = None, None, _NO_PAYLOAD, memoryview(b"")
-        self._targets = [memoryview(self._header), *[memoryview(self._tag)] * self._is_sealed]
+        self._targets = [memoryview(self._header), *[memoryview(self._tag)] * self._is_authenticated]
 
     def _note_read(self, num_bytes: int) -> None:
         if self._mac is not None and self._memory:
@@ -416,7 +418,7 @@ class PeerConnection:
 
     def _take_in(self, take: Callable[[Frame], None]) -> None:
         """Act upon a header or a payload that has arrived, once it is known to be what the other end sent."""
-        if self._is_sealed and self._receives is not None:
+        if self._is_authenticated and self._receives is not None:
             self._mac = self._mac or self._receives.next(self._header)
             if not self._mac.matches(self._tag):
                 raise ConnectionLost(_ALTERED if self.is_proved else _UNKNOWN)
@@ -425,16 +427,16 @@ class PeerConnection:
             if (
                 magic != _MAGIC
                 or kind not in _KINDS
-                or (not self.is_proved and nbytes != (0 if self._is_sealed else NONCE_BYTES))
+                or (not self.is_proved and nbytes != (0 if self._is_authenticated else NONCE_BYTES))
             ):
                 raise ConnectionLost("data that arrived over the connection are not a frame of this program")
             self._key = Key(Kind(kind), first, second, third)
             if nbytes:
                 self._payload = self._memory_for(nbytes)
                 self._memory = self._payload.numpy().data
-                self._targets = [self._memory, *[memoryview(self._tag)] * self._is_sealed]
+                self._targets = [self._memory, *[memoryview(self._tag)] * self._is_authenticated]
                 return
-        frame, is_nonce = Frame(self._key, self._payload), not (self.is_proved or self._is_sealed)
+        frame, is_nonce = Frame(self._key, self._payload), not (self.is_proved or self._is_authenticated)
         if not self.is_proved:
             self._hear_greeting(frame)
         self._await_header()

@@ -193,10 +193,10 @@ class _Interrupted:
 
 
 def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    def send_and_happen(self: Any, connection: Any, seal: Any) -> bool:
+    def send_and_happen(self: Any, connection: Any, authenticator: Any) -> bool:
         if self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket) and not self.has_begun:
             connection = _Interrupted(connection, min(fault.num_bytes or 0, self.num_bytes - 1), happen)
-        sent: bool = send(self, connection, seal)
+        sent: bool = send(self, connection, authenticator)
         return sent
 
     return send_and_happen

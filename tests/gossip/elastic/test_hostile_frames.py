@@ -51,7 +51,7 @@ def frame(key: Key, payload: bytes = b"") -> bytes:
 
 def connected(end: socket.socket, member: int, *, called: int | None = None) -> PeerConnection:
     """One whose frames carry no authentication codes after the greeting."""
-    own = Identity(SECRET, member, seals_all=False)
+    own = Identity(SECRET, member, authenticates_all=False)
     return PeerConnection(end, TIMEOUT, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), own, called)
 
 

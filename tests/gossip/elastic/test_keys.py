@@ -55,13 +55,13 @@ def test_a_key_that_cannot_be_one_is_refused_and_not_shown(
 # ---------------------------------------------------------------------- values
 
 
-def sealed(kept: dist.Store, key: bytes = KEY.encode(), name: str = "training") -> AuthenticatedStore:
+def authenticated(kept: dist.Store, key: bytes = KEY.encode(), name: str = "training") -> AuthenticatedStore:
     return AuthenticatedStore(dist.PrefixStore(name, kept), key, name)
 
 
 def test_values_are_read_as_they_were_written() -> None:
     kept = dist.HashStore()
-    writer, reader = sealed(kept), sealed(kept)
+    writer, reader = authenticated(kept), authenticated(kept)
     writer.set("address0", "[1, 2]")
     assert reader.get("address0") == b"[1, 2]"
     assert writer.compare_set("decision", "", "first") == b"first"
@@ -80,12 +80,14 @@ def test_a_store_without_a_key_is_as_it_was() -> None:
 ALTERATIONS: dict[str, Callable[[dist.Store], None]] = {
     "a plain value": lambda kept: kept.set("training/decision", "null"),
     "a changed value": lambda kept: kept.set("training/decision", kept.get("training/decision")[:-1] + b"x"),
-    "a changed code": lambda kept: kept.set("training/decision", b"sealed 0" + kept.get("training/decision")[8:]),
-    "a cut value": lambda kept: kept.set("training/decision", "sealed "),
+    "a changed code": lambda kept: kept.set(
+        "training/decision", b"authenticated 0" + kept.get("training/decision")[15:]
+    ),
+    "a cut value": lambda kept: kept.set("training/decision", "authenticated "),
     "the value of another key": lambda kept: kept.set("training/decision", kept.get("training/proposal")),
     "the value of another training": lambda kept: kept.set("training/decision", kept.get("another/decision")),
     "the value of a longer key": lambda kept: kept.set("training/decision", kept.get("training/x/decision")),
-    "another key's code": lambda kept: sealed(kept, OTHER_KEY.encode()).set("decision", "null"),
+    "another key's code": lambda kept: authenticated(kept, OTHER_KEY.encode()).set("decision", "null"),
 }
 
 
@@ -103,20 +105,20 @@ def test_what_no_rank_has_written_is_not_read(
     alter: Callable[[dist.Store], None], read: Callable[[AuthenticatedStore], Any]
 ) -> None:
     kept = dist.HashStore()
-    sealed(kept).set("decision", "true")
-    sealed(kept).set("proposal", "true")
-    sealed(kept, name="another").set("decision", "true")
-    under(sealed(kept), "x").set("decision", "true")
+    authenticated(kept).set("decision", "true")
+    authenticated(kept).set("proposal", "true")
+    authenticated(kept, name="another").set("decision", "true")
+    under(authenticated(kept), "x").set("decision", "true")
     alter(kept)
     with pytest.raises(
         NotGenuine, match="the key-value store has a value of 'decision' that no rank with this GOSSIP_KEY"
     ):
-        read(sealed(kept))
+        read(authenticated(kept))
 
 
 def test_a_decision_that_no_rank_has_made_is_not_taken_for_a_store_that_does_not_reply() -> None:
     kept = dist.HashStore()
-    consensus_store = ConsensusStore(sealed(kept))
+    consensus_store = ConsensusStore(authenticated(kept))
     assert consensus_store.propose(1, Proposal([0, 1])) == ([0, 1], [], [])
     kept.set("training/decision/1", "null")
     with pytest.raises(NotGenuine):
@@ -155,7 +157,7 @@ def test_who_has_the_key_joins_and_nobody_else() -> None:
     assert torch.equal(first, second)
     assert torch.equal(first, joining_rank)
     assert {key.rpartition("/")[2] for key in written} >= {"process0", "arrival1", "address0"}
-    assert not [key for key, value in written.items() if not value.startswith(b"sealed ")]
+    assert not [key for key, value in written.items() if not value.startswith(b"authenticated ")]
     assert not [key for key, value in written.items() if KEY.encode() in value]
 
 

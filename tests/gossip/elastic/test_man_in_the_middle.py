@@ -17,7 +17,7 @@ from elastic_ranks import flat, make_model, steps_until, targets
 from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
 from gossip import ExchangeError
-from gossip.elastic.connections.frame_authentication import Seal
+from gossip.elastic.connections.frame_authentication import Authenticator
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Outgoing, PeerConnection
 
@@ -49,7 +49,7 @@ def other_payload(frames: list[bytes]) -> list[bytes]:
 
 
 def invented(frames: list[bytes]) -> list[bytes]:
-    mac = Seal(b"a key of his own").next(frames[0][:HEADER_BYTES])
+    mac = Authenticator(b"a key of his own").next(frames[0][:HEADER_BYTES])
     head = frames[0][:HEADER_BYTES] + mac.tag()
     mac.update(memoryview(b"x" * 8))
     return [head + b"x" * 8 + mac.tag(), *frames[1:]]
@@ -237,11 +237,11 @@ def train() -> tuple[torch.Tensor | str, dict[int, str]]:
     model = make_model(NUMEL, {"topology": "ring"})
     changed: list[Outgoing] = []
 
-    def send_changed(frame: Outgoing, connection: Any, seal: Seal | None) -> bool:
+    def send_changed(frame: Outgoing, connection: Any, authenticator: Authenticator | None) -> bool:
         if rank == 1 and model.step >= 5 and not changed:
             changed.append(frame)
             connection = Altering(connection)
-        return send(frame, connection, seal)
+        return send(frame, connection, authenticator)
 
     try:
         with mock.patch.object(Outgoing, "send", send_changed):
