@@ -88,7 +88,7 @@ def test_a_store_that_dies_with_a_rank_is_refused() -> None:
         assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
-def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
+def train_and_die(step: int, who: tuple[int, ...]) -> None:
     rank = dist.get_rank()
     with make_model(16, {"topology": "ring"}) as model:
         for number in range(20):
@@ -96,7 +96,6 @@ def train_and_die(step: int, who: tuple[int, ...]) -> tuple[int, ...]:
                 os.kill(os.getpid(), signal.SIGKILL)
             model(targets(rank, 16)).backward()
         model.global_avg()
-        return model.members
 
 
 def error_on_two_machines(path: str) -> str:
@@ -149,10 +148,6 @@ def told_when_one_leaves() -> list[str]:
 def test_who_leaves_is_not_said_to_be_lost() -> None:
     ((text,), *_) = launch(told_when_one_leaves, world_size=3, on_peer_loss="continue")
     assert re.fullmatch(r"step \d: 2 ranks continue, ranks 0, 2, with topology ring; left: rank 1", text)
-
-
-def test_launch_lets_the_others_go_on() -> None:
-    assert launch(train_and_die, 5, (1,), world_size=3, on_peer_loss="continue") == [(0, 2), None, (0, 2)]
 
 
 def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
@@ -218,7 +213,7 @@ def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
         return checkpoint.world_size, checkpoint.step, flat(model.module)
 
 
-@pytest.mark.parametrize("number", rest_is_slow([4, 0, 2, 5]))
+@pytest.mark.parametrize("number", rest_is_slow([4, 2]))
 def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     with unsupervised.started(save_with_a_death, folder, number, world_size=4) as ranks:

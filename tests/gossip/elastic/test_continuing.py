@@ -28,13 +28,15 @@ DEATHS = [Fault(step=5), Fault(step=5, bucket=1, num_bytes=40), Fault(step=5, bu
 
 @pytest.mark.parametrize(
     ("victim", "death", "topology"),
-    rest_is_slow(itertools.product([2, 0], DEATHS, ["ring", "one_peer_exponential"]), 3),
+    rest_is_slow(
+        zip([2, 0, 2, 0], DEATHS, ["ring", "one_peer_exponential", "one_peer_exponential", "ring"], strict=True), 3
+    ),
 )
 def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Fault, victim: int) -> None:
     assert_follow_the_recursion(run(NUM_STEPS, ends={victim: death}, topology=topology), topology)
 
 
-@pytest.mark.parametrize("num_bytes", rest_is_slow([2**20, 0, 1, 100, 8 * 2**19]))
+@pytest.mark.parametrize("num_bytes", rest_is_slow([2**20, 1, 8 * 2**19]))
 def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> None:
     ends = {1: Fault(step=3, bucket=1, num_bytes=num_bytes)}
     assert_follow_the_recursion(run(8, ends=ends, numel=2**19, topology="ring"), "ring")
@@ -45,7 +47,7 @@ def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> No
     rest_is_slow(
         [
             {4: Fault(step=5), 1: Fault(place="agreeing")},
-            *({0: Fault(step=5), 3: Fault(step=second)} for second in (5, 6, 12)),
+            {0: Fault(step=5), 3: Fault(step=5)},
         ]
     ),
 )
@@ -62,12 +64,12 @@ IN_CONSTRUCTION = [
 ]
 
 
-@pytest.mark.parametrize(("death", "victim"), rest_is_slow(itertools.product(IN_CONSTRUCTION, [2, 0])))
+@pytest.mark.parametrize(("death", "victim"), rest_is_slow(zip(IN_CONSTRUCTION, itertools.cycle([2, 0]), strict=False)))
 def test_a_rank_ends_while_all_construct_the_model(death: Fault, victim: int) -> None:
     assert_agree(run(NUM_STEPS, ends={victim: death}, topology="ring"))
 
 
-@pytest.mark.parametrize("number", rest_is_slow([8, 5, 6, 7, *range(9, 13)]))
+@pytest.mark.parametrize("number", rest_is_slow([8, 6, 10, 12]))
 def test_a_rank_ends_in_the_global_average(number: int) -> None:
     outcome = run(3, ends={2: Fault(place="together", step=number)}, topology="ring")
     before = np.stack(list(dense(outcome, "ring")[-1].values()))
@@ -120,8 +122,6 @@ def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_p
 COMBINATIONS: list[dict[str, Any]] = [
     {"compression": "int8", "topology": "ring"},
     {"algorithm": "adapt_then_combine", "topology": "one_peer_exponential"},
-    {"compression": "int4", "topology": "one_peer_exponential"},
-    {"compression": "bf16", "topology": "ring"},
     {"compression": "choco", "topology": "ring"},
     {"compression": "powergossip", "topology": "ring"},
     {"algorithm": "gradient_tracking", "topology": "ring"},
@@ -130,7 +130,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", rest_is_slow([*COMBINATIONS, {"clip_grad_norm": 100.0, "topology": "ring"}], 2))
+@pytest.mark.parametrize("options", rest_is_slow(COMBINATIONS, 2))
 def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any]) -> None:
     outcome = run(250, ends={2: Fault(step=9, bucket=1, num_bytes=40)}, **options)
     assert_agree(outcome)
@@ -167,16 +167,15 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_end_anywhere(seed: int, shares_memory: bool) -> None:
+def test_ranks_end_anywhere(seed: int) -> None:
     world_size, topology, deaths = random_deaths(seed)
-    options = {"topology": topology, "min_ranks": 2, "shares_memory": shares_memory}
+    options = {"topology": topology, "min_ranks": 2, "shares_memory": seed % 2 == 0}
     outcome = run(16, ends=deaths, world_size=world_size, numel=2**16, **options)
     assert_follow_the_recursion(outcome, topology)
 
 
-@pytest.mark.parametrize("options", rest_is_slow([{"topology": "ring"}, *COMBINATIONS], 2))
+@pytest.mark.parametrize("options", rest_is_slow([{"topology": "ring"}, COMBINATIONS[0], COMBINATIONS[2]], 2))
 def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str, Any]) -> None:
     numel = 2**17  # also in 4 bits enough to be shared
     shared, sent = (run(6, numel=numel, shares_memory=shares_memory, **options) for shares_memory in (True, False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import signal
@@ -36,12 +35,11 @@ from gossip.lab.faults.fault import Fault, Place
 NUMEL = 64
 
 
-@pytest.mark.parametrize("topology", rest_is_slow(["one_peer_exponential", "ring"]))
-def test_a_rank_that_joins_follows_the_dense_recursion(topology: str) -> None:
-    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, topology=topology)
+def test_a_rank_that_joins_follows_the_dense_recursion() -> None:
+    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, topology="ring")
     assert outcome.stays[3].first_step > 0
     assert len(outcome.stays[3].values) == NUM_MORE + 2
-    assert_follow_the_recursion(outcome, topology)
+    assert_follow_the_recursion(outcome, "ring")
 
 
 @pytest.mark.slow
@@ -56,7 +54,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "numel"), rest_is_slow(itertools.product(OPTIMIZERS, [2**18 + 1, NUMEL])))
+@pytest.mark.parametrize(("name", "numel"), rest_is_slow(zip(OPTIMIZERS, [2**18 + 1, NUMEL], strict=True)))
 def test_parameters_and_optimizer_state_are_those_of_their_source(name: str, numel: int) -> None:
     outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, numel=numel, topology="ring", optimizer=OPTIMIZERS[name])
     assert_agree(outcome)
@@ -83,7 +81,7 @@ def test_if_the_source_of_a_state_ends_another_one_gives_it() -> None:
     assert_follow_the_recursion(outcome, "ring")
 
 
-@pytest.mark.parametrize(("leaver", "is_told"), rest_is_slow([(0, False), (2, True), (3, False)], 2))
+@pytest.mark.parametrize(("leaver", "is_told"), rest_is_slow([(2, True), (3, False)]))
 def test_a_rank_that_leaves_loses_nothing(leaver: int, is_told: bool) -> None:
     outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, leaves=(leaver,), topology="ring", is_told=is_told)
     assert_follow_the_recursion(outcome, "ring")
@@ -93,19 +91,15 @@ def test_a_rank_that_leaves_loses_nothing(leaver: int, is_told: bool) -> None:
 
 
 COMBINATIONS: list[dict[str, Any]] = [
-    {"compression": "int8"},
     {"compression": "choco"},
     {"compression": "powergossip"},
-    {"algorithm": "integral_correction"},
-    {"algorithm": "gradient_tracking"},
-    {"algorithm": "push_sum"},
     {"step_in_backward": True, "clip_grad_norm": 100.0},
     {"buffers": "average"},
 ]
 
 
 @pytest.mark.parametrize("options", rest_is_slow(COMBINATIONS))
-def test_all_compressions_and_algorithms_go_on_with_one_more(options: dict[str, Any]) -> None:
+def test_what_has_a_state_goes_on_with_one_more(options: dict[str, Any]) -> None:
     assert_agree(run((0, 1, 2, 3), world_size=3, num_joining=1, topology="ring", **options))
 
 

@@ -52,9 +52,7 @@ def an_optimizer(kept: str) -> Callable[..., torch.optim.Optimizer]:
     """By what its state holds."""
     of_kind: dict[str, Callable[[], Any]] = {
         "object": Projector,
-        "function": lambda: len,
         "sparse": lambda: torch.eye(2).to_sparse(),
-        "meta": lambda: torch.ones(2, device="meta"),
     }
     if kept == "raises":
         return functools.partial(Raising, lr=0.1)
@@ -147,9 +145,7 @@ KINDS = [
         {},
         r"the state of parameter '(first|second)' in Keeping\['kept'\] is a \S*Projector, which a checkpoint ",
     ),
-    ("function", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a builtins.builtin_function"),
     ("sparse", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
-    ("meta", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a tensor without values"),
     ("raises", {}, r"the state_dict\(\) of Raising failed: KeyError: 'shard'"),
     ("plain", dict.fromkeys(range(JOINS_AS), "copying"), f"RuntimeError: {TOO_MUCH}"),
     ("plain", dict.fromkeys(range(JOINS_AS), "sending"), "MemoryError: no memory to hash it"),

@@ -102,10 +102,8 @@ def run(
     rest_is_slow(
         [
             ("astray", {"compression": "int8", "timeout": timedelta(seconds=60)}),
-            ("freeze", {"compression": "int8"}),
             ("cut", {}),
             ("freeze", {"measures": True}),
-            ("cut", {"algorithm": "integral_correction"}),
         ]
     ),
 )
