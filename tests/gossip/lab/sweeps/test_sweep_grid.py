@@ -113,6 +113,11 @@ def test_plan_refuses_variants_that_cannot_be_compared(variants: Any, message: s
         read_variants({"sweep": {"variants": variants}}, axes(seed="0,1"))
 
 
+def test_plan_tells_two_values_of_an_axis_apart_by_their_condition() -> None:
+    plan = make_plan(axes(topology="ring", optimizer__lr="0.1,0.2"), compose)
+    assert {job.setting.condition for job in plan.jobs} == {"optimizer.lr=0.1", "optimizer.lr=0.2"}
+
+
 def test_plan_refuses_two_runs_that_are_the_same() -> None:
     with pytest.raises(ConfigurationError, match=r"two runs of the sweep are the same: .*lr=0\.1 .*lr=0\.10"):
         make_plan(axes(optimizer__lr="0.1,0.10"), compose)
