@@ -17,6 +17,20 @@ APPLICATIONS = {
     "probe": "measure this cluster, and predict whether gossip helps on it",
 }
 
+PROBE = """\
+Measure this cluster, and predict whether gossip helps on it and with which topology.
+
+    gossip probe --world-size 4
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python gossip probe
+    srun --nodes 4 --ntasks-per-node 8 gossip probe
+    gossip probe --world-size 4 --parameters-mb 400 --batch-size 256 --data different --output probe.json
+
+Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
+small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
+gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size, and with the
+best one of every algorithm, compression and number of steps between exchanges that is worth it. Without torchrun or
+srun the workers are started on this machine."""
+
 PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 """What an installation without the extra ``lab`` lacks: the name that is imported, and the one that is installed."""
 
@@ -83,9 +97,9 @@ def config_folder() -> Path:
 
 def _start(name: str) -> int:
     if name == "probe":
-        from gossip.lab.probe import probe_command
+        from gossip.lab.benchmarks import bench_script
 
-        return probe_command.main()
+        return bench_script.main("probe", PROBE)
     if name == "bench":
         from gossip.lab.benchmarks import bench_command
 

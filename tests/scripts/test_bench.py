@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_workers import forked_workers
 from repository import REPOSITORY
 from running import TIMEOUT_S, run_here
 
@@ -74,26 +73,10 @@ def test_bench_refusals_are_one_line(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_bench_names_the_rank_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if '-m' in sys.orig_argv and sys.orig_argv[-1].endswith('rank1.json'):\n"
-        "    os.write(2, b'out of order')\n    os._exit(3)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{broken}{os.pathsep}{REPOSITORY}")  # of the ranks
-    monkeypatch.chdir(tmp_path)
-    done = run_here("bench.py", *TINY, "bench/methods=buckets")
-    assert done.status == 1
-    assert done.last_line == "rank 1 failed: out of order"
-
-
 def test_bench_without_a_lab_says_so_and_runs_unshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # neither ip nor tc
     monkeypatch.chdir(tmp_path)
-    with forked_workers():
-        done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
+    done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
     assert done.status == 0, done.stderr
     why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
     assert f"no lab: {why}; the links are loopback, unshaped" in done.stderr

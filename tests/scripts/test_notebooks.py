@@ -97,11 +97,6 @@ def test_notebook_holds_nothing_of_the_machine(path: Path) -> None:
     assert path.stat().st_size < 500_000
 
 
-def test_every_script_has_a_notebook() -> None:
-    assert NOTEBOOKS
-    assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted((REPOSITORY / "notebooks").glob("*.py"))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_strange_home")
 def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:

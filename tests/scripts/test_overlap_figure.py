@@ -60,12 +60,3 @@ def test_a_bad_option_is_refused_in_one_line(option: str, value: str, said: str,
     assert done.status != 0
     assert said in done.last_line
     assert not (tmp_path / "overlap.svg").exists()
-
-
-def test_the_recorded_figure_has_both() -> None:
-    svg = (REPOSITORY / "docs" / "overlap.svg").read_text()
-    assert "links of 200 Mbit/s" in svg
-    gossip, ddp = panels(svg)
-    assert "GossipDataParallel" in gossip
-    assert "DistributedDataParallel" in ddp
-    assert f"fill: {WAIT}" in ddp

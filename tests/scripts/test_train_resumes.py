@@ -84,15 +84,6 @@ def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_train_interrupted_run_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    run = stopped(tmp_path, "interrupt")
-    assert run.status == 130
-    assert run.last_lines(2) == ["interrupted", f"go on from step 10 with resume=run {TRUSTED}"]
-    for step in (5, 10):
-        checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:010}"
-        check_sizes(checkpoint, read_manifest(checkpoint))
-
-
 def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
     run = stopped(tmp_path, "terminate")
     assert run.status == 143

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
-from gossip.lab.benchmarks.ddp_hooks import bf16_hook
 from gossip.lab.benchmarks.workloads import Batch, loss_of
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, nearest
 
@@ -34,8 +34,13 @@ _FSDP = "fsdp"
 """The value of ``shard`` that applies fully_shard to the module before it is wrapped."""
 _WHOLE = "whole"
 """The value of ``shard`` with which each rank of a host holds the host's whole replica."""
-_SHARDS = (_WHOLE, "optimizer", _FSDP)
-_DDP_HOOKS: Mapping[str, Callable[..., Any]] = {"bf16": bf16_hook, "fp16": default_hooks.fp16_compress_hook}
+_DDP_HOOKS: Mapping[str, Callable[..., Any]] = {
+    # Under its own name, DistributedDataParallel refuses this hook without NCCL, although gloo can sum bfloat16 too.
+    "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),
+    "fp16": default_hooks.fp16_compress_hook,
+}
+_GIVEN = ("module", "model", "optimizer", "optim_fn")
+"""The arguments of wrappers that are no options."""
 WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of the repository: pip install '.[bench]'"
 
 
@@ -55,13 +60,7 @@ def _list(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
-def _keywords(wrapper: type) -> tuple[str, ...]:
-    """Return the names of the keyword arguments besides the module and the optimizer."""
-    parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
-    return tuple(name for name in parameters if name not in ("self", "module", "model", "optimizer", "optim_fn"))
-
-
-class Method:
+class Method(ABC):
     """A training method for one replica that communicates with the other replicas; this class makes plain steps.
 
     Parameters
@@ -73,20 +72,21 @@ class Method:
         The time-out of any wait for other ranks.
     """
 
-    own_options: ClassVar[tuple[str, ...]] = ()
-    """The names of options that are not arguments of ``wrapper``."""
     wrapper: ClassVar[type | None] = None
+    """The class whose keyword arguments are options."""
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     _updates_in_backward: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
         self._module = module
         self._group: dist.ProcessGroup | None = None
-        self._model = self._wrapped(learning_rate, dict(options), timeout)
-        self._optimizer = None if self._updates_in_backward else make_optimizer(learning_rate, module.parameters())
+        self._optimize = functools.partial(make_optimizer, learning_rate)
+        self._model = self._wrapped(dict(options), timeout)
+        self._optimizer = None if self._updates_in_backward else self._optimize(module.parameters())
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:
+    @abstractmethod
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         """Return the model to train. Collective."""
-        raise NotImplementedError
 
     def step(self, batch: Batch) -> None:
         """Make one local update with its communication. Every rank must make the same number of steps."""
@@ -108,21 +108,24 @@ class Method:
         del self._model
 
     @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        """Return the names of the options."""
-        return (*cls.own_options, *(_keywords(cls.wrapper) if cls.wrapper is not None else ()))
+    def allowed(cls) -> dict[str, tuple[str, ...] | None]:
+        """Return the names of the options, with the values of those that have a few."""
+        parameters = [] if cls.wrapper is None else inspect.signature(cls.wrapper).parameters
+        names = [name for name in parameters if name not in _GIVEN]
+        return {**dict.fromkeys(names), **cls.choices}
 
     @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:
-        """Raise ValueError or TypeError if the value of an option cannot be used; the names have been checked."""
+    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
+        """Raise ValueError or TypeError if a value cannot be used; names and choices have been checked."""
+        return
 
 
 class Local(Method):
     """No exchange. With ``shard: fsdp`` the ranks of a host share a replica, which shows the cost of sharding alone."""
 
-    own_options = ("shard",)
+    choices: ClassVar = {"shard": (_FSDP,)}
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         if options.get("shard") == _FSDP:
             mesh = make_shard_mesh(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
             self._group = mesh.get_group("gossip")
@@ -133,20 +136,14 @@ class Local(Method):
         """Return 0: there are no peers to wait for."""
         return 0.0
 
-    @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
-        """Check the value of ``shard``."""
-        if options.get("shard") not in (None, _FSDP):
-            raise ValueError(f"shard must be none or {_FSDP}, got {options['shard']!r}")
-
 
 class AllReduce(Method):
     """torch's DistributedDataParallel with ``gradient_as_bucket_view``; option ``hook``: none, bf16 or fp16."""
 
-    own_options = ("hook",)
     wrapper = DistributedDataParallel
+    choices: ClassVar = {"hook": tuple(_DDP_HOOKS)}
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         hook = options.pop("hook", None)
         model = DistributedDataParallel(
             self._module, **{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
@@ -155,17 +152,11 @@ class AllReduce(Method):
             model.register_comm_hook(None, _DDP_HOOKS[hook])
         return model
 
-    @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
-        """Check the value of ``hook``."""
-        if options.get("hook") not in (None, *_DDP_HOOKS):
-            raise ValueError(f"hook must be none, {_list(_DDP_HOOKS)}, got {options['hook']!r}")
-
 
 class HybridSharding(Method):
     """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         shape = dist.get_world_size() // local_size, local_size
         return _shard(self._module, init_device_mesh("cpu", shape, mesh_dim_names=("all", "one")))
@@ -180,11 +171,12 @@ class DecentDP(Method):
 
     _updates_in_backward = True
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         from decent_dp.ddp import DecentralizedDataParallel
 
-        optimize = functools.partial(make_optimizer, learning_rate)
-        model: nn.Module = DecentralizedDataParallel(self._module, optimize, **{"_local_world_size": 1, **options})
+        model: nn.Module = DecentralizedDataParallel(
+            self._module, self._optimize, **{"_local_world_size": 1, **options}
+        )
         return model
 
     def close(self) -> None:
@@ -202,30 +194,24 @@ class DecentDP(Method):
         super().close()
 
     @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        """Return the arguments of the wrapper."""
+    def allowed(cls) -> dict[str, tuple[str, ...] | None]:
+        """Return the wrapper's arguments, and the library's own names of topologies."""
         from decent_dp.ddp import DecentralizedDataParallel
-
-        return _keywords(DecentralizedDataParallel)
-
-    @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
-        """Check the topology."""
         from decent_dp.topo import TopologyReg
 
-        topology = options.get("topology", "complete")
-        if topology not in TopologyReg.registry:
-            raise ValueError(f"there is no topology {topology!r}. Available: {_list(TopologyReg.registry)}")
+        names = [name for name in inspect.signature(DecentralizedDataParallel).parameters if name not in _GIVEN]
+        return {**dict.fromkeys(names), "topology": tuple(TopologyReg.registry)}
 
 
 class Gossip(Method):
     """Training with :class:`gossip.GossipDataParallel`."""
 
     wrapper = GossipDataParallel
+    choices: ClassVar = {"shard": (_WHOLE, "optimizer", _FSDP)}
     _updates_in_backward = True
     _model: GossipDataParallel
 
-    def _wrapped(self, learning_rate: float, options: dict[str, Any], timeout: timedelta) -> nn.Module:
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         arguments = gossip_arguments(options, dist.get_world_size(), local_size)
         if arguments.get("shard") is not None:
@@ -235,8 +221,7 @@ class Gossip(Method):
                 _shard(self._module, arguments["mesh"]["shard"])
             elif arguments["shard"] == _WHOLE:
                 arguments["shard"] = "none"  # in a benchmark's options, "none" means that the option is not given
-        optimize = functools.partial(make_optimizer, learning_rate)
-        return GossipDataParallel(self._module, optimize, timeout=timeout, **arguments)
+        return GossipDataParallel(self._module, self._optimize, timeout=timeout, **arguments)
 
     def exposed_wait_s(self) -> float | None:
         """Return the exposed wait that the wrapper measured."""
@@ -334,13 +319,17 @@ def _check(kind: str, options: Options, world_size: int, local_size: int) -> Non
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
     if kind == "decent_dp" and not decent_dp_is_installed():
         return
-    allowed = METHODS[kind].option_names()
-    for name in options:
+    method = METHODS[kind]
+    allowed = method.allowed()
+    for name, value in options.items():
         if name not in allowed:
             available = f" Available: {_list(allowed)}" if allowed else " It takes none."
-            raise ConfigurationError(f"{kind} has no option {name}{nearest(name, allowed)}{available}")
+            raise ConfigurationError(f"{kind} has no option {name}{nearest(name, list(allowed))}{available}")
+        if value not in (allowed[name] or (value,)):
+            names = ", ".join(allowed[name] or ())
+            raise ConfigurationError(f"{kind}: {name} must be none, {names}, got {value!r}")
     try:
-        METHODS[kind].check(options, world_size, local_size)
+        method.check(options, world_size, local_size)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{kind}: {error}") from error
 
@@ -357,8 +346,6 @@ def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> 
         A name is not registered, or an option does not exist or has an invalid value.
     """
     if "shard" in options:
-        if options["shard"] not in _SHARDS:
-            raise ValueError(f"shard must be none, {_list(_SHARDS)}, got {options['shard']!r}")
         world_size //= local_size
     name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
     every = given.pop("every", 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,9 @@ from gossip.lab.experiments.validated_models import Model
 
 Record = dict[str, Any]
 """What a rank has written about one measurement, as plain JSON types."""
+Records = Sequence[Sequence[Mapping[str, Any]]]
+"""The records of each rank."""
+Write = Callable[[Record], None]
 S = TypeVar("S", bound="BenchmarkSettings")
 R = TypeVar("R", bound=BaseModel)
 
@@ -47,26 +50,13 @@ Links = Annotated[
 class BenchmarkSettings(Model):
     """The settings that every benchmark has; a case, which one start of the workers measures, has a single link.
 
-    Attributes
-    ----------
-    world_size : int
-        The number of workers.
-    local_size : int
-        The number of workers on each host of the lab.
-    network : str
-        Either "loopback" or "lab".
-    links : tuple of str
-        The links of every host of the lab, which are measured one after another.
-    num_threads : int
-        The number of torch threads per worker.
-    timeout_s : float
-        The time-out of any wait for other ranks.
+    A field with a description is an option of the command line of :mod:`gossip.lab.benchmarks.bench_script`.
     """
 
-    world_size: int = Field(ge=2)
+    world_size: int = Field(4, ge=2, description="workers; in the lab each is a host of its own")
     local_size: int = Field(1, ge=1)
-    network: Literal["loopback", "lab"]
-    links: Links
+    network: Literal["loopback", "lab"] = "loopback"
+    links: Links = ("200mbit",)
     num_threads: int = Field(1, ge=1, alias="threads")
     timeout_s: PositiveFloat = 120.0
 
@@ -98,54 +88,25 @@ class BenchmarkSettings(Model):
 
 
 class ComparisonSettings(BenchmarkSettings):
-    """The settings of a benchmark that compares methods.
-
-    Attributes
-    ----------
-    methods : tuple of MethodSpecification
-        The methods, in the configuration as a mapping for :func:`gossip.lab.benchmarks.bench_methods.expand`.
-    """
+    """The settings of a benchmark of methods: a mapping for :func:`gossip.lab.benchmarks.bench_methods.expand`."""
 
     methods: tuple[MethodSpecification, ...]
 
     @field_validator("methods", mode="before")
     @classmethod
     def _expand(cls, given: Any, info: ValidationInfo) -> Any:
-        if isinstance(given, list) and given:  # as they are written for the workers
-            return tuple(MethodSpecification.model_validate(each) for each in given)
         return expand(given, info.data.get("world_size", 1), info.data.get("local_size", 1))
 
 
-class Place(Model):
-    """The place of one rank of a case, as its worker is told.
-
-    Attributes
-    ----------
-    rank : int
-    store_address, store_port
-        The address and the port of the key-value store.
-    address, interface : str
-        The IPv4 address and the network interface of this rank.
-    num_sharing : int
-        The number of ranks that use the same interface.
-    records : str
-        The path of the JSONL file to write; its modification time shows that the rank is alive.
-    """
+class Place(NamedTuple):
+    """The place of a rank of a case: its number, its network interface, and how many ranks use the same one."""
 
     rank: int
-    store_address: str
-    store_port: int
-    address: str
     interface: str
     num_sharing: int
-    records: str
-
-    def show_life(self) -> None:
-        """Tell the controller that this rank makes progress."""
-        os.utime(self.records)
 
 
-class Benchmark(Generic[S, R]):
+class Benchmark(ABC, Generic[S, R]):
     """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.benchmark_names.BENCHMARKS`.
 
     Attributes
@@ -156,36 +117,54 @@ class Benchmark(Generic[S, R]):
         The heading of the report, and its last paragraph.
     files : (str, str)
         The names of the files with the results and the report.
+    config : str or None
+        The file of the configuration folder from which :mod:`gossip.lab.benchmarks.bench_script` reads the settings;
+        None: they are options of its command line.
     """
 
     settings: type[S]
-    title: ClassVar[str]
-    explanation: ClassVar[str]
+    title: ClassVar[str] = ""
+    explanation: ClassVar[str] = ""
     files: ClassVar[tuple[str, str]] = ("results.json", "report.md")
+    config: ClassVar[str | None] = None
 
     def available(self, settings: S) -> tuple[S, list[str]]:
         """Return what can be measured here, and a note about each thing that is left out."""
         return settings, []
 
-    def work(self, case: S, place: Place) -> Iterator[Record]:
-        """Measure on one rank, and yield the records. Collective."""
-        raise NotImplementedError
+    def launch_options(self, case: S) -> dict[str, Any]:  # noqa: ARG002
+        """Return arguments of :func:`gossip.launch` besides the number of workers, of threads and the time-out."""
+        return {}
+
+    @abstractmethod
+    def work(self, case: S, place: Place, write: Write) -> None:
+        """Measure on one rank, and write the records. Collective."""
 
     def progress(self, case: S, number: int, record: Record) -> str | None:  # noqa: ARG002
         """Return a line about the record of rank 0 with this number, counted from 0; None says nothing."""
         return None
 
-    def result(self, case: S, records: Sequence[Sequence[Mapping[str, Any]]]) -> R:
-        """Return the result of a case from the records of each rank."""
-        raise NotImplementedError
+    @abstractmethod
+    def result(self, case: S, records: Records) -> R:
+        """Return the result of a case."""
 
     def facts(self, settings: S) -> list[str]:  # noqa: ARG002
         """Return sentences about what was measured, for the head of the report."""
         return []
 
+    @abstractmethod
     def sections(self, results: Sequence[R]) -> list[str]:
         """Return the paragraphs and tables of the report."""
-        raise NotImplementedError
 
-    def draw(self, results: Sequence[R], folder: Path) -> None:
-        """Write the figures."""
+    def report(self, settings: S, results: Sequence[R], notes: Sequence[str]) -> str:
+        """Return the report as Markdown; the notes are about the machine and what is left out."""
+        facts = "\n".join(f"- {fact}" for fact in (*self.facts(settings), *notes))
+        parts = [f"# {self.title}", facts, *self.sections(results), self.explanation]
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+    def draw(self, settings: S, results: Sequence[R], folder: Path) -> None:
+        """Write the figures, and other files that the settings ask for."""
+
+    def is_sound(self, results: Sequence[R]) -> bool:  # noqa: ARG002
+        """Return whether the results are as they must be; else the command fails."""
+        return True

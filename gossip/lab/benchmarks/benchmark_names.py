@@ -1,4 +1,4 @@
-"""The benchmarks that there are, by the names with which a worker is started."""
+"""The benchmarks that there are, by their names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from gossip.lab.benchmarks.exchange_ways import ExchangeWays
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
+from gossip.lab.faults.chaos import Chaos
+from gossip.lab.probe.probe import Probe
 
 BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "step_time": StepTime,
     "time_to_loss": TimeToLoss,
     "predicted_steps": PredictedSteps,
     "exchange_ways": ExchangeWays,
+    "probe": Probe,
+    "chaos": Chaos,
 }

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field
 
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Write
 from gossip.lab.benchmarks.summaries import table
 
 PIECE_NUMEL = 2**17
 SIZES = (1_000, 16_000, 64_000, 256_000, 1_000_000, 4_200_000, 16_800_000)
-Exchange = Callable[[torch.Tensor, dict[int, torch.Tensor]], None]
+Arrived = dict[int, torch.Tensor]
+Post = Callable[[torch.Tensor, Arrived], Iterable[dist.Work]]
 
 
 class ExchangeWaysSettings(BenchmarkSettings):
     """The settings of a run: every way is repeated, after one exchange that is not measured."""
 
-    repetitions: int = Field(ge=1)
+    network: Literal["loopback", "lab"] = Field("loopback", description="or lab: a shaped link for each rank")
+    links: Links = Field(("200mbit",), alias="rate", description="of every link of the lab, each way")
+    repetitions: int = Field(5, ge=1, description="of every exchange")
 
 
 class Timing(BaseModel):
@@ -48,19 +51,17 @@ class ExchangeWays(Benchmark[ExchangeWaysSettings, ExchangeWaysResult]):
     title = "Milliseconds of an exchange over gloo"
     explanation = "The fastest of a row is bold."
 
-    def work(self, case: ExchangeWaysSettings, place: Place) -> Iterator[Record]:
-        """Yield, on rank 0, the median time of each way for each size."""
+    def work(self, case: ExchangeWaysSettings, place: Place, write: Write) -> None:
+        """Write the median time of each way for each size."""
         for ranks in sorted({2, case.world_size}):
             group = dist.new_group(range(ranks))
             for num_bytes in SIZES if place.rank < ranks else ():
-                for way, exchange in _ways(group, ranks).items():
-                    median_ms = 1e3 * _median_s(group, exchange, num_bytes, place.rank, case.repetitions)
-                    place.show_life()
-                    if place.rank == 0:
-                        yield {"ranks": ranks, "num_bytes": num_bytes, "way": way, "median_ms": median_ms}
+                for way, post in _ways(group, ranks).items():
+                    median_ms = 1e3 * _median_s(group, post, num_bytes, place.rank, case.repetitions)
+                    write({"ranks": ranks, "num_bytes": num_bytes, "way": way, "median_ms": median_ms})
             dist.barrier()
 
-    def result(self, case: ExchangeWaysSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> ExchangeWaysResult:
+    def result(self, case: ExchangeWaysSettings, records: Records) -> ExchangeWaysResult:
         """Return the timings of rank 0."""
         return ExchangeWaysResult(link=case.link, timings=[Timing.model_validate(record) for record in records[0]])
 
@@ -78,61 +79,50 @@ def _table(timings: Sequence[Timing]) -> str:
     return table(["ranks", "message, kB", *dict.fromkeys(timing.way for timing in timings)], rows)
 
 
-def _median_s(group: dist.ProcessGroup, exchange: Exchange, num_bytes: int, rank: int, repetitions: int) -> float:
+def _median_s(group: dist.ProcessGroup, post: Post, num_bytes: int, rank: int, repetitions: int) -> float:
     message = torch.zeros(num_bytes // 4)
     arrived = {peer: torch.empty_like(message) for peer in range(group.size()) if peer != rank}
     times_s = []
     for _ in range(1 + repetitions):
         group.barrier().wait()
         start = time.perf_counter()
-        exchange(message, arrived)
+        for work in post(message, arrived):
+            work.wait()
         times_s.append(time.perf_counter() - start)
     return statistics.median(times_s[1:])
 
 
-def _ways(group: Any, ranks: int) -> dict[str, Exchange]:
-    """Return functions that exchange a message [numel] with all other ranks; what arrives goes into a tensor per rank.
+def _ways(group: Any, ranks: int) -> dict[str, Post]:
+    """Return functions that post the exchange of a message [numel] with all others, and give works to be waited for.
 
     The messages of "point-to-point" are sent as a whole, receives posted first; of "in pieces" in pieces of 512 KiB,
     two at a time; and of "sends first" with sends posted first.
     """
 
-    def wait(works: Sequence[dist.Work]) -> None:
-        for work in works:
-            work.wait()
+    def sends(message: torch.Tensor, arrived: Arrived) -> list[dist.Work]:
+        return [group.send([message], peer, 0) for peer in arrived]
 
-    def all_reduce(message: torch.Tensor, _: dict[int, torch.Tensor]) -> None:
-        wait([group.allreduce([message])])
+    def receives(arrived: Arrived) -> list[dist.Work]:
+        return [group.recv([room], peer, 0) for peer, room in arrived.items()]
 
-    def all_gather(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
-        wait([group.allgather([[arrived.get(each, message) for each in range(ranks)]], [message])])
-
-    def post(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> list[dist.Work]:
-        works = [group.recv([room], peer, 0) for peer, room in arrived.items()]
-        return works + [group.send([message], peer, 0) for peer in arrived]
-
-    def point_to_point(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
-        wait(post(message, arrived))
-
-    def in_pieces(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
+    def in_pieces(message: torch.Tensor, arrived: Arrived) -> Iterator[dist.Work]:
+        """Yield works to be waited for: the pieces after the next one are posted when one has arrived."""
         under_way: list[list[dist.Work]] = []
-        receive_buffers = [room.split(PIECE_NUMEL) for room in arrived.values()]
+        rooms = {peer: room.split(PIECE_NUMEL) for peer, room in arrived.items()}
         for number, piece in enumerate(message.split(PIECE_NUMEL)):
             if len(under_way) == 2:
-                wait(under_way.pop(0))
-            into = {peer: pieces[number] for peer, pieces in zip(arrived, receive_buffers, strict=True)}
-            under_way.append(post(piece, into))
+                yield from under_way.pop(0)
+            into = {peer: pieces[number] for peer, pieces in rooms.items()}
+            under_way.append([*receives(into), *sends(piece, into)])
         for works in under_way:
-            wait(works)
-
-    def sends_first(message: torch.Tensor, arrived: dict[int, torch.Tensor]) -> None:
-        works = [group.send([message], peer, 0) for peer in arrived]
-        wait([*works, *(group.recv([room], peer, 0) for peer, room in arrived.items())])
+            yield from works
 
     return {
-        "all-reduce": all_reduce,
-        "all-gather": all_gather,
-        "point-to-point": point_to_point,
+        "all-reduce": lambda message, _: [group.allreduce([message])],
+        "all-gather": lambda message, arrived: [
+            group.allgather([[arrived.get(each, message) for each in range(ranks)]], [message])
+        ],
+        "point-to-point": lambda message, arrived: [*receives(arrived), *sends(message, arrived)],
         "in pieces": in_pieces,
-        "sends first": sends_first,
+        "sends first": lambda message, arrived: [*sends(message, arrived), *receives(arrived)],
     }

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from loguru import logger
 from pydantic import BaseModel, SerializeAsAny
 
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Record, S
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
+from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.machine import machine
 from gossip.lab.benchmarks.network.networks import Link, Network
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
-from gossip.lab.benchmarks.worker_processes import run_workers
+from gossip.lab.experiments.records import JsonlWriter, read_jsonl
+from gossip.launching import find_placement, launch
+
+LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
+"""What of loguru's records is shown, by the module that says it."""
+_PRELOAD = ("gossip.lab.benchmarks.harness", "sklearn.datasets", "sklearn.model_selection")
 
 
 class Document(BaseModel):
@@ -29,7 +39,8 @@ class Document(BaseModel):
 def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     """Run a benchmark; the results, the report, the figures and the workers' records are written to ``folder``.
 
-    Results, report and figures are written anew after every case.
+    Results, report and figures are written anew after every case. Started as one of several ranks, by torchrun or
+    srun, this process is one worker.
 
     Parameters
     ----------
@@ -44,7 +55,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     list of BaseModel
         The result of each case.
     str
-        The report as Markdown.
+        The report as Markdown; empty on a rank other than 0.
 
     Raises
     ------
@@ -55,38 +66,80 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     LaunchError
         A worker failed.
     """
-    benchmark = BENCHMARKS[name]()
+    benchmark, placement = BENCHMARKS[name](), find_placement()
+    if placement is not None:
+        settings = settings.model_copy(update={"world_size": placement.world_size})
     settings, notes = benchmark.available(settings)
     for note in notes:
         logger.warning(note)
     results: list[Any] = []
+    report = ""
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
-        with contextlib.closing(_network_of(case)) as network:
+        network = Network() if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
+        with contextlib.closing(network):
+            records = run_workers(name, case, network, folder / case_name)
+            said = [machine(network), *notes]
+        if placement is not None and placement.rank > 0:
+            continue
+        results.append(benchmark.result(case, records))
+        document = Document(settings=settings, network=network.name, notes=notes, results=results)
+        (folder / benchmark.files[0]).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        report = benchmark.report(settings, results, said)
+        (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
+        benchmark.draw(settings, results, folder)
+    return results, report
 
-            def tell(number: int, record: Record, case: S = case) -> None:
-                if line := benchmark.progress(case, number, record):
-                    logger.info(line)
 
-            records = run_workers(name, case, network, folder / case_name, tell)
-            results.append(benchmark.result(case, records))
-            text = _write(benchmark, settings, network, notes, results, folder)
-    return results, text
+class _Hosts(NamedTuple):
+    """Where the workers of a case in the lab go: to namespaces of hosts, and to the store by which they meet."""
+
+    namespaces: list[str]
+    store: tuple[str, int]
 
 
-def _network_of(case: S) -> Network:
-    return Network() if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
+def run_workers(name: str, case: BenchmarkSettings, network: Network, folder: Path) -> list[list[Record]]:
+    """Run the ranks of a case until all have measured, and return the records of each.
+
+    The records of rank i are written to rank<i>.jsonl as soon as they are known.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    timeout = timedelta(seconds=case.timeout_s)
+    hosts, store = None, None
+    if isinstance(network, Lab):
+        store = network.start_store(timeout)
+        hosts = _Hosts(network.namespaces(), (store.host, store.port))
+    place = Place(0, network.interface, case.world_size if network.shared else case.local_size)
+    options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
+    options |= BENCHMARKS[name]().launch_options(case)
+    launch(_work, name, case, place, hosts, folder, world_size=case.world_size, **options)
+    del store
+    found = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.jsonl")}
+    return [read_jsonl(path) for _, path in sorted(found.items())]
 
 
-def _write(
-    benchmark: Benchmark[S, Any], settings: S, network: Network, notes: list[str], results: list[Any], folder: Path
-) -> str:
-    document_file, report_file = benchmark.files
-    document = Document(settings=settings, network=network.name, notes=notes, results=results)
-    (folder / document_file).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    facts = "\n".join(f"- {fact}" for fact in [*benchmark.facts(settings), machine(network), *notes])
-    parts = [f"# {benchmark.title}", facts, *benchmark.sections(results), benchmark.explanation]
-    report = "\n\n".join(filter(None, parts)) + "\n"
-    (folder / report_file).write_text(report, encoding="utf-8")
-    benchmark.draw(results, folder)
-    return report
+def _work(name: str, case: BenchmarkSettings, place: Place, hosts: _Hosts | None, folder: Path) -> None:
+    """Measure on one rank. Collective."""
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", filter=LEVELS)
+    benchmark, rank = BENCHMARKS[name](), int(os.environ["RANK"])  # one that is restarted is alone in its group
+    if hosts is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+        namespaces.enter(hosts.namespaces[rank // case.local_size])
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+        timeout = timedelta(seconds=case.timeout_s)
+        store = dist.TCPStore(*hosts.store, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timeout)
+    os.environ["LOCAL_WORLD_SIZE"] = str(case.local_size)
+    num_written = 0
+    with JsonlWriter(folder / f"rank{rank}.jsonl") as writer:
+
+        def write(record: Record) -> None:
+            nonlocal num_written
+            writer.write(record)
+            if rank == 0 and (line := benchmark.progress(case, num_written, record)):
+                logger.info(line)
+            num_written += 1
+
+        benchmark.work(case, place._replace(rank=rank), write)

@@ -10,80 +10,58 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter, ValidationInfo, field_validator
 
 import topologies
 from gossip import Cluster, RandomDelays, SlowRank, Workload, simulate_time
 from gossip.lab.benchmarks import stragglers
-from gossip.lab.benchmarks.bench_methods import make_optimizer
-from gossip.lab.benchmarks.benchmark import Benchmark, Place, Record
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand, make_optimizer
+from gossip.lab.benchmarks.benchmark import Benchmark, Links, Place, Records, Write
 from gossip.lab.benchmarks.step_time import Measurement, StepTimeSettings
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
-from gossip.lab.experiments.validated_models import read
+from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe import Measured, measure
 
 _NUM_STEPS = 1000  # simulated; many, so that the prediction is free of the random variation of the measured steps
-_ONE_SLOW_FACTOR = 2.0
-
-
+_BUCKET_CAP_MB = 5.0  # of every method
 SIMULATED: Mapping[str, tuple[RandomDelays | SlowRank, ...]] = {
     "none": (),
     "exponential": (RandomDelays(stragglers.MEAN_S),),
-    "one_slow": (SlowRank(stragglers.SLOW_RANK, _ONE_SLOW_FACTOR),),
+    "one_slow": (SlowRank(stragglers.SLOW_RANK, 2.0),),
 }
 """The kinds of stragglers that can be simulated, as arguments of :func:`gossip.simulate_time`."""
 
 
 class PredictedStepsSettings(StepTimeSettings):
-    """The settings of a run; a case has a single kind of straggler.
+    """The settings of a run; a case has a single kind of straggler."""
 
-    Attributes
-    ----------
-    stragglers : tuple of str
-        Keys of :data:`SIMULATED`.
-    bucket_cap_mb : float
-        The bucket size of every method, in MiB.
-    """
+    network: Literal["loopback", "lab"] = "lab"
+    links: Links = Field(("1000mbit", "200mbit", "100mbit"), alias="rates", description="of every link, each way")
+    stragglers: tuple[Annotated[str, OneOf(SIMULATED)], ...] = Field(
+        tuple(SIMULATED), min_length=1, description=", ".join(SIMULATED)
+    )
+    methods: tuple[MethodSpecification, ...] = Field(
+        ("local", "ddp", "one_peer_exponential", "ring", "complete"),
+        description="local, ddp, and names of topologies",
+        validate_default=True,
+    )
+    model: str = "mlp"
+    straggler: str = "none"
+    repetitions: int = 1
+    warmup_steps: int = 3
+    steps: int = Field(20, ge=1, description="that are measured, of each method")
+    seed: int = 0
 
-    stragglers: tuple[str, ...]
-    bucket_cap_mb: float
-
+    @field_validator("methods", mode="before")
     @classmethod
-    def of(
-        cls,
-        methods: Sequence[str],
-        rates: Sequence[str],
-        stragglers: Sequence[str],
-        *,
-        network: str,
-        world_size: int,
-        num_steps: int,
-        bucket_cap_mb: float,
-    ) -> Self:
-        """Return the settings for methods given as "local", "ddp", or names of topologies."""
-        rows: dict[str, Any] = {name: {"bucket_cap_mb": bucket_cap_mb} for name in methods if name != "local"}
-        for name in rows.keys() - {"ddp"}:
-            rows[name] |= {"method": "gossip", "topology": name}
-        return read(
-            cls,
-            {
-                "world_size": world_size,
-                "network": network,
-                "rate": list(rates),
-                "methods": {name: rows.get(name, {}) for name in methods},
-                "model": "mlp",
-                "straggler": stragglers[0],
-                "repetitions": 1,
-                "warmup_steps": 3,
-                "steps": num_steps,
-                "seed": 0,
-                "stragglers": list(stragglers),
-                "bucket_cap_mb": bucket_cap_mb,
-            },
-        )
+    def _expand(cls, given: Any, info: ValidationInfo) -> Any:
+        rows: dict[str, Any] = {"local": {}, "ddp": {"bucket_cap_mb": _BUCKET_CAP_MB}}
+        of_gossip = {"method": "gossip", "bucket_cap_mb": _BUCKET_CAP_MB}
+        named = {name: rows.get(name, {**of_gossip, "topology": name}) for name in given}
+        return expand(named, info.data.get("world_size", 1))
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         """Yield every kind of straggler on every link."""
@@ -125,37 +103,30 @@ class PredictedSteps(Benchmark[PredictedStepsSettings, Case]):
 
     settings = PredictedStepsSettings
     title = "Measured and predicted steps"
-    explanation = ""
 
-    def work(self, case: PredictedStepsSettings, place: Place) -> Iterator[Record]:
-        """Yield what the probe measured, and then a record of every method."""
-        yield {"probe": dataclasses.asdict(self._probe(case, place))}
-        measurement = Measurement(case, place)
-        for method in case.methods:
-            yield measurement.measure(method, 0)
-
-    def _probe(self, case: PredictedStepsSettings, place: Place) -> Measured:
-        """Measure what :func:`gossip.simulate_time` needs to know about these ranks. Collective."""
+    def work(self, case: PredictedStepsSettings, place: Place, write: Write) -> None:
+        """Write what the probe measured, and then a record of every method."""
         workload = WORKLOADS[case.model]
         module, batches = workload.initial_module(case.seed), workload.batches(case.seed, place.rank)
-        return measure(
+        probed = measure(
             module,
             lambda step: loss_of(module, batches[step % len(batches)]),
             partial(make_optimizer, workload.learning_rate),
-            bucket_cap_mb=case.bucket_cap_mb,
+            bucket_cap_mb=_BUCKET_CAP_MB,
         )
+        write({"probe": dataclasses.asdict(probed)})
+        measurement = Measurement(case, place)
+        for method in case.methods:
+            write(measurement.measure(method, 0))
 
-    def result(self, case: PredictedStepsSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> Case:
+    def result(self, case: PredictedStepsSettings, records: Records) -> Case:
         """Return the mean step time of each method over the ranks, and what was probed."""
         probe = TypeAdapter(Measured).validate_python(records[0][0]["probe"])
         step_s = {
-            method.label: statistics.fmean(
-                (record["end_s"] - record["start_s"]) / case.steps
-                for by_rank in records
-                for record in by_rank
-                if record.get("method") == method.label
+            measured[0]["method"]: statistics.fmean(
+                (record["end_s"] - record["start_s"]) / case.steps for record in measured
             )
-            for method in case.methods
+            for measured in zip(*(by_rank[1:] for by_rank in records), strict=True)
         }
         workload = dataclasses.replace(probe.workload, stragglers=())
         rate = case.link or case.network

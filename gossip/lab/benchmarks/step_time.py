@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,33 +16,25 @@ from torch import nn
 
 from gossip.lab.benchmarks import stragglers
 from gossip.lab.benchmarks.bench_methods import WITHOUT_DECENT_DP, Method, MethodSpecification, decent_dp_is_installed
-from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record
-from gossip.lab.benchmarks.network import goodput
+from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.benchmarks.step_time_figures import parts_figure, rates_figure
 from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
 from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
+from gossip.lab.probe.link_probe import measure_links
 
 _NUM_CALIBRATION_STEPS = 10
+_MESSAGE_BYTES = 4_000_000  # with which the goodput is measured
 
 
 class StepTimeSettings(ComparisonSettings):
-    """The settings of a benchmark of steps: what is measured, and how often.
+    """The settings of a benchmark of steps; each link has a table of its own.
 
-    Attributes
-    ----------
-    links : tuple of str
-        Each has a table of its own.
-    model : str
-        A key of :data:`gossip.lab.benchmarks.workloads.WORKLOADS`.
-    straggler : str
-        One of :data:`gossip.lab.benchmarks.stragglers.KINDS`.
-    repetitions, warmup_steps, steps : int
-        The numbers of repetitions, warm-up steps and measured steps of every method.
-    seed : int
-        The seed of the initial values, the batches and the delays.
+    ``model`` is a key of :data:`gossip.lab.benchmarks.workloads.WORKLOADS`, ``straggler`` of
+    :data:`gossip.lab.benchmarks.stragglers.KINDS`. The numbers of steps are those of every method and repetition; the
+    seed is that of the initial values, the batches and the delays.
     """
 
     links: Links = Field(alias="rate")
@@ -85,14 +77,15 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
                 notes.append(f"no lab: {error}; the links are loopback, unshaped")
         return settings.model_copy(update=changes), notes
 
-    def work(self, case: StepTimeSettings, place: Place) -> Iterator[Record]:
-        """Yield the goodput of the links, and then a record of every method in every repetition."""
-        carried = goodput.measure(place, local_size=case.local_size, timeout_s=case.timeout_s)
-        yield {"goodput_bytes_per_s": carried}
+    def work(self, case: StepTimeSettings, place: Place, write: Write) -> None:
+        """Write the goodput of the links between hosts, and then a record of every method in every repetition."""
+        links = measure_links(_MESSAGE_BYTES, torch.device("cpu"))
+        speeds = [each.bytes_per_s for each in links if each.rank // case.local_size != each.peer // case.local_size]
+        write({"goodput_bytes_per_s": statistics.median(speeds) if speeds else None})
         measurement = Measurement(case, place)
         for repetition in range(case.repetitions):
             for method in case.methods[:: -1 if repetition % 2 else 1]:
-                yield measurement.measure(method, repetition)
+                write(measurement.measure(method, repetition))
 
     def progress(self, case: StepTimeSettings, number: int, record: Record) -> str | None:
         """Tell the median step time on rank 0."""
@@ -102,7 +95,7 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         total = len(case.methods) * case.repetitions
         return f"{number}/{total} {record['method']}: {median_ms:.1f} ms a step on rank 0"
 
-    def result(self, case: StepTimeSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> StepTimeResult:
+    def result(self, case: StepTimeSettings, records: Records) -> StepTimeResult:
         """Return the rows and ratios at one link rate."""
         return result_of(case.link, case.methods, records)
 
@@ -120,7 +113,7 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         """Return a table of costs and a table of ratios for every link."""
         return [part for result in results for part in section(result)]
 
-    def draw(self, results: Sequence[StepTimeResult], folder: Path) -> None:
+    def draw(self, settings: StepTimeSettings, results: Sequence[StepTimeResult], folder: Path) -> None:  # noqa: ARG002
         """Draw the parts of a step, and with several links the step time against their rate."""
         parts_figure(results, folder / "parts.svg")
         if len(results) > 1:
@@ -148,22 +141,26 @@ class Measurement:
         dist.barrier()
         for step in range(case.warmup_steps):
             running.step(self._batch(step))
-            place.show_life()
         # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
         before, start_s = InterfaceBytes.read(place.interface), time.monotonic()
         step_s: list[float] = []
         waits_s: list[float | None] = []
         for step in range(case.steps):
-            batch, delay_s = self._batch(case.warmup_steps + step), self._delay_s(repetition, step)
+            delay_s = stragglers.delay_s(
+                case.straggler,
+                seed=case.seed,
+                repetition=repetition,
+                rank=place.rank,
+                step=step,
+                compute_s=self._compute_s,
+            )
             step_start_s = time.perf_counter()
-            if delay_s > 0:
-                time.sleep(delay_s)
-            running.step(batch)
+            time.sleep(delay_s)
+            running.step(self._batch(case.warmup_steps + step))
             step_s.append(time.perf_counter() - step_start_s)
             waits_s.append(running.exposed_wait_s())
-            place.show_life()
         end_s = time.monotonic()
-        carried = InterfaceBytes.read(place.interface).since(before)
+        sent_bytes = InterfaceBytes.read(place.interface).since(before).sent / place.num_sharing
         peak_bytes = memory.bytes()
         dist.barrier()
         final_loss = self._final_loss(running, module) if repetition == 0 else None
@@ -177,18 +174,13 @@ class Measurement:
             "end_s": end_s,
             "step_s": step_s,
             "exposed_wait_s": waits_s,
-            "sent_bytes": carried.sent / place.num_sharing,
-            "received_bytes": carried.received / place.num_sharing,
+            "sent_bytes": sent_bytes,
             "peak_memory_bytes": peak_bytes,
             "final_loss": final_loss,
         }
 
     def _batch(self, step: int) -> Batch:
         return self._batches[step % len(self._batches)]
-
-    def _delay_s(self, repetition: int, step: int) -> float:
-        place = {"seed": self._case.seed, "repetition": repetition, "rank": self._place.rank, "step": step}
-        return stragglers.delay_s(self._case.straggler, **place, compute_s=self._compute_s)
 
     def _calibrate(self) -> float:
         """Return the median time of a step without communication, while all ranks compute."""

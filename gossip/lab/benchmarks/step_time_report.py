@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, computed_field
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
+from gossip.lab.benchmarks.benchmark import Records
 from gossip.lab.benchmarks.summaries import Spread, table
 
-Records = Sequence[Sequence[Mapping[str, Any]]]
-"""For each rank, its records of :meth:`gossip.lab.benchmarks.step_time.StepTime.work`."""
 REFERENCES = ("ddp", "decent_dp", "local")
-_UNCOMPRESSED = {"ddp": "hook"}
-"""By kind of reference, the option that compresses its messages; rows with that option are not references."""
 EXPLANATION = """\
 Step: median and quartiles over steps and ranks. Throughput: steps by the last rank's end, median over the repetitions.
 Compute is the step of `local`; exposed what the step takes longer than that; reported wait what the method itself
-counted. Sent: by the interface, per rank and step. Efficiency: max(compute, bytes / goodput) / step. Memory: the most
+counted. Sent: by the interface, per rank and step. Efficiency: max(compute, sent / goodput) / step. Memory: the most
 above what the process held before it made the model. Loss: of the averaged model on held-out data after equal steps.
 Ratios: median (lowest to highest) over pairs of the same repetition; a step ratio below 1 and a throughput ratio above
 1 mean faster."""
 
 
 class Row(BaseModel):
-    """The measured cost of one method.
+    """The measured cost of one method, in seconds and bytes.
 
     Attributes
     ----------
-    label, kind : str
-    options : mapping
     step_s : Spread
         The time of single steps, over all ranks and repetitions.
-    step_s_by_repetition : list of float
-        For each repetition, the median step time over steps and ranks.
-    whole_s_by_repetition : list of float
-        For each repetition, the time from the last rank's start to the last rank's end, divided by the number of
-        steps.
-    compute_s : float or None
-        The median step time of the method "local" in the same run; None if the run does not have it.
-    exposed_s : float or None
-        ``step_s.median`` - ``compute_s``: the time that communication adds.
+    step_s_by_repetition, whole_s_by_repetition : list of float
+        For each repetition, the median step time over steps and ranks, and the time from the last rank's start to the
+        last rank's end, divided by the number of steps.
+    compute_s, exposed_s : float or None
+        The median step time of the method "local" in the same run, if the run has it, and what a step takes longer.
     reported_wait_s : float or None
         The median time spent waiting for peers, as the method itself reports it.
-    sent_bytes, received_bytes : float
+    sent_bytes : float
         Bytes per rank and step, as counted by the network interfaces.
     efficiency : float or None
-        max(``compute_s``, bytes / goodput) / ``step_s.median``, where bytes is the larger of those sent and received.
+        max(``compute_s``, ``sent_bytes`` / goodput) / ``step_s.median``.
     peak_memory_bytes : float
         The highest peak of any rank above its process's previous memory; the median over the repetitions.
     final_loss : float or None
@@ -63,19 +54,28 @@ class Row(BaseModel):
     step_s_by_repetition: list[float]
     whole_s_by_repetition: list[float]
     compute_s: float | None
-    exposed_s: float | None
     reported_wait_s: float | None
     sent_bytes: float
-    received_bytes: float
     efficiency: float | None
     peak_memory_bytes: float
     final_loss: float | None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
+    def exposed_s(self) -> float | None:
+        """What communication adds to a step."""
+        return None if self.compute_s is None else self.step_s.median - self.compute_s
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
     def steps_per_s(self) -> Spread:
-        """The throughput in steps per second, determined by the last rank."""
+        """The throughput, determined by the last rank."""
         return Spread.over([1 / whole_s for whole_s in self.whole_s_by_repetition])
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it is all-reduce with a hook that compresses, which is no reference."""
+        return "hook" in self.options
 
 
 class Ratio(BaseModel):
@@ -98,7 +98,7 @@ class StepTimeResult(BaseModel):
     rate : str or None
         The rate of the links; None if they are unshaped.
     goodput_bytes_per_s : float or None
-        The goodput of plain TCP per rank in each direction, while both directions are used.
+        What a rank sends at most while it receives as much; None if all ranks are on one host.
     rows, ratios : list
     """
 
@@ -115,70 +115,57 @@ class StepTimeResult(BaseModel):
 
 def result_of(rate: str | None, methods: Sequence[MethodSpecification], records: Records) -> StepTimeResult:
     """Return one row per method, in the order of ``methods``, and all ratios."""
-    measured = [each["goodput_bytes_per_s"] for by_rank in records for each in by_rank if "method" not in each]
-    goodput = statistics.median(known) if (known := [value for value in measured if value is not None]) else None
-    compute_s = next(
-        (statistics.median(_step_times(_of(records, method.label))) for method in methods if method.kind == "local"),
-        None,
-    )
-    rows = [_row(method, _of(records, method.label), compute_s, goodput) for method in methods]
-    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows, ratios=ratios_of(rows))
+    goodput = records[0][0]["goodput_bytes_per_s"]
+    found = {method.label: _repetitions_of(records, method.label) for method in methods}
+    local = next((method.label for method in methods if method.kind == "local"), None)
+    compute_s = None
+    if local is not None:
+        compute_s = statistics.median(time_s for of_all in found[local] for time_s in _step_times(of_all))
+    rows = [_row(method, found[method.label], compute_s, goodput) for method in methods]
+    ratios = [_ratio(row, reference) for reference in references_of(rows) for row in rows if row is not reference]
+    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows, ratios=ratios)
 
 
-def _row(
-    method: MethodSpecification,
-    records: Records,
-    compute_s: float | None,
-    goodput_bytes_per_s: float | None,
-) -> Row:
-    repetitions = list(zip(*records, strict=True))  # for each repetition, one record per rank
-    step_s = Spread.quartiles(_step_times(records))
-    everything = [record for by_rank in repetitions for record in by_rank]
-    num_steps = len(everything[0]["step_s"])
-    sent = statistics.mean(record["sent_bytes"] for record in everything) / num_steps
-    received = statistics.mean(record["received_bytes"] for record in everything) / num_steps
+def _repetitions_of(records: Records, label: str) -> list[list[Mapping[str, Any]]]:
+    """Return the records of a method, of all ranks for each repetition."""
+    found = [record for by_rank in records for record in by_rank if record.get("method") == label]
+    numbers = sorted({record["repetition"] for record in found})
+    return [[record for record in found if record["repetition"] == number] for number in numbers]
+
+
+def _step_times(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [time_s for record in records for time_s in record["step_s"]]
+
+
+def _row(method: MethodSpecification, repetitions: Records, compute_s: float | None, goodput: float | None) -> Row:
+    everything = [record for of_all in repetitions for record in of_all]
+    step_s, num_steps = Spread.quartiles(_step_times(everything)), len(everything[0]["step_s"])
+    sent_bytes = statistics.mean(record["sent_bytes"] for record in everything) / num_steps
     waits = [wait for record in everything for wait in record["exposed_wait_s"] if wait is not None]
-    efficiency = None
-    if compute_s is not None and goodput_bytes_per_s is not None:
-        efficiency = max(compute_s, max(sent, received) / goodput_bytes_per_s) / step_s.median
     return Row(
         label=method.label,
         kind=method.kind,
         options=method.options,
         step_s=step_s,
-        step_s_by_repetition=[
-            statistics.median(time_s for record in by_rank for time_s in record["step_s"]) for by_rank in repetitions
-        ],
+        step_s_by_repetition=[statistics.median(_step_times(of_all)) for of_all in repetitions],
         whole_s_by_repetition=[
-            (max(record["end_s"] for record in by_rank) - max(record["start_s"] for record in by_rank)) / num_steps
-            for by_rank in repetitions
+            (max(record["end_s"] for record in of_all) - max(record["start_s"] for record in of_all)) / num_steps
+            for of_all in repetitions
         ],
         compute_s=compute_s,
-        exposed_s=None if compute_s is None else step_s.median - compute_s,
         reported_wait_s=statistics.median(waits) if waits else None,
-        sent_bytes=sent,
-        received_bytes=received,
-        efficiency=efficiency,
+        sent_bytes=sent_bytes,
+        efficiency=max(compute_s, sent_bytes / goodput) / step_s.median if compute_s and goodput else None,
         peak_memory_bytes=statistics.median(
-            max(record["peak_memory_bytes"] for record in by_rank) for by_rank in repetitions
+            max(record["peak_memory_bytes"] for record in of_all) for of_all in repetitions
         ),
         final_loss=everything[0]["final_loss"],
     )
 
 
-def ratios_of(rows: Sequence[Row]) -> list[Ratio]:
-    """Compare every row with the fastest ddp, decent_dp and local row of the run, as far as the run has them.
-
-    A ddp row with a hook that compresses is not a reference. The fastest row is the one with the highest throughput.
-    """
-    return [_ratio(row, reference) for reference in references_of(rows) for row in rows if row is not reference]
-
-
 def references_of(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest row of each kind of reference that does not compress its messages."""
-    of_kinds = (
-        [row for row in rows if row.kind == kind and _UNCOMPRESSED.get(kind) not in row.options] for kind in REFERENCES
-    )
+    """Return the ddp, decent_dp and local row with the highest throughput, without those that compress."""
+    of_kinds = ([row for row in rows if row.kind == kind and not row.compresses] for kind in REFERENCES)
     return [max(rows, key=lambda row: row.steps_per_s.median) for rows in of_kinds if rows]
 
 
@@ -193,74 +180,41 @@ def _ratio(row: Row, reference: Row) -> Ratio:
     )
 
 
-def _of(records: Records, label: str) -> list[list[Mapping[str, Any]]]:
-    found = [
-        sorted((row for row in by_rank if row.get("method") == label), key=lambda record: int(record["repetition"]))
-        for by_rank in records
-    ]
-    assert all(found), f"no record of {label}"
-    return found
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
-def _step_times(records: Records) -> list[float]:
-    return [time_s for by_rank in records for record in by_rank for time_s in record["step_s"]]
+_COSTS: Mapping[str, Callable[[Row], str]] = {
+    "method": lambda row: row.label,
+    "step, ms": lambda row: _ms(row.step_s.median),
+    "quartiles": lambda row: f"{_ms(row.step_s.low)} to {_ms(row.step_s.high)}",
+    "steps/s": lambda row: f"{row.steps_per_s.median:.3g}",
+    "compute, ms": lambda row: _ms(row.compute_s),
+    "exposed, ms": lambda row: _ms(row.exposed_s),
+    "reported wait, ms": lambda row: _ms(row.reported_wait_s),
+    "sent, MB": lambda row: f"{row.sent_bytes / 1e6:.2f}",
+    "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
+    "peak memory, MB": lambda row: f"{row.peak_memory_bytes / 1e6:.0f}",
+    "final loss": lambda row: "not finite" if row.final_loss is None else f"{row.final_loss:.3f}",
+}
 
 
 def section(result: StepTimeResult) -> list[str]:
     """Return the heading, the goodput, the table of costs, and the table of ratios if the result has a reference."""
     goodput = result.goodput_bytes_per_s
-    carried = goodput is not None and (
-        f"Goodput of plain TCP: {goodput / 1e6:.4g} MB/s per rank, each way at once ({8e-6 * goodput:.4g} Mbit/s)."
-    )
-    return [f"## {result.title}", carried or "", _cost_table(result.rows), _ratio_table(result)]
-
-
-def _cost_table(rows: Sequence[Row]) -> str:
-    titles = [
-        "method",
-        "step, ms",
-        "quartiles",
-        "steps/s",
-        "compute, ms",
-        "exposed, ms",
-        "reported wait, ms",
-        "sent, MB",
-    ]
-    cells = (
-        [
-            row.label,
-            _ms(row.step_s.median),
-            f"{_ms(row.step_s.low)} to {_ms(row.step_s.high)}",
-            f"{row.steps_per_s.median:.3g}",
-            _ms(row.compute_s),
-            _ms(row.exposed_s),
-            _ms(row.reported_wait_s),
-            f"{row.sent_bytes / 1e6:.2f}",
-            "" if row.efficiency is None else f"{row.efficiency:.0%}",
-            f"{row.peak_memory_bytes / 1e6:.0f}",
-            "not finite" if row.final_loss is None else f"{row.final_loss:.3f}",
-        ]
-        for row in rows
-    )
-    return table([*titles, "efficiency", "peak memory, MB", "final loss"], cells)
-
-
-def _ratio_table(result: StepTimeResult) -> str:
+    carried = "" if goodput is None else f"Goodput: {goodput / 1e6:.4g} MB/s ({8e-6 * goodput:.4g} Mbit/s) per rank"
+    costs = table(list(_COSTS), ([cell(row) for cell in _COSTS.values()] for row in result.rows))
     references = [row.label for row in references_of(result.rows)]
-    if not references:
-        return ""
     found = {(ratio.label, ratio.reference): ratio for ratio in result.ratios}
-    cells = (
-        [row.label, *(cell for label in references for cell in _ratio_cells(found.get((row.label, label))))]
-        for row in result.rows
-    )
-    return table(["method", *(f"{what} to {label}" for label in references for what in ("step", "throughput"))], cells)
-
-
-def _ratio_cells(ratio: Ratio | None) -> list[str]:
-    spreads = [] if ratio is None else [ratio.step, ratio.throughput]
-    return [f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})" for spread in spreads] or ["1", "1"]
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+    cells: list[list[str]] = []
+    for row in result.rows:
+        ratios = [found.get((row.label, label)) for label in references]
+        pairs = [(ratio.step.shown(".3f"), ratio.throughput.shown(".3f")) if ratio else ("1", "1") for ratio in ratios]
+        cells.append([row.label, *(cell for pair in pairs for cell in pair)])
+    titles = ["method", *(f"{what} to {label}" for label in references for what in ("step", "throughput"))]
+    return [
+        f"## {result.title}",
+        carried and f"{carried}, each way at once.",
+        costs,
+        table(titles, cells) if references else "",
+    ]

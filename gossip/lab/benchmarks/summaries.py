@@ -1,11 +1,23 @@
-"""Summaries of many values, and tables of them in Markdown."""
+"""Summaries of many values, tables of them in Markdown, and the look of figures."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+
+from gossip.lab.experiments.run_figures import BLUE, ORANGE, STYLE, import_matplotlib, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
+_COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES = ("-", "--", ":")
 
 
 class Spread(BaseModel):
@@ -28,8 +40,39 @@ class Spread(BaseModel):
         """Return the median, the lowest and the highest value, for example over repetitions."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
+    def shown(self, form: str, factor: float = 1.0) -> str:
+        """Return the median, and the range if there is one."""
+        median, low, high = (format(factor * value, form) for value in (self.median, self.low, self.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown: texts to the left in the first column, numbers to the right in all others."""
     header = [f"| {' | '.join(titles)} |", "| --- |" + " ---: |" * (len(titles) - 1)]
     return "\n".join([*header, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def look(number: int) -> dict[str, Any]:
+    """Return colour and line style of the method with this number."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
+
+
+@contextlib.contextmanager
+def drawn(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Give a figure of this size in inches, and write it at the end of the block."""
+    matplotlib = import_matplotlib()
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield figure
+        save(figure, path)
+
+
+def set_logarithmic(axis: Any) -> None:
+    """Give a logarithmic axis ticks at 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

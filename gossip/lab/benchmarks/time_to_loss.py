@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
-from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record
+from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.time_to_loss_prediction import VirtualRuns, VirtualTraining
 from gossip.lab.benchmarks.time_to_loss_report import (
@@ -42,22 +42,9 @@ _QUIET_S = 0.15
 class TimeToLossSettings(ComparisonSettings):
     """The settings of a run; a case has a single task.
 
-    Attributes
-    ----------
-    methods : tuple of MethodSpecification
-        The first is all-reduce, whose final loss the other methods are to reach.
-    tasks : tuple of str
-        Keys of :data:`gossip.lab.benchmarks.workloads.LOSS_TASKS`.
-    seeds : tuple of int
-        The seeds of the initial values and the batches; all methods train from each seed in turn.
-    steps, evaluate_every : int
-        The number of steps that all-reduce makes, and the number of steps of every method between evaluations.
-    max_time_ratio : float
-        The time limit of the other methods, as a multiple of all-reduce's time.
-    predict : bool
-        Whether virtual workers train too, for a prediction.
-    as_probed : bool
-        Whether gossip as chosen by the probe is an additional method.
+    The first method is all-reduce, which makes ``steps`` steps; the others are to reach its final loss within
+    ``max_time_ratio`` times its time. All train from each seed in turn. With ``predict`` virtual workers train too, for
+    a prediction; with ``as_probed`` gossip as chosen by the probe is an additional method.
     """
 
     tasks: tuple[Annotated[str, OneOf(LOSS_TASKS)], ...] = Field(min_length=1)
@@ -95,23 +82,24 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
     settings = TimeToLossSettings
     title = "Time to all-reduce's final loss plus 1 %"
     explanation = EXPLANATION
+    config = "time_to_loss.yaml"
 
     def __init__(self) -> None:
         self._virtual: dict[str, VirtualRuns] = {}
 
-    def work(self, case: TimeToLossSettings, place: Place) -> Iterator[Record]:
-        """Yield what the probe measured, and then the curve of every method from every seed."""
+    def work(self, case: TimeToLossSettings, place: Place, write: Write) -> None:
+        """Write what the probe measured, and then the curve of every method from every seed."""
         reference, *others = case.methods
         training = _Training(case, place)
         measured = training.probe()
         chosen, advice = training.as_probed(measured) if case.as_probed else (None, "")
-        yield {"probe": asdict(measured), "chosen": chosen and chosen.model_dump(), "advice": advice}
+        write({"probe": asdict(measured), "chosen": chosen and chosen.model_dump(), "advice": advice})
         for seed in case.seeds:
             curve = training.train(reference, seed, lambda point: point.step >= case.steps)
-            yield curve.model_dump()
+            write(curve.model_dump())
             target, limit_s = target_of(curve.points), case.max_time_ratio * curve.points[-1].seconds
             for method in (*others, *filter(None, [chosen])):
-                yield training.train(method, seed, partial(reaches_or_ends, target, limit_s)).model_dump()
+                write(training.train(method, seed, partial(reaches_or_ends, target, limit_s)).model_dump())
         training.close()
 
     def progress(self, case: TimeToLossSettings, number: int, record: Record) -> str | None:  # noqa: ARG002
@@ -125,7 +113,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
             f"{end.sent_bytes / 1e6:.1f} MB"
         )
 
-    def result(self, case: TimeToLossSettings, records: Sequence[Sequence[Mapping[str, Any]]]) -> LossResult:
+    def result(self, case: TimeToLossSettings, records: Records) -> LossResult:
         """Return the rows of a task on a link, with the predictions of virtual workers."""
         probed, *trained = records[0]
         chosen = [] if probed["chosen"] is None else [MethodSpecification.model_validate(probed["chosen"])]
@@ -166,7 +154,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         """Return a table for every task on every link."""
         return [part for result in results for part in section(result)]
 
-    def draw(self, results: Sequence[LossResult], folder: Path) -> None:
+    def draw(self, settings: TimeToLossSettings, results: Sequence[LossResult], folder: Path) -> None:  # noqa: ARG002
         """Draw all curves."""
         loss_figure(results, folder / "loss.svg")
 
@@ -212,19 +200,17 @@ class _Training:
         case, data = self._case, self._data
         module, batches = self._task.initial_module(data, seed), self._batches(seed)
         running = method.start(module, self._task.learning_rate, case.timeout_s)
-        clock = TrainingClock(self._place.interface, self._place.num_sharing, case.quiet_s, case.timeout_s)
+        clock = TrainingClock(self._place, case.quiet_s, case.timeout_s)
         points: list[Point] = []
         while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
             clock.start()
             for _ in range(case.evaluate_every):
                 running.step(next(batches))
-                self._place.show_life()
             clock.stop()
             with running.averaged():
                 loss = evaluate_together(module, data.test_inputs, data.test_targets, self._world).loss
             step = (len(points) + 1) * case.evaluate_every
             points.append(Point(step=step, seconds=clock.seconds, sent_bytes=clock.sent_bytes, loss=loss))
-            self._place.show_life()
         dist.barrier()
         running.close()
         return Curve(method=method.label, seed=seed, points=points)

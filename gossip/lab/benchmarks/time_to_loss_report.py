@@ -10,9 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.step_time_figures import look
-from gossip.lab.benchmarks.summaries import Spread, table
-from gossip.lab.experiments.run_figures import STYLE, import_matplotlib, save
+from gossip.lab.benchmarks.summaries import Spread, drawn, look, set_logarithmic, table
 from gossip.lab.probe import Measured
 
 TOLERANCE = 0.01
@@ -23,18 +21,9 @@ Predicted: steps of virtual workers from the first seed times the step that the 
 
 
 class Point(BaseModel):
-    """One evaluation of the averaged model.
+    """One evaluation of the averaged model on held-out data: its loss, which is null in JSON if it is NaN.
 
-    Attributes
-    ----------
-    step : int
-        The number of steps made before the evaluation.
-    seconds : float
-        The training time until then, without evaluations.
-    sent_bytes : float
-        The bytes sent per rank in training until then, as counted by the network interface.
-    loss : float
-        The loss on held-out data; NaN is null in JSON.
+    Until then, ``step`` steps, ``seconds`` of training without evaluations, and the bytes that a rank has sent.
     """
 
     step: int
@@ -56,23 +45,12 @@ class Curve(BaseModel):
 
 
 class LossRow(BaseModel):
-    """The cost for one method to reach the target.
+    """The cost for one method to reach the target, over the seeds with which it did; None if there is none.
 
-    Attributes
-    ----------
-    label, kind : str
-    num_reached : int
-        The number of seeds with which it reached the target. The other figures are over these seeds, and None without
-        any.
-    seconds, steps, sent_bytes : Spread or None
-        The seconds, steps and bytes until the target was reached.
-    of_reference : mapping of str to Spread
-        By the label of a reference, the ratio of the method's seconds to the reference's with the same seed.
-    predicted_s : float or None
+    ``of_reference`` has, by the label of a reference, the ratio of the seconds to the reference's with the same seed.
     """
 
     label: str
-    kind: str
     num_reached: int
     seconds: Spread | None
     steps: Spread | None
@@ -84,19 +62,8 @@ class LossRow(BaseModel):
 class LossResult(BaseModel):
     """The results of one task on one kind of link.
 
-    Attributes
-    ----------
-    task, link : str
-    curves : list of Curve
-    rows : list of LossRow
-    step_s : float
-        The mean step time of all-reduce.
-    compute_s : float
-        The probed time of a step without communication, while all ranks compute.
-    probe : Measured
-        The measured cluster and workload.
-    advice : str
-        The advice of the probe; empty if it was not asked.
+    ``step_s`` is the mean step time of all-reduce, ``compute_s`` the probed time of a step without communication while
+    all ranks compute; the advice of the probe is empty if it was not asked.
     """
 
     task: str
@@ -117,19 +84,9 @@ def target_of(reference: Sequence[Point]) -> float:
 def rows_of(
     methods: Sequence[MethodSpecification], curves: Sequence[Curve], predicted_s: Mapping[str, float]
 ) -> list[LossRow]:
-    """Return one row per method, in the order of ``methods``.
-
-    Parameters
-    ----------
-    methods : sequence of MethodSpecification
-        The methods, the first of which is all-reduce.
-    curves : sequence of Curve
-        The curves of every method from every seed.
-    predicted_s : mapping
-        The predicted seconds by label; methods may be missing.
-    """
+    """Return one row per method, of which the first is all-reduce; ``predicted_s`` may lack some."""
     targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
-    points = {
+    reached = {
         (curve.method, curve.seed): point
         for curve in curves
         if (point := curve.reached(targets[curve.seed])) is not None
@@ -137,22 +94,21 @@ def rows_of(
     references = [methods[0].label, *(method.label for method in methods if method.kind == "decent_dp")]
     rows = []
     for method in methods:
-        found = {seed: point for (label, seed), point in points.items() if label == method.label}
+        found = {seed: point for (label, seed), point in reached.items() if label == method.label}
         ratios = {
-            label: [
-                point.seconds / points[label, seed].seconds for seed, point in found.items() if (label, seed) in points
-            ]
+            label: _spread(
+                [point.seconds / reached[label, s].seconds for s, point in found.items() if (label, s) in reached]
+            )
             for label in references
         }
         rows.append(
             LossRow(
                 label=method.label,
-                kind=method.kind,
                 num_reached=len(found),
                 seconds=_spread([point.seconds for point in found.values()]),
-                steps=_spread([float(point.step) for point in found.values()]),
+                steps=_spread([point.step for point in found.values()]),
                 sent_bytes=_spread([point.sent_bytes for point in found.values()]),
-                of_reference={label: Spread.over(values) for label, values in ratios.items() if values},
+                of_reference={label: spread for label, spread in ratios.items() if spread is not None},
                 predicted_s=predicted_s.get(method.label),
             )
         )
@@ -190,10 +146,7 @@ def section(result: LossResult) -> list[str]:
 
 
 def _words(spread: Spread | None, form: str, factor: float = 1.0) -> str:
-    if spread is None:
-        return "not reached"
-    median, low, high = (format(factor * value, form) for value in (spread.median, spread.low, spread.high))
-    return median if low == high else f"{median} ({low} to {high})"
+    return "not reached" if spread is None else spread.shown(form, factor)
 
 
 def loss_figure(results: Sequence[LossResult], path: Path) -> None:
@@ -201,18 +154,8 @@ def loss_figure(results: Sequence[LossResult], path: Path) -> None:
 
     The axis of bytes begins at the bytes per step of the method that sends least, because next to nothing is sent
     before the first exchange.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        matplotlib is not installed.
     """
-    matplotlib = import_matplotlib()
-    with matplotlib.rc_context(STYLE):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-        figure = Figure(figsize=(9.2, 2.9 * len(results) + 0.6), layout="constrained", facecolor="white")
+    with drawn(path, 9.2, 2.9 * len(results) + 0.6) as figure:
         panels = figure.subplots(len(results), 2, sharey="row", squeeze=False)
         for (seconds, sent), result in zip(panels, results, strict=True):
             labels = [row.label for row in result.rows]
@@ -227,14 +170,9 @@ def loss_figure(results: Sequence[LossResult], path: Path) -> None:
                 sent.set_xlim(left=smallest / 1e6)
             for axes, quantity in ((seconds, "seconds of training"), (sent, "MB sent per rank")):
                 axes.axhline(target_of(result.curves[0].points), color="black", linewidth=0.8, linestyle=":")
-                axes.set_xscale("log")
-                axes.set_yscale("log")
-                for axis in (axes.xaxis, axes.yaxis):
-                    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                    axis.set_minor_formatter(NullFormatter())
-                axes.set_xlabel(quantity)
+                axes.set(xscale="log", yscale="log", xlabel=quantity)
+                set_logarithmic(axes.xaxis)
+                set_logarithmic(axes.yaxis)
             seconds.set_ylabel("loss of the averaged model")
             seconds.set_title(f"{result.task}, {result.link}")
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        save(figure, path)

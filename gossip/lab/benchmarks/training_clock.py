@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 
 _POLL_S = 0.01
@@ -22,10 +23,7 @@ class TrainingClock:
 
     Parameters
     ----------
-    interface : str
-        The network interface whose bytes are counted.
-    num_sharing : int
-        The number of ranks that use the interface.
+    place : Place
     quiet_s : float
         The time without traffic on the interface after which all messages count as arrived; 0 means not to wait.
     timeout_s : float
@@ -33,34 +31,30 @@ class TrainingClock:
 
     Attributes
     ----------
-    seconds : float
-        The time from each start to the last rank's stop, summed up.
-    sent_bytes : float
-        The bytes sent, averaged over the ranks.
+    seconds, sent_bytes : float
+        The time from each start to the last rank's stop, and the bytes sent, averaged over the ranks; summed up.
     """
 
-    def __init__(self, interface: str, num_sharing: int, quiet_s: float, timeout_s: float) -> None:
-        self._interface, self._num_sharing = interface, num_sharing
-        self._quiet_s, self._timeout_s = quiet_s, timeout_s
+    def __init__(self, place: Place, quiet_s: float, timeout_s: float) -> None:
+        self._place, self._quiet_s, self._timeout_s = place, quiet_s, timeout_s
         self.seconds = self.sent_bytes = 0.0
 
     def start(self) -> None:
         """Agree on a starting moment, and wait for it."""
         moment = torch.tensor([time.monotonic() + _LEAD_S + self._quiet_s], dtype=torch.float64)
         dist.all_reduce(moment, dist.ReduceOp.MAX)
-        self._before = InterfaceBytes.read(self._interface)
+        self._before = InterfaceBytes.read(self._place.interface)
         self._began = float(moment)
         time.sleep(max(0.0, self._began - time.monotonic()))
 
     def stop(self) -> None:
         """Wait for messages in flight, and add the seconds and bytes since the start."""
-        ended = self._quiet_since()
-        sent = InterfaceBytes.read(self._interface).since(self._before).sent / self._num_sharing
-        last = torch.tensor([ended], dtype=torch.float64)
-        dist.all_reduce(last, dist.ReduceOp.MAX)
+        ended = torch.tensor([self._quiet_since()], dtype=torch.float64)
+        sent = InterfaceBytes.read(self._place.interface).since(self._before).sent / self._place.num_sharing
         total = torch.tensor([sent], dtype=torch.float64)
+        dist.all_reduce(ended, dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        self.seconds += float(last) - self._began
+        self.seconds += float(ended) - self._began
         self.sent_bytes += float(total) / dist.get_world_size()
 
     def _quiet_since(self) -> float:
@@ -73,5 +67,5 @@ class TrainingClock:
         return changed
 
     def _num_bytes(self) -> int:
-        counted = InterfaceBytes.read(self._interface)
+        counted = InterfaceBytes.read(self._place.interface)
         return counted.received + counted.sent

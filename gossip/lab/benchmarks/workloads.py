@@ -31,18 +31,9 @@ _VOCABULARY = 96
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the data that it is trained on.
+    """A model, a function of a number of samples and a generator that draws a batch, and how it is trained.
 
-    Attributes
-    ----------
-    make_module : callable
-        A function that makes the model, with equal values for equal states of torch's generator.
-    make_batch : callable
-        A function of the number of samples and a generator that draws a batch.
-    batch_size : int
-        The number of samples per rank and step.
-    learning_rate : float
-        The learning rate of SGD with momentum 0.9.
+    The batch size is that of each rank; the learning rate is for SGD with momentum 0.9.
     """
 
     make_module: Callable[[], nn.Module]
@@ -134,17 +125,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class LossTask:
-    """A model, its data, and its batch size, which is small so that computing is cheap compared with communication.
-
-    Attributes
-    ----------
-    make_data, make_module : callable
-        Functions that load the data, and make the model for the data.
-    batch_size : int
-        The number of samples per rank and step.
-    learning_rate : float
-        The learning rate of SGD with momentum 0.9.
-    """
+    """Data, a model for them, and a batch size so small that computing is cheap compared with communication."""
 
     make_data: Callable[[], Data]
     make_module: Callable[[Data], nn.Module]

@@ -63,7 +63,7 @@ def main(config_folder: Path, config_name: str) -> int:
         print(help_text(sys.argv[0], config_folder, config_name))
         return 0
     for number in SIGNALS:
-        signal.signal(number, _terminate)
+        signal.signal(number, terminate)
     try:
         placement = find_placement()
     except ValueError as error:  # invalid environment variables of SLURM
@@ -138,29 +138,32 @@ def _refusal_within(error: BaseException) -> ConfigurationError | None:
 
 
 def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> None:
-    """Compose the configuration and run it. Every error is raised and none is printed.
-
-    The text to print after the error is appended to ``last_words``.
-    """
-    import hydra
+    """Compose the configuration and run it. The text to print after an error is appended to ``last_words``."""
     from omegaconf import OmegaConf
 
     from gossip.lab.sweeps import sweeper
 
     check_flags(sys.argv[1:])
     sys.argv[1:] = config_store.offer(sys.argv[1:], config_folder)
+    sweeper.register()
+    OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
+    composed(config_folder, config_name, lambda config: _task(config, config_folder, config_name, last_words))
+
+
+def composed(config_folder: Path, config_name: str, task: Callable[[Any], None]) -> None:
+    """Compose the configuration by hydra, and give it to ``task``. Every error is raised and none is printed."""
+    import hydra
+
     errors: list[Exception] = []
 
-    def task(config: Any) -> None:
+    def keep_error(config: Any) -> None:
         try:
-            _task(config, config_folder, config_name, last_words)
+            task(config)
         except Exception as error:  # hydra would add output of its own
             errors.append(error)
 
-    sweeper.register()
-    OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes hydra raise its errors instead of printing them
-    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(task)()
+    hydra.main(version_base="1.3", config_path=str(config_folder), config_name=config_name)(keep_error)()
     if errors:
         raise errors[0]
 
@@ -187,7 +190,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
                 "a run of a sweep starts its ranks itself, but SLURM has started several tasks for it; set "
                 "hydra.launcher.tasks_per_node=1"
             )
-        config = _plain(hydra_config)
+        config = plain(hydra_config)
         if dist.is_initialized():
             config["launch"]["world_size"] = dist.get_world_size()
         state = State.BEGIN
@@ -262,7 +265,7 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
     keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
     if dist.is_initialized():
         keys.append("launch.world_size")  # set by the launcher of the ranks
-    defaults = _plain(compose(config_name), complete=False)
+    defaults = plain(compose(config_name), complete=False)
     return resuming.continued_configuration(folder, asked, defaults, keys)
 
 
@@ -272,7 +275,8 @@ def _plain_value(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
+def plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
+    """Return a configuration of hydra's as plain values."""
     from omegaconf import OmegaConf
 
     container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
@@ -338,5 +342,6 @@ def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
     return texts[0].decode()
 
 
-def _terminate(signal_number: int, _: FrameType | None) -> None:
+def terminate(signal_number: int, _: FrameType | None) -> None:
+    """End as a program does that a signal ends, after the blocks that are open."""
     raise SystemExit(128 + signal_number)

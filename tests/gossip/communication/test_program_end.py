@@ -222,8 +222,6 @@ def test_messages_in_memory_outlive_the_rank_that_sent_them(ended: Ended) -> Non
 LEFT_TO_THEMSELVES = {
     "communication/host/daemon_threads.py": "starts all others",
     "launching/launcher.py": "its worker leaves without finalization",
-    "lab/benchmarks/benchmark_worker.py": "leaves without finalization",
-    "lab/benchmarks/network/goodput.py": "is waited for where it is started, and holds no tensor",
 }
 
 

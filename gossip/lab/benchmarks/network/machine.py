@@ -22,16 +22,13 @@ def machine(network: Network) -> str:
     with contextlib.suppress(OSError, AttributeError), network.entered(0):
         tcp = f" TCP by {congestion_control(network.address(1))};"
     return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
+        f"torch {torch.__version__}, Python {platform.python_version()}, kernel {platform.release()}, "
+        f"{os.cpu_count()} cores ({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
     )
 
 
 def congestion_control(address: str) -> str:
-    """Return the name of the congestion control that a TCP connection from here to an address uses. Local.
-
-    Whether the address answers does not matter: the route decides.
-    """
+    """Return what controls the congestion of a TCP connection from here to an address, which need not answer. Local."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         connection.connect_ex((address, _ANY_PORT))

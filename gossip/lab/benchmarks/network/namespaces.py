@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 
+_CURRENT = "/proc/thread-self/ns/net"
 _CLONE_NEWNET = 0x40000000  # sched.h
 
 
@@ -28,28 +29,21 @@ class Namespace:
     """
 
     def __init__(self) -> None:
-        here = _open_current()
-        try:
+        with _returning():
             _call("unshare", _CLONE_NEWNET)
-            try:
-                self.file = _open_current()
-            finally:
-                _call("setns", here, _CLONE_NEWNET)
-        finally:
-            os.close(here)
+            self.file = os.open(_CURRENT, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def path(self) -> str:
+        """The path by which other processes reach the namespace."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Move this thread into the namespace within the block; processes and sockets started there remain there."""
-        here = _open_current()
-        try:
+        with _returning():
             _call("setns", self.file, _CLONE_NEWNET)
-            try:
-                yield
-            finally:
-                _call("setns", here, _CLONE_NEWNET)
-        finally:
-            os.close(here)
+            yield
 
     def close(self) -> None:
         """Release the namespace; it ceases to exist with the last process inside it."""
@@ -58,8 +52,19 @@ class Namespace:
             self.file = -1
 
 
-def _open_current() -> int:
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+def enter(path: str) -> None:
+    """Move this thread, and threads that it starts from now on, into a namespace of another process for good."""
+    with open(path) as file:
+        _call("setns", file.fileno(), _CLONE_NEWNET)
+
+
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
+    with open(_CURRENT) as here:
+        try:
+            yield
+        finally:
+            _call("setns", here.fileno(), _CLONE_NEWNET)
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -100,8 +100,7 @@ class Lab(Network):
     def _connect(self, rank: int) -> None:
         """Create a host's interface and its bridge port, unless they are the ends of a cable, and configure them."""
         host, port, interface = self._hosts[rank], f"port{rank}", self.interface
-        inside = f"/proc/{os.getpid()}/fd/{host.file}"
-        cable = [] if self._cables else [f"link add {port} type veth peer name {interface} netns {inside}"]
+        cable = [] if self._cables else [f"link add {port} type veth peer name {interface} netns {host.path}"]
         _batch(self._bridge, "ip", *cable, f"link set {port} master bridge up")
         with (
             host.entered(),
@@ -132,6 +131,10 @@ class Lab(Network):
     def entered(self, host: int) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which this thread, and the processes that it starts, are on the host."""
         return self._hosts[host].entered()
+
+    def namespaces(self) -> list[str]:
+        """Return the paths of the hosts' namespaces, which other processes can enter."""
+        return [host.path for host in self._hosts]
 
     def shape(self, link: Link) -> None:
         """Limit every link to this rate in each direction, with immediate effect, even while packets are in flight."""

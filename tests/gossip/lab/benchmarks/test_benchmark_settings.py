@@ -63,11 +63,9 @@ def test_settings_names_and_topologies_with_options() -> None:
     assert labels({"mine": named}) == ["mine random_matching 3", "mine ring"]
 
 
-def test_settings_of_a_case_have_one_link_and_are_read_by_workers_as_they_were_written() -> None:
+def test_settings_of_a_case_have_one_link() -> None:
     cases = dict(settings("bench.network=lab", "bench.rate=[50mbit,1gbit]").cases())
     assert [(name, case.link) for name, case in cases.items()] == [("50mbit", "50mbit"), ("1gbit", "1gbit")]
-    for case in (*cases.values(), settings()):
-        assert StepTimeSettings.model_validate_json(case.model_dump_json()) == case
     assert [(name, case.link) for name, case in settings().cases()] == [("loopback", None)]
 
 

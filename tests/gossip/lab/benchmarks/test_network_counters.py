@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from benchmark_cases import place_of, step_time_case
-from ranks import run_ranks
 
-from gossip.lab.benchmarks.network import goodput
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.network.machine import congestion_control, machine
 from gossip.lab.benchmarks.network.networks import Link, Network
 
 _USUAL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-
-
-def measure_on_an_interface_that_sends_12_bytes_per_s(num_sharing: int) -> float | None:
-    with mock.patch.object(goodput, "_exchange", return_value=12.0):
-        place = place_of(0, step_time_case(), Path(), num_sharing)
-        return goodput.measure(place, local_size=1, timeout_s=60)
-
-
-@pytest.mark.parametrize(
-    ("num_sharing", "world_size", "expected"),
-    [(1, 2, [12.0, 12.0]), (2, 2, [6.0, 6.0]), (3, 3, [6.0, 6.0, None]), (4, 4, [3.0, 3.0, 3.0, 3.0])],
-)
-def test_shared_interface_is_divided_among_the_ranks_that_send(
-    num_sharing: int, world_size: int, expected: list[float | None]
-) -> None:
-    measured = run_ranks(measure_on_an_interface_that_sends_12_bytes_per_s, num_sharing, world_size=world_size)
-    assert measured == expected
 
 
 @pytest.mark.skipif(not _USUAL.exists(), reason="this kernel does not say which congestion control TCP uses")

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_workers import forked_workers
 from lab_hosts import why_no_hosts
 from repository import REPOSITORY
 from running import run_here
 
 from gossip.lab.benchmarks.harness import run
 from gossip.lab.benchmarks.predicted_steps import Case, PredictedStepsSettings
+from gossip.lab.experiments.validated_models import read
 
 SCRIPT = REPOSITORY / "scripts" / "predicted_steps.py"
 METHODS = ("local", "ddp", "ring")
@@ -34,19 +34,17 @@ def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
-    settings = PredictedStepsSettings.of(
-        METHODS, ["1gbit"], ["one_slow"], network="loopback", world_size=2, num_steps=2, bucket_cap_mb=5.0
-    )
-    with forked_workers():
-        (case,), report = run("predicted_steps", settings, tmp_path)
+    content = {"methods": METHODS, "rates": "1gbit", "stragglers": ["one_slow"], "world_size": 2, "steps": 2}
+    settings = read(PredictedStepsSettings, {**content, "network": "loopback"})
+    (case,), report = run("predicted_steps", settings, tmp_path)
     assert tuple(case.step_s) == METHODS
     assert min(case.step_s.values()) > 0
     assert (case.cluster.num_nodes, case.cluster.local_size) == (1, 2)
     assert len(case.workload.bucket_bytes) == 4
-    (read,) = (Case.model_validate(each) for each in json.loads((tmp_path / "results.json").read_text())["results"])
-    assert all(read.predict(method) == case.predict(method) > 0 for method in METHODS)
-    computing_s = read.workload.forward_s + read.workload.backward_s + read.workload.update_s
-    assert read.predict("local") == pytest.approx(1.5 * computing_s, rel=0.1)
+    (found,) = (Case.model_validate(each) for each in json.loads((tmp_path / "results.json").read_text())["results"])
+    assert all(found.predict(method) == case.predict(method) > 0 for method in METHODS)
+    computing_s = found.workload.forward_s + found.workload.backward_s + found.workload.update_s
+    assert found.predict("local") == pytest.approx(1.5 * computing_s, rel=0.1)
     assert report.count("| loopback | one_slow | ") == len(METHODS)
 
 
@@ -55,12 +53,12 @@ def test_script_measures_in_the_lab(tmp_path: Path) -> None:
     missing = why_no_hosts()
     if missing is not None:
         pytest.skip(missing)
-    output = tmp_path / "steps.json"
-    options = ("--rates=400mbit", "--stragglers=none", "--world-size=2", "--steps=2", f"--output={output}")
-    done = predicted_steps(*options, "--methods", *METHODS)
+    folder = tmp_path / "steps"
+    options = ("--rates=400mbit", "--stragglers=none", "--world-size=2", "--steps=2")
+    done = predicted_steps(str(folder), *options, "--methods", *METHODS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| 400mbit | none | ") == len(METHODS)
-    (case,) = json.loads(output.read_text())["cases"]
+    (case,) = json.loads((folder / "results.json").read_text())["results"]
     assert (case["cluster"]["num_nodes"], case["cluster"]["local_size"]) == (2, 1)  # each host is a node
     assert 0 < case["cluster"]["bandwidth_gbps"] < 0.5
 

@@ -39,7 +39,6 @@ def record(label: str, rank: int, repetition: int) -> dict[str, Any]:
         "step_s": [step_s] * NUM_STEPS,
         "exposed_wait_s": [None if "ddp" in label else 0.01 * rank] * NUM_STEPS,
         "sent_bytes": NUM_STEPS * (8_000 + 1_000 * rank),
-        "received_bytes": NUM_STEPS * 8_000,
         "peak_memory_bytes": 1_000 * (1 + rank + repetition),
         "final_loss": 0.5 if repetition == 0 else None,
     }
@@ -69,7 +68,7 @@ def test_report_row_of_a_method() -> None:
     assert values(row.step_s) == pytest.approx((0.3, 0.2, 0.4))
     assert row.step_s_by_repetition == pytest.approx((0.2, 0.4))
     assert (row.compute_s, row.exposed_s, row.reported_wait_s) == pytest.approx((0.15, 0.15, 0.005))
-    assert (row.sent_bytes, row.received_bytes) == (8500, 8000)
+    assert row.sent_bytes == 8500
     assert row.peak_memory_bytes == 2500
     assert row.final_loss == 0.5
     # From the last start to the last end.
@@ -98,14 +97,10 @@ def test_report_ratios_are_to_the_fastest_that_does_not_compress_in_the_same_rep
     assert ("local", "local") not in ratios
 
 
-def test_report_spread_of_one_value() -> None:
-    assert values(Spread.quartiles([3.0])) == values(Spread.over([3.0])) == (3.0, 3.0, 3.0)
-
-
 def test_report_has_every_method_and_reference() -> None:
     heading, carried, costs, ratios = section(result())
     assert heading == "## Links of 200mbit"
-    assert carried == "Goodput of plain TCP: 0.1 MB/s per rank, each way at once (0.8 Mbit/s)."
+    assert carried == "Goodput: 0.1 MB/s (0.8 Mbit/s) per rank, each way at once."
     for method in METHODS:
         assert all(f"\n| {method.label} |" in text for text in (costs, ratios))
     assert "step to ddp 25 MiB" in ratios
@@ -114,11 +109,10 @@ def test_report_has_every_method_and_reference() -> None:
     assert "not finite" in section(lost)[2]
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_report_figures_are_the_same_every_time(suffix: str, tmp_path: Path) -> None:
+def test_report_figures_are_the_same_every_time(tmp_path: Path) -> None:
     both = [result(), result().model_copy(update={"rate": "1gbit"})]
     for name, draw in (("parts", step_time_figures.parts_figure), ("rates", step_time_figures.rates_figure)):
-        paths = [tmp_path / f"{name}{number}.{suffix}" for number in (0, 1)]
+        paths = [tmp_path / f"{name}{number}.svg" for number in (0, 1)]
         for path in paths:
             draw(both, path)
         first, second = (path.read_bytes() for path in paths)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from forked_workers import forked_workers
 from lab_hosts import why_no_hosts
 from running import run_here
 
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss_prediction, training_clock
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
+from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
 from gossip.lab.benchmarks.time_to_loss_prediction import VirtualTraining
@@ -114,10 +114,8 @@ def test_methods_train_in_turns_until_they_are_as_good(network: str, tmp_path: P
         pytest.skip(missing)
     folder = tmp_path / "run"
     methods = "methods={ddp: {}, diloco: {method: gossip, topology: complete, algorithm: {name: diloco, period: 2}}}"
-    with forked_workers():
-        done = run_here(
-            "time_to_loss.py", folder, *TINY, f"network={network}", "links=[1000mbit]", "max_time_ratio=50", methods
-        )
+    options = (f"network={network}", "links=[1000mbit]", "max_time_ratio=50", methods)
+    done = run_here("time_to_loss.py", folder, *TINY, *options)
     assert done.status == 0, done.stderr
     assert (folder / "report.md").read_text() in done.stdout
     assert "diloco" in (folder / "loss.svg").read_text()
@@ -230,17 +228,17 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 
 def test_clock_stops_when_what_was_under_way_has_arrived(wire: Wire) -> None:
-    clock = training_clock.TrainingClock("eth0", 1, quiet_s=0.5, timeout_s=60.0)
+    clock = training_clock.TrainingClock(Place(0, "eth0", 1), quiet_s=0.5, timeout_s=60.0)
     assert clock._quiet_since() == pytest.approx(2.0, abs=0.05)
     assert wire.now == pytest.approx(2.5, abs=0.05)
-    assert training_clock.TrainingClock("lo", 1, quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
+    assert training_clock.TrainingClock(Place(0, "lo", 1), quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
 
 
 def test_clock_does_not_wait_for_ever(wire: Wire) -> None:
     wire._until = math.inf
-    assert training_clock.TrainingClock("eth0", 1, quiet_s=0.5, timeout_s=3.0)._quiet_since() == pytest.approx(
-        3, abs=0.1
-    )
+    assert training_clock.TrainingClock(
+        Place(0, "eth0", 1), quiet_s=0.5, timeout_s=3.0
+    )._quiet_since() == pytest.approx(3, abs=0.1)
 
 
 def test_prediction_of_decent_dp_knows_its_topologies() -> None:

@@ -1,0 +1,101 @@
+"""The command line of a benchmark, made of its settings: those with a description are its options."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from gossip import LaunchError
+from gossip.lab.benchmarks.benchmark import Benchmark
+from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
+from gossip.lab.benchmarks.harness import LEVELS, run
+from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
+from gossip.lab.experiments.validated_models import ConfigurationError, read
+from gossip.launching import find_placement
+
+
+def main(name: str, description: str | None) -> int:
+    """Run a benchmark with the settings of ``sys.argv``, print its report, and return the exit status.
+
+    Invalid settings end the program with status 2 and one line.
+    """
+    benchmark = BENCHMARKS[name]
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kept = "for results, report, figures and the records of all ranks; new. Without one, nothing is kept"
+    parser.add_argument("folder", nargs=None if benchmark.config else "?", type=Path, help=kept)
+    if benchmark.config is not None:
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"of configs/{benchmark.config}")
+    else:
+        _add_options(parser, benchmark)
+    arguments = vars(parser.parse_args())
+    folder: Path | None = arguments.pop("folder")
+    placement = find_placement()
+    if placement is not None and placement.rank > 0:
+        folder = None
+    if folder is not None and folder.exists():
+        parser.error(f"{folder} is there already; name a new folder")
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", filter=LEVELS)
+    with contextlib.ExitStack() as stack:
+        try:
+            content = arguments if benchmark.config is None else _configured(benchmark.config, arguments["overrides"])
+            settings = read(benchmark.settings, content)
+            if folder is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(parents=True, exist_ok=True)
+            results, report = run(name, settings, folder)
+        except ConfigurationError as error:
+            parser.error(str(error))
+        except (LabUnavailable, LaunchError) as error:
+            print(f"no lab: {error}" if isinstance(error, LabUnavailable) else error, file=sys.stderr)
+            return 1
+    print(report, end="")
+    return 0 if benchmark().is_sound(results) else 1
+
+
+def _add_options(parser: argparse.ArgumentParser, benchmark: type[Benchmark[Any, Any]]) -> None:
+    for name, field in benchmark.settings.model_fields.items():
+        if field.description is not None:
+            key, default = field.alias or name, field.get_default(call_default_factory=True)
+            parser.add_argument(
+                f"--{key.replace('_', '-')}",
+                dest=key,
+                type=_value,
+                nargs="+" if isinstance(default, tuple) else None,
+                default=list(default) if isinstance(default, tuple) else default,
+                help=field.description + ("" if default is None else " (%(default)s)"),
+            )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _configured(file: str, overrides: list[str]) -> dict[str, Any]:
+    """Return the content of a configuration file with other values for some keys."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from gossip.lab.gossip_command import config_folder
+
+    config = OmegaConf.load(config_folder() / file)
+    OmegaConf.set_struct(config, True)
+    OmegaConf.set_struct(config.methods, False)
+    try:
+        for override in overrides:
+            key = override.partition("=")[0]
+            OmegaConf.update(config, key, OmegaConf.select(OmegaConf.from_dotlist([override]), key), merge=False)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(str(error).partition("\n")[0]) from error
+    content: Any = OmegaConf.to_container(config, resolve=True)
+    return dict(content)

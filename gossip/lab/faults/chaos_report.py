@@ -1,0 +1,129 @@
+"""Examination of what ranks noted under faults, for torn messages, hangs, losses and returns of ranks.
+
+A note has the member number of its rank, the seconds since 1970 "at" which it was written, and one of: "begins";
+"members" (from a step on); "step" (its number, members, the sum of all parameters before it, the change of that sum by
+the update, its duration and the loss); "sent" and "mixed" (sender, receiver, the message's key and a digest); "fault";
+"comes back"; "ends".
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from gossip.lab.benchmarks.benchmark import Records
+from gossip.lab.benchmarks.summaries import Spread
+
+Notes = Sequence[Mapping[str, Any]]
+
+
+class ChaosResult(BaseModel):
+    """What became of a run, its ranks and its messages; times are from lowest to highest."""
+
+    num_ended: int
+    accuracies: list[float]
+    members_at_the_end: list[int]
+    steps: int
+    faults: dict[str, int]
+    num_joined: int
+    num_came_back: int
+    gone_after_s: Spread | None
+    step_s: Spread | None
+    num_messages_mixed: int
+    num_messages_torn: int
+    drift_of_the_mean: float
+    num_steps_compared: int
+    notes: list[dict[str, Any]] = Field(exclude=True, repr=False)
+
+
+def examine(records: Records) -> ChaosResult:
+    """Return the findings from the notes of all ranks."""
+    notes = [dict(note) for by_rank in records for note in by_rank]
+    faults = [note for note in notes if "fault" in note]
+    ended = [note["ends"] for note in notes if "ends" in note]
+    changes = sorted(
+        ((note["members"]["step"], note["at"], note["members"]["members"]) for note in notes if "members" in note),
+    )
+    num_at_beginning = min((max(members) + 1 for step, _, members in changes if step == 0), default=0)
+    gone_after_s = [
+        min(later)
+        for note in faults
+        if note["fault"]["kind"] == "kill"
+        and (
+            later := [
+                at - note["at"] for _, at, members in changes if at > note["at"] and note["member"] not in members
+            ]
+        )
+    ]
+    step_s = [note["step"]["took_s"] for note in notes if "step" in note]
+    sent = {tuple(note["sent"]) for note in notes if "sent" in note}
+    mixed = [tuple(note["mixed"]) for note in notes if "mixed" in note]
+    drift, num_compared = _drift(notes)
+    return ChaosResult(
+        num_ended=len(ended),
+        accuracies=sorted({round(one["accuracy"], 4) for one in ended}),
+        members_at_the_end=ended[0]["members"] if ended else [],
+        steps=ended[0]["steps"] if ended else 0,
+        faults=dict(Counter(_name(note["fault"]) for note in faults)),
+        num_joined=len({member for *_, members in changes for member in members if member >= num_at_beginning}),
+        num_came_back=sum("comes back" in note for note in notes),
+        gone_after_s=Spread.over(gone_after_s) if gone_after_s else None,
+        step_s=Spread.over(step_s) if step_s else None,
+        num_messages_mixed=len(mixed),
+        num_messages_torn=sum(message not in sent for message in mixed),
+        drift_of_the_mean=drift,
+        num_steps_compared=num_compared,
+        notes=notes,
+    )
+
+
+def _name(fault: Mapping[str, Any]) -> str:
+    """Return the kind of a fault; for a temporary one also whether it is over 1 s, after which it may be given up."""
+    if fault["duration_s"] is None:
+        return str(fault["kind"])
+    return f"{fault['kind']} ({'over' if fault['duration_s'] > 1 else 'up to'} 1 s)"
+
+
+def _drift(notes: Notes) -> tuple[float, int]:
+    """Return the largest change of the sum over ranks beyond their updates, and the number of steps compared.
+
+    A step is compared if all ranks that train in it, in the two steps before and in the step after have written notes,
+    and these are the same ranks.
+    """
+    by_step: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+    for note in notes:
+        if "step" in note:
+            by_step[note["step"]["step"]][note["member"]] = note["step"]
+    differences = []
+    for step, told in list(by_step.items()):
+        window = [by_step.get(step + offset, {}) for offset in (-2, -1, 0, 1)]
+        generations = {tuple(one["members"]) for of_step in window for one in of_step.values()}
+        if len(generations) == 1 and all(set(of_step) == set(*generations) for of_step in window):
+            before, after = (sum(one["sum"] for one in of_step.values()) for of_step in (told, window[3]))
+            differences.append(abs(after - before - sum(one["update"] for one in told.values())))
+    return max(differences, default=0.0), len(differences)
+
+
+def in_words(result: ChaosResult) -> str:
+    """Return the findings as a list in Markdown."""
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(result.faults.items())) or "none"
+    return "\n".join(
+        [
+            f"- {result.steps} steps; at the end {len(result.members_at_the_end)} ranks trained, with accuracies "
+            f"{result.accuracies} of the averaged model.",
+            f"- Faults: {faults}. {result.num_joined} ranks joined, {result.num_came_back} of them in the process in "
+            "which they had been frozen or cut off.",
+            f"- From a kill to the first step without that rank: {_ms(result.gone_after_s)}.",
+            f"- A step: {_ms(result.step_s)}.",
+            f"- {result.num_messages_mixed} messages were mixed; {result.num_messages_torn} were not what was sent.",
+            f"- Where nobody came or went the mean of the replicas moved by nothing but updates: over "
+            f"{result.num_steps_compared} steps their sum is off by at most {result.drift_of_the_mean:.2g}.",
+        ]
+    )
+
+
+def _ms(spread: Spread | None) -> str:
+    return "none" if spread is None else f"{spread.shown('.1f', 1e3)} ms"

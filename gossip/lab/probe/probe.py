@@ -1,0 +1,118 @@
+"""The command ``gossip probe`` as a benchmark: an MLP's computation, and the links between the ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter
+from torch import nn
+
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
+from gossip.lab.experiments.validated_models import OneOf
+from gossip.lab.probe.cluster_measuring import Measured, measure
+from gossip.lab.probe.probe_advice import Advice, advise
+from gossip.lab.probe.probe_choice import DataKind
+from gossip.launching import DEFAULT_TIMEOUT
+
+NUM_LAYERS = 8
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-4),
+    "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+}
+
+
+class ProbeSettings(BenchmarkSettings):
+    """The settings of a probe."""
+
+    world_size: int = Field(4, ge=1, description="workers on this machine; torchrun and srun say it")
+    parameters_mb: PositiveFloat = Field(16.0, description="of the MLP, in 10^6 bytes of float32")
+    batch_size: PositiveInt = Field(32, description="per rank")
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = Field("adamw", description=" or ".join(OPTIMIZERS))
+    steps: int = Field(20, ge=2, description="that are measured")
+    bucket_cap_mb: PositiveFloat = Field(25.0, description="of the wrapper, in MiB")
+    message_mb: PositiveFloat = Field(8.0, description="of the messages for the bandwidth")
+    data: DataKind = Field("alike", description="whether ranks draw from the same data, or each from different ones")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="or cuda: one per rank, over nccl")
+    output: str | None = Field(None, description="a file for what was measured and predicted, as JSON")
+
+
+class ProbeResult(BaseModel):
+    """What was measured, predicted and chosen, as it is written, and the report."""
+
+    cluster: dict[str, Any]
+    workload: dict[str, Any]
+    predictions: list[dict[str, Any]]
+    choice: dict[str, Any] | None
+    advice: str
+    report: str = Field(exclude=True)
+
+    @classmethod
+    def of(cls, advice: Advice) -> ProbeResult:
+        """Return the content of an advice."""
+        return cls(
+            cluster=asdict(advice.measured.cluster),
+            workload=asdict(advice.measured.workload),
+            predictions=[
+                {"method": row.title, "step_time_s": row.run.step_time_s, "exposed_wait_s": row.run.exposed_wait_s}
+                for row in advice.rows
+            ],
+            choice=None if advice.choice is None else advice.choice.arguments(),
+            advice=advice.sentence,
+            report=f"{advice}\n",
+        )
+
+
+class Probe(Benchmark[ProbeSettings, ProbeResult]):
+    """All ranks measure together; the advice follows."""
+
+    settings = ProbeSettings
+
+    def launch_options(self, case: ProbeSettings) -> dict[str, Any]:
+        """Take nccl on GPUs, and as many threads as there are cores."""
+        backend = "nccl" if case.device == "cuda" else "gloo"
+        return {"backend": backend, "num_threads": None, "timeout": DEFAULT_TIMEOUT}
+
+    def work(self, case: ProbeSettings, place: Place, write: Write) -> None:  # noqa: ARG002
+        """Write what was measured."""
+        device = torch.device(case.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        torch.manual_seed(0)
+        width = max(1, round(math.sqrt(case.parameters_mb * 1e6 / 4 / NUM_LAYERS)))
+        layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+        module = nn.Sequential(*layers).to(device)
+        inputs = torch.randn(case.batch_size, width, device=device)
+        measured = measure(
+            module,
+            lambda _: module(inputs).square().mean(),
+            OPTIMIZERS[case.optimizer],
+            num_steps=case.steps,
+            bucket_cap_mb=case.bucket_cap_mb,
+            message_bytes=round(case.message_mb * 1e6),
+        )
+        write(asdict(measured))
+
+    def result(self, case: ProbeSettings, records: Records) -> ProbeResult:
+        """Return the advice that follows from what was measured."""
+        return ProbeResult.of(advise(TypeAdapter(Measured).validate_python(records[0][0]), case.data))
+
+    def sections(self, results: Sequence[ProbeResult]) -> list[str]:
+        """Return the advice."""
+        return [result.report for result in results]
+
+    def report(self, settings: ProbeSettings, results: Sequence[ProbeResult], notes: Sequence[str]) -> str:  # noqa: ARG002
+        """Return the advice alone."""
+        return "".join(self.sections(results))
+
+    def draw(self, settings: ProbeSettings, results: Sequence[ProbeResult], folder: Path) -> None:  # noqa: ARG002
+        """Write the file that is asked for."""
+        if settings.output is not None:
+            Path(settings.output).write_text(results[0].model_dump_json(indent=2) + "\n", encoding="utf-8")
