@@ -11,6 +11,7 @@ namespaces: Linux, root, iproute2); all methods train in the same processes, in 
 import sys
 
 from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.gossip_command import config_folder
 
 if __name__ == "__main__":
-    sys.exit(main("time_to_loss", __doc__))
+    sys.exit(main("time_to_loss", __doc__, config_folder() / "time_to_loss.yaml"))

@@ -21,17 +21,18 @@ from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement
 
 
-def main(name: str, description: str | None) -> int:
+def main(name: str, description: str | None, config: Path | None = None) -> int:
     """Run a benchmark with the settings of ``sys.argv``, print its report, and return the exit status.
 
+    With ``config`` the settings are those of a file, and the command line has other values for some of its keys.
     Invalid settings end the program with status 2 and one line.
     """
     benchmark = BENCHMARKS[name]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     kept = "for results, report, figures and the records of all ranks; new. Without one, nothing is kept"
-    parser.add_argument("folder", nargs=None if benchmark.config else "?", type=Path, help=kept)
-    if benchmark.config is not None:
-        parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"of configs/{benchmark.config}")
+    parser.add_argument("folder", nargs=None if config else "?", type=Path, help=kept)
+    if config is not None:
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"of {config}")
     else:
         _add_options(parser, benchmark)
     arguments = vars(parser.parse_args())
@@ -45,7 +46,7 @@ def main(name: str, description: str | None) -> int:
     logger.add(sys.stderr, format="{message}", filter=LEVELS)
     with contextlib.ExitStack() as stack:
         try:
-            content = arguments if benchmark.config is None else _configured(benchmark.config, arguments["overrides"])
+            content = arguments if config is None else _configured(config, arguments["overrides"])
             settings = read(benchmark.settings, content)
             if folder is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -81,14 +82,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def _configured(file: str, overrides: list[str]) -> dict[str, Any]:
+def _configured(file: Path, overrides: list[str]) -> dict[str, Any]:
     """Return the content of a configuration file with other values for some keys."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from gossip.lab.gossip_command import config_folder
-
-    config = OmegaConf.load(config_folder() / file)
+    config = OmegaConf.load(file)
     OmegaConf.set_struct(config, True)
     OmegaConf.set_struct(config.methods, False)
     try:

@@ -117,16 +117,12 @@ class Benchmark(ABC, Generic[S, R]):
         The heading of the report, and its last paragraph.
     files : (str, str)
         The names of the files with the results and the report.
-    config : str or None
-        The file of the configuration folder from which :mod:`gossip.lab.benchmarks.bench_script` reads the settings;
-        None: they are options of its command line.
     """
 
     settings: type[S]
     title: ClassVar[str] = ""
     explanation: ClassVar[str] = ""
     files: ClassVar[tuple[str, str]] = ("results.json", "report.md")
-    config: ClassVar[str | None] = None
 
     def available(self, settings: S) -> tuple[S, list[str]]:
         """Return what can be measured here, and a note about each thing that is left out."""

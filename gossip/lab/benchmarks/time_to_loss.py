@@ -82,7 +82,6 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
     settings = TimeToLossSettings
     title = "Time to all-reduce's final loss plus 1 %"
     explanation = EXPLANATION
-    config = "time_to_loss.yaml"
 
     def __init__(self) -> None:
         self._virtual: dict[str, VirtualRuns] = {}
