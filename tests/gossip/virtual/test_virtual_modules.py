@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import Separate, assert_same, batch, make_workers, train, trained_alike
+from separate import Separate, assert_same, batch, make_workers, stacked, train, trained_alike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -215,6 +215,31 @@ def test_one_after_the_other_random_numbers_are_those_of_separate_modules() -> N
         assert torch.equal(after, torch.get_rng_state())
     assert not workers.is_vectorised
     assert_same(workers, separate)
+
+
+class Forgetful(nn.Linear):
+    """Draws, and keeps what it computed in plain attributes; its calls are of one replica in the end."""
+
+    num_calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.latest = super().forward(input) + torch.rand(())
+        return self.latest if float(self.latest.detach().sum()) > 0 else -self.latest
+
+
+def test_a_failed_attempt_leaves_no_trace() -> None:
+    trained = []
+    for is_vectorised in (True, False):
+        torch.manual_seed(1)
+        workers = make_workers(Forgetful(3, 2).double(), 3)
+        workers._calls.is_vectorised = is_vectorised
+        train(workers, batch(6))
+        assert not workers.is_vectorised
+        assert workers.module.num_calls == 0
+        assert not hasattr(workers.module, "latest")
+        trained.append(stacked(workers))
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", ["vectorised", "one by one"])
