@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from collectives import collectives_counted
 from tiny_gpt2 import batch_of, flat, make_module, sample
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -36,16 +35,6 @@ class Columns(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {**sample(index), "source": torch.tensor(index)}
-
-
-class Stream(IterableDataset):
-    """The same, without a length."""
-
-    def __init__(self, length: int) -> None:
-        self._columns = Columns(length)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return (self._columns[index] for index in range(len(self._columns)))
 
 
 class ScalingTrainer(GossipTrainer):
@@ -94,9 +83,7 @@ class Case:
     smoothing: float = 0.0
     bf16: bool = False
     compiles: bool = False
-    streams: bool = False
     scales: bool = False
-    makes_models: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -119,10 +106,8 @@ CASES = {
     "label smoothing": Case(smoothing=0.1),
     "atc, trained twice": Case(trains=2, options={"algorithm": "atc", "topology": "ring"}),
     "plain, trained twice": Case(trains=2, options=PLAIN),
-    "from a stream": Case(streams=True),
     "fused, scaled": Case(max_norm=MAX_NORM, scales=True),
     "plain, scaled": Case(options=PLAIN, scales=True),
-    "of models that it makes": Case(makes_models=True, trains=2),
     "compiled, trained twice": Case(compiles=True, trains=2),
 }
 
@@ -161,10 +146,9 @@ def by_trainer(case: Case) -> Outcome:
             torch_compile_backend="aot_eager" if case.compiles else None,
         )
         trainer = (ScalingTrainer if case.scales else GossipTrainer)(
-            None if case.makes_models else make_module(),
+            make_module(),
             arguments,
-            train_dataset=(Stream if case.streams else Columns)(2 * dist.get_world_size() * case.num_batches),
-            model_init=(lambda: make_module()) if case.makes_models else None,
+            train_dataset=Columns(2 * dist.get_world_size() * case.num_batches),
             callbacks=[watch],
             gossip=case.options or None,
         )
@@ -195,10 +179,7 @@ def by_hand(case: Case) -> Outcome:
     optimizer = make_optimizer(module)
     clips = {"clip_grad_norm": case.max_norm} if case.is_fused and case.max_norm else {}
     norms: list[float] = []
-    for number in range(case.trains):
-        if case.makes_models and number:
-            module = make_module()
-            optimizer = make_optimizer(module)
+    for _ in range(case.trains):
         called = torch.compile(module, backend="aot_eager") if case.compiles else module
         model = GossipDataParallel(called, optimizer, **clips, **case.options)
         train_by_hand(case, model, norms)

@@ -8,15 +8,12 @@ import signal
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_modules import NUM_BATCHES, Net, batches, flat, network, trainer_of
+from lightning_modules import Net, batches, flat, trainer_of
 from loguru import logger
 
 from gossip import launch
@@ -84,57 +81,18 @@ def signalled() -> tuple[int, list[str]]:
     return len(module.trained), texts
 
 
-class Found(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-def rate_found(folder: str) -> tuple[float, bool, list[str], int]:
-    module = Found()
-    trainer = trainer_of(GossipStrategy("ring"), default_root_dir=folder, max_epochs=8)
-    found = Tuner(trainer).lr_find(module, batches(), min_lr=1e-3, max_lr=0.5, num_training=30)
-    assert found is not None
-    is_initial = torch.allclose(flat(module), flat(network()), rtol=0, atol=0)
-    suggestion = module.lr
-    trainer.fit(module, batches())
-    return suggestion, is_initial, sorted(os.listdir(folder)), module.num_steps
-
-
-class Epochs(pl.Callback):
-    """The replicas that stochastic weight averaging sees."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def on_train_epoch_start(self, _: Any, module: Any) -> None:
-        self.seen.append(flat(module))
-
-
-def weights_averaged() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    module, epochs = Net(), Epochs()
-    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
-    trainer_of(GossipStrategy("ring"), max_epochs=4, callbacks=[epochs, averaging]).fit(module, batches())
-    return flat(module), epochs.seen
-
-
-def everything(folder: str) -> dict[str, Any]:
+def everything() -> dict[str, Any]:
     return {
         "validated": validated({}),
         "own": validated({"evaluate_averaged": False}),
         "stopped": stopped(),
         "signalled": signalled(),
-        "rate": rate_found(folder),
-        "swa": weights_averaged(),
     }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(everything, str(tmp_path_factory.mktemp("trainer")), world_size=2)
+def outcomes() -> list[dict[str, Any]]:
+    return launch(everything, world_size=2)
 
 
 def test_validation_is_of_the_average(outcomes: list[dict[str, Any]]) -> None:
@@ -169,18 +127,3 @@ def test_signal_ends_training_after_the_batch(outcomes: list[dict[str, Any]]) ->
         num_batches, (text,) = ranks["signalled"]
         assert num_batches == 3
         assert re.match(f"rank {rank}: signal {signal.SIGUSR1:d}: the job is not requeued", text)
-
-
-def test_rate_finder_leaves_nothing_behind(outcomes: list[dict[str, Any]]) -> None:
-    (rate, is_initial, files, num_steps), (of_second, _, _, _) = (ranks["rate"] for ranks in outcomes)
-    assert rate == of_second != 0.1
-    assert is_initial
-    assert not any("lr_find" in file for file in files)
-    assert num_steps == 8 * NUM_BATCHES
-
-
-def test_stochastic_weight_averaging_is_over_epochs_and_ranks(outcomes: list[dict[str, Any]]) -> None:
-    (weights, epochs), (of_second, epochs_of_second) = (ranks["swa"] for ranks in outcomes)
-    assert torch.equal(weights, of_second)
-    expected = torch.stack([*epochs[1:4], *epochs_of_second[1:4]]).mean(0)
-    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-15)

@@ -1,12 +1,11 @@
-"""transformers and peft save every weight of a model, wrapped, bare and after close."""
+"""transformers saves every weight of a model, wrapped, bare and after close."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import peft
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -27,30 +26,19 @@ def gpt() -> transformers.GPT2LMHeadModel:
     )
 
 
-def adapted() -> peft.PeftModel:
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    return peft.get_peft_model(gpt(), config)
-
-
 def train(model: nn.Module) -> None:
-    output = model(input_ids=TOKENS)
-    getattr(output, "logits", output).square().mean().backward()
+    model(input_ids=TOKENS).logits.square().mean().backward()
 
 
-def stages(make: Callable[[], nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def stages() -> Iterator[tuple[str, nn.Module]]:
     """A model as it is saved: wrapped, bare while it is wrapped, after close."""
-    model = GossipDataParallel(make(), SGD, "complete")
+    model = GossipDataParallel(gpt(), SGD, "complete")
     train(model)
     yield "wrapped", model
     train(model)
     yield "bare", model.module
     model.close()
     yield "closed", model.module
-
-
-def is_first() -> bool:
-    """transformers writes on rank 0 alone."""
-    return dist.get_rank() == 0
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -66,34 +54,14 @@ def distinct(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_with_transformers(folder: Path) -> None:
-    for name, model in stages(gpt):
+    for name, model in stages():
         path = folder / name
         model.save_pretrained(path)
-        if is_first():
+        if dist.get_rank() == 0:  # it writes there alone
             assert_same(safetensors.torch.load_file(path / "model.safetensors"), distinct(model))
             found = transformers.GPT2LMHeadModel.from_pretrained(path)
             assert_same(found.state_dict(), model.state_dict())
 
 
-def save_with_peft(folder: Path) -> None:
-    for name, model in stages(adapted):
-        path = folder / name / str(dist.get_rank())  # every rank writes
-        model.save_pretrained(path)
-        adapters = {key: each for key, each in model.state_dict().items() if "lora" in key}
-        assert len(adapters) == 4
-        saved = safetensors.torch.load_file(path / "adapter_model.safetensors")
-        assert_same(saved, {key.replace(".default", ""): each for key, each in adapters.items()})
-        found = peft.PeftModel.from_pretrained(gpt(), str(path))
-        assert_same(found.state_dict(), model.state_dict())
-
-
-LIBRARIES = [save_with_transformers, save_with_peft]
-
-
-def save_with_each(folder: Path) -> None:
-    for save in LIBRARIES:
-        save(folder / save.__name__)
-
-
-def test_libraries_save_every_weight_at_two_ranks(tmp_path: Path) -> None:
-    launch(save_with_each, tmp_path, world_size=2)
+def test_transformers_saves_every_weight_at_two_ranks(tmp_path: Path) -> None:
+    launch(save_with_transformers, tmp_path, world_size=2)
