@@ -26,7 +26,7 @@ from torch.nn import functional
 import topologies
 from gossip import VirtualWorkers
 from gossip.launching import fork_server
-from gossip.virtual.mixing_products import KnownRows, weighted_differences
+from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
 
@@ -54,7 +54,8 @@ class Loop:
         self.optimizers = [OPTIMIZER(each.parameters()) for each in self.modules]
         self.topology = topology
         self.difference: torch.Tensor | None = None
-        self.known_rows: KnownRows = {}
+        self.shard = Shard(range(world_size), device, {}, {}, (self.block,))
+        self.known_rows = known_rows([self.shard])
         self.step = 0
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -67,10 +68,8 @@ class Loop:
             self.block += self.difference
         for optimizer in self.optimizers:
             optimizer.step()
-        shard = Shard(range(len(self.modules)), self.block.device, {}, {}, (self.block,))
         round_ = self.topology.round(self.step)
-        known = self.known_rows
-        (self.difference,) = weighted_differences(round_, [shard], [self.block], self.block.dtype, known)
+        (self.difference,) = weighted_differences(round_, [self.shard], [self.block], self.block.dtype, self.known_rows)
         self.step += 1
 
 
@@ -129,6 +128,7 @@ def measure(world_size: int, arguments: argparse.Namespace) -> tuple[float, floa
     for kind in kinds:
         ours, theirs = context.Pipe()
         context.Process(target=_work, args=(theirs, kind, world_size, arguments), daemon=True).start()
+        theirs.close()
         pipes.append(ours)
     times: list[list[float]] = [[] for _ in kinds]
     for turn in range(1 + NUM_TURNS):

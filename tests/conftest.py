@@ -12,6 +12,7 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 
 import functools
 import gc
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -23,6 +24,9 @@ from listening import logged
 from preloaded import PRELOAD
 
 from gossip.launching import fork_server
+
+# A shell's background job begins with interrupts ignored, and all that it starts does so too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
 """pytest's own, and what scikit-learn and torch set when they are first imported."""

@@ -110,7 +110,7 @@ def test_methods_repeat_themselves_by_seed(tmp_path: Path) -> None:
 def test_methods_name_the_rank_that_dies(tmp_path: Path) -> None:
     config = composed("training.epochs=1", "launch.world_size=3", "method=ddp", "trusted_targets=[faulty_models]")
     config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": "raise"}
-    with pytest.raises(LaunchError, match=r"^rank 1 failed: ArithmeticError: injected at step 3$"):
+    with pytest.raises(LaunchError, match=r"^rank 1 failed: ArithmeticError: injected at step 3\n"):
         launch(train, config, str(tmp_path), world_size=3, preload=PRELOAD)
 
 
