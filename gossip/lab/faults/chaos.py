@@ -210,7 +210,7 @@ class _Training:
                 if model.world.member == member:  # otherwise the values come from another rank
                     made = {"step": model.step - 1, "members": members, "sum": total, "loss": loss.item()}
                     made |= {"update": _CountingSGD.change - change, "took_s": time.perf_counter() - started_at}
-                    self._tell("step", made)
+                    self._tell("trained", made)
                 if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and self._is_over():
                     break
             model.global_avg()

@@ -20,8 +20,8 @@ def draw(result: ChaosResult, path: Path) -> None:
     lives: defaultdict[int, list[float]] = defaultdict(list)
     told: defaultdict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for note in result.notes:
-        if "step" in note:
-            at, made = note["at"] - began_at, note["step"]
+        if "trained" in note:
+            at, made = note["at"] - began_at, note["trained"]
             lives[note["member"]].append(at)
             told[made["step"]].append((at, made["took_s"], made["loss"]))
     with drawn(path, 7.2, 5.6) as figure:

@@ -1,9 +1,9 @@
 """Examination of what ranks noted under faults, for torn messages, hangs, losses and returns of ranks.
 
 A note has the member number of its rank, the seconds since 1970 "at" which it was written, and one of: "begins";
-"members" (from a step on); "step" (its number, members, the sum of all parameters before it, the change of that sum by
-the update, its duration and the loss); "sent" and "mixed" (sender, receiver, the message's key and a digest); "fault";
-"comes back"; "ends".
+"members" (from a step on); "trained" (a step's number, its members, the sum of all parameters before it, the change of
+that sum by the update, its duration and the loss); "sent" and "mixed" (sender, receiver, the message's key and a
+digest); "fault"; "comes back"; "ends".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def examine(records: Records) -> ChaosResult:
             ]
         )
     ]
-    step_s = [note["step"]["took_s"] for note in notes if "step" in note]
+    step_s = [note["trained"]["took_s"] for note in notes if "trained" in note]
     sent = {tuple(note["sent"]) for note in notes if "sent" in note}
     mixed = [tuple(note["mixed"]) for note in notes if "mixed" in note]
     drift, num_compared = _drift(notes)
@@ -95,8 +95,8 @@ def _drift(notes: Notes) -> tuple[float, int]:
     """
     by_step: defaultdict[int, dict[int, Any]] = defaultdict(dict)
     for note in notes:
-        if "step" in note:
-            by_step[note["step"]["step"]][note["member"]] = note["step"]
+        if "trained" in note:
+            by_step[note["trained"]["step"]][note["member"]] = note["trained"]
     differences = []
     for step, told in list(by_step.items()):
         window = [by_step.get(step + offset, {}) for offset in (-2, -1, 0, 1)]

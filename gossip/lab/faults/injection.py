@@ -194,7 +194,8 @@ class _Interrupted:
 
 def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def send_and_happen(self: Any, connection: Any, authenticator: Any) -> bool:
-        if self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket) and not self.has_begun:
+        is_due = self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket)
+        if is_due and not (self.has_begun or isinstance(connection, _Interrupted)):  # one at a time
             connection = _Interrupted(connection, min(fault.num_bytes or 0, self.num_bytes - 1), happen)
         sent: bool = send(self, connection, authenticator)
         return sent
