@@ -71,6 +71,7 @@ def compiled(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_what_is_built_can_be_uploaded(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     said = program(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist), folder=tmp_path)
     assert said.count("PASSED") == 2
@@ -100,6 +101,7 @@ def test_wheel_holds_every_module_and_the_configuration(wheel: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_wheel_of_the_sdist_is_that_of_the_tree(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")

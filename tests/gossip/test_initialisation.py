@@ -16,6 +16,7 @@ from covering import covering
 from free_ports import free_port
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, snapshot, train
+from tiers import rest_is_slow
 
 from gossip import GossipDataParallel, LaunchError, launch
 
@@ -107,7 +108,7 @@ def reports_over(backend: str) -> dict[tuple[bool, str], Reports]:
 
 
 @pytest.mark.xdist_group("backends")
-@pytest.mark.parametrize(("backend", "in_group", "topology"), ROWS)
+@pytest.mark.parametrize(("backend", "in_group", "topology"), rest_is_slow(ROWS, 3))
 def test_training_over_other_backends(backend: str, in_group: bool, topology: str) -> None:
     reports = reports_over(backend)[in_group, topology]
     for (state, num_made), expected in zip(reports, state_by_rank(4, topology), strict=True):

@@ -28,6 +28,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
     return [read_jsonl(path) for path in (folder / "chaos").glob("rank*.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("chaos")
 def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) -> None:
     report = examine(notes)
@@ -41,6 +42,7 @@ def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) ->
     assert report.accuracies[0] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("chaos")
 def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
     mixed = next(note["mixed"] for by_rank in notes for note in by_rank if "mixed" in note)
@@ -53,6 +55,7 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
     assert found.drift_of_the_mean == pytest.approx(1e-3, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     for arguments, words in (
         ((tmp_path,), "is there already; name a new folder"),

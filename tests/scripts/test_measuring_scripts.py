@@ -22,6 +22,7 @@ def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "rows"),
     [

@@ -42,6 +42,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
     return run.stdout, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_overhead_prints_three_tables_with_a_row_per_case(measured: tuple[str, dict[str, Any]]) -> None:
     stdout, content = measured
     tables = [block.splitlines() for block in stdout.strip().split("\n\n") if block.startswith("|")]
@@ -56,6 +57,7 @@ def test_overhead_prints_three_tables_with_a_row_per_case(measured: tuple[str, d
         assert 0 < row["ratio_lower_quartile"] <= row["ratio"] <= row["ratio_upper_quartile"]
 
 
+@pytest.mark.slow
 def test_overhead_counts_the_memory_of_the_update(measured: tuple[str, dict[str, Any]]) -> None:
     plain, fused = (row for row in measured[1]["memory_bytes"] if row["mode"] in ("control", "fused"))
     size = 4 * NUM_PARAMETERS

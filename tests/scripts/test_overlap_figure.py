@@ -32,6 +32,7 @@ def panels(svg: str) -> list[str]:
     return re.split(r'id="axes_\d"', svg.partition('id="legend_1"')[0])[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
     if missing := why_no_hosts():

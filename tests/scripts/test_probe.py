@@ -11,6 +11,7 @@ from running import run, run_here
 TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path: Path) -> None:
     output = tmp_path / "probe.json"

@@ -88,6 +88,7 @@ def test_limits_of_a_ring_are_those_of_its_eigenvalues(script: ModuleType) -> No
     assert script.largest_rate(ring, "atc", script.Gain()) == pytest.approx(2, abs=0.003)
 
 
+@pytest.mark.slow
 def test_table_and_figure(tmp_path: Path) -> None:
     figure = tmp_path / "gain.svg"
     command = [sys.executable, PATH, "--families", "one_peer_exponential,torus,pushed", "--sizes", "4"]

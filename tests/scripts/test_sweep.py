@@ -42,6 +42,7 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
     assert run.left_running == ()
 
 
+@pytest.mark.slow
 def test_sweep_jobs_of_submitit_run(tmp_path: Path) -> None:
     run = sweep(tmp_path, *TINY, "method=ddp", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2")
     assert run.status == 0, run.stderr

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 from repository import REPOSITORY
 from running import TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_scale_prints_a_row_for_every_variant_and_every_large_family() -> None:
     run = subprocess.run(
         [

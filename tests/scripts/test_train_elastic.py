@@ -73,6 +73,7 @@ def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None
     assert steps[steps.index(joined_at) :] == list(range(joined_at, last + 1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     once = tmp_path / "once"
     scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={once}")

@@ -73,6 +73,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Fini
         return {name: (folders[name], run.finished()) for name, run in runs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("train_hangs")
 @pytest.mark.parametrize("name", HUNG)
 def test_train_under_torchrun_ends_and_says_how_to_go_on_though_a_call_hangs(

@@ -64,6 +64,7 @@ def newest_step(folder: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
     tmp_path: Path, whole: list[Any]
 ) -> None:
@@ -113,6 +114,7 @@ def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> No
     assert steps == [manifest["step"]] * 2
 
 
+@pytest.mark.slow
 def test_train_restarted_by_torchrun_goes_on_in_the_first_attempts_folder(tmp_path: Path, whole: list[Any]) -> None:
     fails_once = ("+model.how=raise", f"+model.once={tmp_path}/stopped")
     run = train(tmp_path, *RUN, *fails_once, torchrun=2, max_restarts=1)
@@ -123,6 +125,7 @@ def test_train_restarted_by_torchrun_goes_on_in_the_first_attempts_folder(tmp_pa
     assert result(folder) == whole
 
 
+@pytest.mark.slow
 def test_train_resume_auto_goes_on_with_the_newest_run_of_this_configuration(tmp_path: Path, whole: list[Any]) -> None:
     stops = ("+model.how=terminate", f"+model.once={tmp_path}/stopped")
     assert train(tmp_path, *RUN, *stops, "resume=auto").status == 143  # there is none: it begins

@@ -293,12 +293,14 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> OfProcesses:
 pytestmark = pytest.mark.xdist_group("algorithm_contract")  # one set of processes makes all cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OF_PROCESSES, ids=lambda case: case.label)
 def test_processes_make_the_dense_recursion(case: Case, of_processes: OfProcesses) -> None:
     actual = np.array([found[case.label] for found in of_processes[1]])
     np.testing.assert_allclose(actual, dense(case), rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTORED)
 def test_processes_are_restored_from_their_own_files_and_from_those_of_virtual_workers(
     name: str, of_processes: OfProcesses
@@ -309,6 +311,7 @@ def test_processes_are_restored_from_their_own_files_and_from_those_of_virtual_w
     np.testing.assert_allclose(actual, dense(PLAIN[name]), rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTORED)
 def test_virtual_workers_are_restored_from_the_files_of_processes(name: str, of_processes: OfProcesses) -> None:
     folder, by_rank = of_processes

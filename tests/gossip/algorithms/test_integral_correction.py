@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tiers import rest_is_slow
 from torch import nn
 
 import topologies
@@ -124,7 +125,8 @@ def what_is_left_of_modes(algorithm: Algorithm, steps: torch.Tensor, num_steps: 
 
 
 @pytest.mark.parametrize(
-    "topology", ["ring", "one_peer_hypercube", "one_peer_exponential", "base", "random_matching", "equi_dyn"]
+    "topology",
+    rest_is_slow(["ring", "one_peer_hypercube", "one_peer_exponential", "base", "random_matching", "equi_dyn"]),
 )
 @pytest.mark.parametrize(("form", "gossip"), [("awc", AdaptWhileCommunicating()), ("atc", AdaptThenCombine())])
 def test_default_gains_are_stable_wherever_gossip_is(form: Form, gossip: Algorithm, topology: str) -> None:

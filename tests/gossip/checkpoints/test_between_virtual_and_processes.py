@@ -142,6 +142,7 @@ def uninterrupted(name: str) -> dict[str, np.ndarray]:
     return {key: stack.detach().numpy() for key, stack in workers.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_run_that_began_virtually_goes_on_as_processes(name: str, of_processes: Any) -> None:
     for rank, found in enumerate(of_processes[1]):
@@ -152,6 +153,7 @@ def test_run_that_began_virtually_goes_on_as_processes(name: str, of_processes: 
         assert not any("in flight" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_run_that_began_as_processes_goes_on_virtually(name: str, of_processes: Any) -> None:
     workers = virtual(CASES[name])

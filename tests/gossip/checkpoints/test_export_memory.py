@@ -50,6 +50,7 @@ def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -
         return peak_of(lambda: gossip.export(model, folder / "model.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, (2, 2), (1, 4), (2, 1)], ids=str)
 def test_rank_0_holds_a_tensor_and_the_others_chunks(shape: tuple[int, int] | None, tmp_path: Path) -> None:
     world_size = 2 if shape is None else shape[0] * shape[1]

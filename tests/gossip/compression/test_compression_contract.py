@@ -13,6 +13,7 @@ import pytest
 import torch
 from compressions import COMPRESSIONS, SERVED, TOPOLOGIES, in_turn
 from exchanging import Ranks, StackedRanks, View
+from tiers import rest_is_slow
 
 import gossip
 import topologies
@@ -48,7 +49,7 @@ def arguments(
 @torch.no_grad()  # once for all rounds
 @pytest.mark.parametrize(
     ("name", "topology", "numel"),
-    [*((*served, 5000) for served in in_turn(3)), *((name, "ring", 1) for name in COMPRESSIONS)],
+    rest_is_slow([*((*served, 5000) for served in in_turn(3)), *((name, "ring", 1) for name in COMPRESSIONS)], 16),
 )
 def test_replicas_left_alone_agree_up_to_the_floor_on_their_mean(name: str, topology: str, numel: int) -> None:
     row = COMPRESSIONS[name]

@@ -36,6 +36,7 @@ def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Faul
     assert_follow_the_recursion(run(NUM_STEPS, ends={victim: death}, topology=topology), topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", rest_is_slow([2**20, 1, 8 * 2**19]))
 def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> None:
     ends = {1: Fault(step=3, bucket=1, num_bytes=num_bytes)}
@@ -79,6 +80,7 @@ def test_a_rank_ends_in_the_global_average(number: int) -> None:
     assert any(np.allclose(found[0], mean, rtol=0, atol=1e-12) for mean in means)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_is_given_up_after_the_time_out() -> None:
     death = Fault(step=5, kind="freeze")
     outcome = run(NUM_STEPS, ends={1: death}, topology="ring", timeout=timedelta(seconds=5))
@@ -130,6 +132,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", rest_is_slow(COMBINATIONS, 2))
 def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any]) -> None:
     outcome = run(250, ends={2: Fault(step=9, bucket=1, num_bytes=40)}, **options)
@@ -175,6 +178,7 @@ def test_ranks_end_anywhere(seed: int) -> None:
     assert_follow_the_recursion(outcome, topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", rest_is_slow([{"topology": "ring"}, COMBINATIONS[0], COMBINATIONS[2]], 2))
 def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str, Any]) -> None:
     numel = 2**17  # also in 4 bits enough to be shared

@@ -54,6 +54,7 @@ def join(address: tuple[str, int]) -> tuple[int, dict[int, float]]:
     return told[0]
 
 
+@pytest.mark.slow
 def test_a_process_joins_with_the_step_and_the_learning_rate_of_the_others() -> None:
     with (
         unsupervised.started(train, 0, world_size=WORLD_SIZE) as ranks,

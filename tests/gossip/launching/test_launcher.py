@@ -227,6 +227,7 @@ def speak():
 """
 
 
+@pytest.mark.slow
 def test_launch_keeps_what_a_failing_worker_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRINTING_SCRIPT.format(guard="if __name__ == '__main__': "))

@@ -94,6 +94,7 @@ def be_idle_in_optimizer_steps(way: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["optimizer", "none"])
 def test_with_optimizer_steps_a_group_is_idle_together(way: str) -> None:
     found = run_ranks(be_idle_in_optimizer_steps, way, world_size=4)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharded_loops import ADAMW, make_mesh
+from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -50,14 +51,17 @@ def count_bytes(num_groups: int, ranks_per_group: int, options: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("num_groups", "ranks_per_group", "compression", "divided"),
-    [
-        (2, 2, None, "all"),
-        (2, 2, "bf16", "all"),
-        (2, 2, "int4", "all"),
-        (3, 2, None, "optimizer"),
-        (2, 2, None, "none"),
-        (2, 2, "int8", "optimizer"),
-    ],
+    rest_is_slow(
+        [
+            (2, 2, None, "all"),
+            (2, 2, "int8", "optimizer"),
+            (2, 2, None, "none"),
+            (2, 2, "bf16", "all"),
+            (2, 2, "int4", "all"),
+            (3, 2, None, "optimizer"),
+        ],
+        3,
+    ),
 )
 def test_a_group_sends_the_bytes_of_one_replica(
     num_groups: int, ranks_per_group: int, compression: str | None, divided: str
@@ -112,6 +116,7 @@ def keep(num_groups: int, ranks_per_group: int, options: dict[str, Any]) -> tupl
     return found, of_optimizer
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
     """Parameters, the optimizer's state and what is in flight; no gradients, and no parameters twice."""
     whole, of_optimizer = run_ranks(keep, 2, 1, {}, world_size=2)[0]

@@ -15,6 +15,7 @@ from algorithm_table import ROWS, make_algorithm, make_topology
 from quadratics import LEARNING_RATE, Problem, Sgd, constant
 from ranks import run_ranks
 from sharded_models import MeshShape, Quadratic, batch, make_sharded, values_of
+from tiers import rest_is_slow
 
 from gossip import GossipDataParallel
 
@@ -113,7 +114,7 @@ def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         return values, average, model.grad_norm
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+@pytest.mark.parametrize("case", rest_is_slow(CASES, 8), ids=lambda case: case.label)
 def test_shard_groups_make_the_dense_recursion_of_groups(case: Case) -> None:
     found = run_ranks(train, case, world_size=case.shape[0] * case.shape[1])
     sgd = Sgd(constant, ROWS[case.algorithm].momentum)

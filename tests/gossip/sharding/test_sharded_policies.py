@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
 from sharded_models import values_of
+from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -134,7 +135,7 @@ def train(by_hand: bool, name: str, options: dict[str, Any]) -> torch.Tensor:
 MODES: dict[str, dict[str, Any]] = {"bucketwise": {"bucket_cap_mb": 1e-4}, "gathered": {"clip_grad_norm": 1e9}}
 
 
-@pytest.mark.parametrize(("name", "mode"), list(zip(POLICIES, itertools.cycle(MODES), strict=False)))
+@pytest.mark.parametrize(("name", "mode"), rest_is_slow(zip(POLICIES, itertools.cycle(MODES), strict=False), 5))
 def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
     assert_trains_as_by_hand(train, name, MODES[mode], world_size=POLICIES[name].world_size)
 

@@ -66,6 +66,7 @@ def mix(options: Mapping[str, Any]) -> tuple[list[np.ndarray], list[tuple[int, f
 ON_WIRE = {"topology": "complete", "transport": partial(DistributedTransport, shares_memory=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     rest_is_slow(

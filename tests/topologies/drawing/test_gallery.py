@@ -30,6 +30,7 @@ def tree(page: str) -> ElementTree.Element:
     return ElementTree.fromstring(page)
 
 
+@pytest.mark.slow
 def test_there_is_one_card_for_every_family(tree: ElementTree.Element) -> None:
     cards = [card for card in tree.iter(f"{XHTML}article") if card.get("class") == "card"]
     assert [card.get("id") for card in cards] == list(topologies.available())
@@ -41,6 +42,7 @@ def test_there_is_one_card_for_every_family(tree: ElementTree.Element) -> None:
         assert len(list(card.iter(f"{XHTML}img"))) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_and_nothing_runs(page: str, tree: ElementTree.Element) -> None:
     for element in tree.iter():
         tag = element.tag.rpartition("}")[2]

@@ -33,6 +33,7 @@ def predicted_steps(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
     content = {"methods": METHODS, "rates": "1gbit", "stragglers": ["one_slow"], "world_size": 2, "steps": 2}
     settings = read(PredictedStepsSettings, {**content, "network": "loopback"})
@@ -48,6 +49,7 @@ def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None
     assert report.count("| loopback | one_slow | ") == len(METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_script_measures_in_the_lab(tmp_path: Path) -> None:
     missing = why_no_hosts()

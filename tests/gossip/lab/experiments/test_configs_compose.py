@@ -123,6 +123,7 @@ def test_configs_sweeps_leave_no_topology_out(name: str) -> None:
     assert params.seed == "range(21)" or len(params.seed.split(",")) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["algorithms", "batch_norm", "heterogeneity", "language", "scaling"])
 def test_configs_of_paired_sweeps_build_every_variant_and_have_bars(name: str) -> None:
     config = composed(f"experiment={name}")
