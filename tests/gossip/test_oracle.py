@@ -93,6 +93,9 @@ CASES = covering(
 IN_PROCESSES = [case for case in CASES if case.topology in AT_EVERY_SIZE or case.world_size == sizes(case.topology)[0]]
 
 
+IN_TIER = {size: [pytest.mark.slow] * (size == max(WORLD_SIZES)) for size in WORLD_SIZES}
+
+
 def make_module(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
@@ -185,7 +188,8 @@ def test_virtual_workers_equal_dense_recursion(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.xdist_group(f"oracle{case.world_size}"))  # they share their processes
+        # Those of a size share their processes.
+        pytest.param(case, marks=[pytest.mark.xdist_group(f"oracle{case.world_size}"), *IN_TIER[case.world_size]])
         for case in IN_PROCESSES
     ],
     ids=lambda case: "-".join(map(str, case)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from running import run_folders, train
+from tiers import rest_is_slow
 
 from gossip.lab.experiments.records import read_jsonl
 
@@ -30,10 +31,12 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("rank", "on_loss", "text"),
-    [
-        (0, "redistribute", "data.on_loss=redistribute: all samples are dealt again among them"),
-        (2, "leave", "data.on_loss=leave: 479 of 1437 samples are trained on by nobody"),
-    ],
+    rest_is_slow(
+        [
+            (0, "redistribute", "data.on_loss=redistribute: all samples are dealt again among them"),
+            (2, "leave", "data.on_loss=leave: 479 of 1437 samples are trained on by nobody"),
+        ]
+    ),
 )
 def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, on_loss: str, text: str) -> None:
     options = (f"+model.rank={rank}", "+model.step=40", f"data.on_loss={on_loss}", "training.epochs=3")
@@ -96,14 +99,19 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [
-        (("wrapper.on_peer_loss=raise", "launch.restart=2"), "launch.restart=2: a worker that is started again joins"),
-        (("profile=true",), "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue"),
-        (("engine=virtual",), "wrapper.on_peer_loss=continue is for ranks that are processes"),
-        (("wrapper.min_ranks=4",), "min_ranks"),
-        (("data.on_loss=forget",), "there is no data.on_loss=forget"),
-        (("wrapper.fallback_topology=none",), "wrapper.fallback_topology=none: fallback_topology must be one of"),
-    ],
+    rest_is_slow(
+        [
+            (
+                ("wrapper.on_peer_loss=raise", "launch.restart=2"),
+                "launch.restart=2: a worker that is started again joins",
+            ),
+            (("profile=true",), "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue"),
+            (("engine=virtual",), "wrapper.on_peer_loss=continue is for ranks that are processes"),
+            (("wrapper.min_ranks=4",), "min_ranks"),
+            (("data.on_loss=forget",), "there is no data.on_loss=forget"),
+            (("wrapper.fallback_topology=none",), "wrapper.fallback_topology=none: fallback_topology must be one of"),
+        ]
+    ),
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, options: tuple[str, ...], text: str) -> None:
     run = train(tmp_path, *MORTAL, *options)

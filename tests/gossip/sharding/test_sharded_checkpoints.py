@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from sharded_loops import make_mesh
 from sharded_models import MeshShape, values_of
+from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -103,7 +104,7 @@ def load(shape: MeshShape, folder: Path, shard: str = "fsdp") -> tuple[torch.Ten
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (1, 3)), ((2, 3), (2, 2)), ((2, 1), (2, 2)), ((2, 2), (3, 1))],
+    rest_is_slow([((2, 2), (1, 3)), ((2, 3), (2, 2)), ((2, 1), (2, 2)), ((2, 2), (3, 1))]),
     ids=lambda shape: f"{shape[0]}x{shape[1]}",
 )
 def test_other_numbers_of_groups_and_shards_start_from_the_mean(

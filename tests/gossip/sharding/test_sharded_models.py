@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from sharded_loops import groups_and_ranks, make_mesh
 from sharded_models import values_of
+from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -98,14 +99,17 @@ def train_groups(is_sharded: bool, mode: str, divided: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("mode", "divided"),
-    [
-        ("bucketwise", "all"),
-        ("clipped", "optimizer"),
-        ("optimizer", "none"),
-        ("accumulated", "optimizer"),
-        ("accumulated", "none"),
-        ("idle", "all"),
-    ],
+    rest_is_slow(
+        [
+            ("bucketwise", "all"),
+            ("clipped", "optimizer"),
+            ("optimizer", "none"),
+            ("accumulated", "optimizer"),
+            ("accumulated", "none"),
+            ("idle", "all"),
+        ],
+        3,
+    ),
 )
 def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
     for values, wanted in groups_and_ranks(train_groups, mode, divided):
