@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, changed_o
 from topologies import Round, Topology
 
 
-class Method:
+class Method(ABC):
     """A training method: how the replicas on the ranks learn from each other.
 
     Attributes
@@ -75,13 +76,13 @@ class Method:
         outputs: torch.Tensor = self._exchanging(inputs)
         return outputs
 
+    @abstractmethod
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step. Every process must make the same number of steps.
 
         Returns the costs of the step: those fields of :class:`gossip.StepStats` that this method measures, with string
         keys.
         """
-        raise NotImplementedError
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
         """Evaluate each replica of this process on all samples. Local."""

@@ -113,7 +113,7 @@ def test_late_gradient_is_refused_where_hooks_follow() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.layer, self.other = (nn.Linear(3, 3, bias=False) for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in (self.layer, self.layer, self.other):
