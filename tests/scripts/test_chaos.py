@@ -9,6 +9,7 @@ import pytest
 from running import SCRIPTS, run_here, running
 
 from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.faults.chaos_figure import by_step
 from gossip.lab.faults.chaos_report import examine
 
 Notes = list[list[dict[str, Any]]]
@@ -64,3 +65,9 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
         refused = run_here("chaos.py", *arguments)
         assert refused.status == 2
         assert words in refused.last_line
+
+
+def test_a_step_stands_where_its_first_rank_had_made_it() -> None:
+    made = [(0, 1.0, 0.5), (0, 9.0, 8.0), (1, 2.0, 0.5), (1, 2.5, 0.6)]  # one rank was frozen in step 0
+    notes = [{"at": at, "trained": {"step": step, "took_s": took, "loss": at}} for step, at, took in made]
+    assert by_step([{"begins": {}}, *notes]).tolist() == [[1.0, 2.0], [8.0, 0.6], [5.0, 2.25]]

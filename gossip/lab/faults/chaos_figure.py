@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +20,9 @@ def draw(result: ChaosResult, path: Path) -> None:
     """Draw a run from its notes, over the seconds since the first."""
     began_at = min(note["at"] for note in result.notes)
     lives: defaultdict[int, list[float]] = defaultdict(list)
-    told: defaultdict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for note in result.notes:
         if "trained" in note:
-            at, made = note["at"] - began_at, note["trained"]
-            lives[note["member"]].append(at)
-            told[made["step"]].append((at, made["took_s"], made["loss"]))
+            lives[note["member"]].append(note["at"] - began_at)
     with drawn(path, 7.2, 5.6) as figure:
         ranks, times, losses = figure.subplots(3, 1, sharex=True, height_ratios=[1.4, 1, 1])
         ranks.set_title("Ranks that train, and faults")
@@ -37,9 +36,8 @@ def draw(result: ChaosResult, path: Path) -> None:
                 ranks.plot(*place, "X", color=ORANGE, markersize=7, markeredgecolor="white")
                 kind = note["fault"]["kind"]
                 ranks.annotate(kind, place, (6, 0), textcoords="offset points", va="center", fontsize=8)
-        of_ranks = [np.array(told[step]) for step in sorted(told)]
-        ended_at, took_s = np.array([made[:, :2].max(0) for made in of_ranks]).T
-        loss = np.array([made[:, 2].mean() for made in of_ranks])
+        ended_at, took_s, loss = by_step(result.notes)
+        ended_at -= began_at
         times.plot(ended_at, 1000 * took_s, color=BLUE, linewidth=0.8)
         times.set_title("Longest step of any rank")
         times.set_ylabel("ms")
@@ -51,3 +49,17 @@ def draw(result: ChaosResult, path: Path) -> None:
         means = f"means over {window} steps" if window > 1 else ""
         losses.set_title(means, loc="right", fontsize=8.5, fontweight="normal", color=GREY)
         losses.set(yscale="log", xlabel="Seconds")
+
+
+def by_step(notes: Sequence[Mapping[str, Any]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return, [3, steps], when the first rank had made a step, the longest time that it took, and the mean loss.
+
+    A rank that was frozen notes its last step when the others are many steps ahead.
+    """
+    told: defaultdict[int, list[tuple[float, float, float]]] = defaultdict(list)
+    for note in notes:
+        if "trained" in note:
+            made = note["trained"]
+            told[made["step"]].append((note["at"], made["took_s"], made["loss"]))
+    of_ranks = [np.array(told[step]).T for step in sorted(told)]
+    return np.array([(at.min(), took_s.max(), loss.mean()) for at, took_s, loss in of_ranks]).T
