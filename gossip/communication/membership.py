@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gossip.communication.authenticated_store import AuthenticatedStore
+from gossip.communication.host.tcp_options import open_sockets
 from gossip.private_torch import default_store, known_groups
 
 Group = Any
@@ -146,3 +150,17 @@ def innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore | AuthenticatedStore):
         store = store.underlying_store
     return store
+
+
+def is_served_here(store: dist.Store) -> bool:
+    """Return whether this process listens on the store's port; False if its open files cannot be listed. Local."""
+    server = innermost(store)
+    return isinstance(server, dist.TCPStore) and any(_listens(number, server.port) for number, _ in open_sockets())
+
+
+def _listens(number: int, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:  # it may be closed meanwhile
+        is_internet = shared.family in (socket.AF_INET, socket.AF_INET6)
+        is_listening = shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(is_listening) and is_internet and shared.getsockname()[1] == port
+    return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,16 +14,10 @@ from gossip.errors import ExchangeError
 
 
 class Proposal(NamedTuple):
-    """Who should train.
+    """Who should train: ``members`` are the ranks that continue, and one that joins.
 
-    Attributes
-    ----------
-    members : sequence of int
-        The ranks that continue, and one that joins.
-    leaving : sequence of int
-        Ranks that leave, and vote with their steps like the members.
-    returning : sequence of int
-        Of the members, one that joins from within its loop, where it ends a step like the others.
+    Ranks that are ``leaving`` vote with their steps like the members. A member that is ``returning`` joins from within
+    its loop, where it ends a step like the others.
     """
 
     members: Sequence[int]
@@ -35,14 +28,8 @@ class Proposal(NamedTuple):
 class Vote(NamedTuple):
     """What a rank of a proposal says of itself.
 
-    Attributes
-    ----------
-    position : tuple of int
-        The position that it does not leave before there is a decision.
-    flag_votes : list of tuple
-        The votes for yes that it knows of lost ranks.
-    is_joint : bool
-        Whether it is in a collective operation.
+    It does not leave its ``position`` before there is a decision. ``flag_votes`` are the votes for yes that it knows of
+    lost ranks; ``is_joint`` says whether it is in a collective operation.
     """
 
     position: Position
@@ -51,15 +38,7 @@ class Vote(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the votes of all ranks of a proposal add up to.
-
-    Attributes
-    ----------
-    positions : list of (int, tuple of int)
-        The ranks that continue, join or leave, and their positions.
-    flag_votes : list of tuple
-        The votes for yes of the lost ranks.
-    """
+    """What the votes of all ranks of a proposal add up to: their positions, and the votes for yes of lost ranks."""
 
     positions: list[tuple[int, Position]]
     flag_votes: list[FlagVote]
@@ -69,27 +48,10 @@ class StoreLost(ExchangeError):
     """The key-value store does not reply; the text says why, if that is known."""
 
 
-@contextlib.contextmanager
-def asking() -> Iterator[None]:
-    """Within the block, a store is asked.
-
-    Raises
-    ------
-    StoreLost
-        It does not reply.
-    NotGenuine
-        It has a value that no rank has written.
-    """
-    try:
-        yield
-    except NotGenuine:
-        raise
-    except RuntimeError as error:  # stores have no specific type of errors
-        raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
-
-
 class ConsensusStore:
     """Proposals, votes and decisions by the numbers of the attempts; what is written once reads the same for all ranks.
+
+    Its methods raise StoreLost if the store does not reply, and NotGenuine if it has a value that no rank has written.
 
     Parameters
     ----------
@@ -101,7 +63,6 @@ class ConsensusStore:
         self.store: Any = store
 
     def is_proposed(self, number: int) -> bool:
-        """Return whether there is a proposal."""
         return self._has(f"proposal/{number}")
 
     def propose(self, number: int, proposal: Proposal | None) -> Proposal:
@@ -109,13 +70,10 @@ class ConsensusStore:
         return Proposal(*self._set_once(f"proposal/{number}", proposal))
 
     def proposal(self, number: int) -> Proposal:
-        """Return the proposal that there is."""
         return Proposal(*self._get(f"proposal/{number}"))
 
     def vote(self, number: int, member: int, vote: Vote) -> None:
-        """Write the vote of a rank."""
-        with asking():
-            self.store.set(f"vote/{number}/{member}", json.dumps(vote))
+        _asked(self.store.set, f"vote/{number}/{member}", json.dumps(vote))
 
     def without_vote(self, number: int, members: Collection[int]) -> list[int]:
         """Return those of ``members`` that have written no vote."""
@@ -126,7 +84,6 @@ class ConsensusStore:
         return {member: Vote(*self._get(f"vote/{number}/{member}")) for member in members}
 
     def is_decided(self, number: int) -> bool:
-        """Return whether there is a decision."""
         return self._has(f"decision/{number}")
 
     def decide(self, number: int, decision: Decision | None) -> Decision | None:
@@ -138,18 +95,22 @@ class ConsensusStore:
         return _decision(self._get(f"decision/{number}"))
 
     def _has(self, key: str) -> bool:
-        with asking():
-            return bool(self.store.check([key]))
+        return bool(_asked(self.store.check, [key]))
 
     def _get(self, key: str) -> Any:
-        with asking():
-            found = self.store.get(key)
-        return json.loads(found)
+        return json.loads(_asked(self.store.get, key))
 
     def _set_once(self, key: str, value: Any) -> Any:
-        with asking():
-            found = self.store.compare_set(key, "", json.dumps(value))
-        return json.loads(found)
+        return json.loads(_asked(self.store.compare_set, key, "", json.dumps(value)))
+
+
+def _asked(call: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return call(*args)
+    except NotGenuine:
+        raise
+    except RuntimeError as error:  # stores have no specific type of errors
+        raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
 
 
 def _decision(found: Any) -> Decision | None:

@@ -22,7 +22,7 @@ from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.host.tcp_options import resending_soon
 from gossip.communication.liveness.peer_liveness import own_address
 from gossip.communication.liveness.process_liveness import GONE, own_network
-from gossip.communication.membership import innermost, own_connection
+from gossip.communication.membership import innermost, is_served_here, own_connection
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
@@ -30,7 +30,6 @@ from gossip.elastic.failure_detector import FailureDetector
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.state_transfer import StateSource
-from gossip.elastic.store_host import is_kept_here
 from gossip.errors import ExchangeError, GenerationEndedError
 
 _ANNOUNCED = "gossip/trainings"
@@ -134,7 +133,7 @@ class ElasticWorld(FailureDetector):
         self._member = self.rank
         store: Any = self._guarded(own_connection(self._store), "beginning")
         _least(self._min_ranks, self.world_size)
-        if is_kept_here(self._store):
+        if is_served_here(self._store):
             store.set("kept_by_a_rank", str(self.member))
         self._token = hashlib.sha256("".join(self.progress_markers.nonces).encode()).hexdigest()
         self._num_initial = self.world_size

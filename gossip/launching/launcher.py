@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -46,7 +46,6 @@ from gossip.launching.worker_reports import Failure, collect, pickled
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-
 
 _is_worker = False  # set in the processes that launch() starts
 _worker_pids: list[int] = []  # of the running launch
@@ -140,6 +139,8 @@ def launch(
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
     checked_timeout(timeout)
+    _check_local_size(local_size, world_size)
+    _check_failures(on_peer_loss, restart)
     placement = find_placement()
     if placement is not None:
         if placement.world_size != world_size:
@@ -148,7 +149,6 @@ def launch(
                 f"because {placement.variables} are set in its environment; unset them to start {world_size} workers "
                 f"here, or pass world_size={placement.world_size}"
             )
-        _check_local_size(local_size, world_size)
         with joined_process_group(backend=backend, timeout=timeout), _local_size_set(local_size):
             try:
                 return [function(*args)]
@@ -156,8 +156,6 @@ def launch(
                 traceback.print_exc()
                 _leave_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)
     _check_arguments(function, args, world_size, port, num_threads)
-    _check_local_size(local_size, world_size)
-    _check_failures(on_peer_loss, restart)
     _check_backend(backend)
 
     listener = _listen(port)
@@ -185,7 +183,11 @@ def launch(
     channels: list[Connection] = []
 
     def start(rank: int, *, joins: bool = False) -> None:
-        process, channel = _start(context, rank, rendezvous, function, args, joins=joins)
+        channel, theirs = context.Pipe()
+        arguments = function, args, rank, rendezvous, theirs, joins
+        process = context.Process(target=_work, args=arguments, name=f"rank{rank}", daemon=False)
+        process.start()
+        theirs.close()
         assert process.pid is not None
         _worker_pids.append(process.pid)
         workers.append(process)
@@ -252,8 +254,7 @@ def _check_arguments(
     ):
         raise TypeError(
             f"function {function.__qualname__!r} was defined in an interactive session, from which workers cannot "
-            "import it; put it "
-            "into a file"
+            "import it; put it into a file"
         )
 
 
@@ -314,24 +315,6 @@ def _listen(port: int | None) -> socket.socket:
     return listener
 
 
-def _start(
-    context: ForkServerContext,
-    rank: int,
-    rendezvous: _Rendezvous,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    *,
-    joins: bool,
-) -> tuple[ForkServerProcess, Connection]:
-    parent_end, child_end = context.Pipe()
-    process = context.Process(
-        target=_work, args=(function, args, rank, rendezvous, child_end, joins), name=f"rank{rank}", daemon=False
-    )
-    process.start()
-    child_end.close()
-    return process, parent_end
-
-
 def _end(workers: Sequence[ForkServerProcess]) -> None:
     for worker in workers:
         if worker.is_alive():
@@ -380,8 +363,9 @@ def _work(
         os.environ[KEY] = rendezvous.key
     torch.set_num_threads(rendezvous.num_threads)
     try:
-        with limit_named():
-            report = _report_of(function, args, rank, rendezvous, joins=joins)
+        with limit_named(), _local_size_set(rendezvous.local_size):
+            _meet(rank, rendezvous, joins=joins)
+            report = _pickled_result(function(*args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
@@ -395,22 +379,16 @@ def _work(
         dist.destroy_process_group()
 
 
-def _report_of(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, rendezvous: _Rendezvous, *, joins: bool
-) -> bytes:
-    store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+def _meet(rank: int, rendezvous: _Rendezvous, *, joins: bool) -> None:
+    size, timeout = rendezvous.world_size, rendezvous.timeout
+    store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=timeout)
     if joins:
         join_training(store)
     else:
-        dist.init_process_group(
-            rendezvous.backend,
-            store=store,
-            rank=rank,
-            world_size=rendezvous.world_size,
-            timeout=rendezvous.timeout,
-        )
-    with _local_size_set(rendezvous.local_size):
-        result = function(*args)
+        dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _pickled_result(result: Any) -> bytes:
     try:
         return pickled(result)
     except Exception as error:

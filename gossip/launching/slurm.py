@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 FIRST_PORT, NUM_PORTS = 15000, 15000
 """The range of ports for stores, below those that Linux gives to outgoing connections (32768 and above)."""
 
 _STRIDE = 7919  # coprime to NUM_PORTS: consecutive jobs, and the steps of one job, get different ports
-_BRACKETS = re.compile(r"([^\[\]]*)(?:\[([^\[\]]+)\])?")
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,7 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
     if num_tasks < 2 or _is_inherited(environment):
         return None
-    nodes = environment.get("SLURM_STEP_NODELIST", "")
-    first_host = next(hosts(nodes), "")
-    if not first_host:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no host; start the ranks with srun, or with torchrun")
+    node = _number(environment, "SLURM_NODEID")
     return Step(
         job=_number(environment, "SLURM_JOB_ID"),
         step=_number(environment, "SLURM_STEP_ID"),
@@ -84,15 +79,15 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
         task=_number(environment, "SLURM_PROCID"),
         num_tasks=num_tasks,
         local_task=_number(environment, "SLURM_LOCALID"),
-        num_local_tasks=_num_local_tasks(environment, num_tasks),
-        node=_number(environment, "SLURM_NODEID", default=0),
-        num_nodes=_number(environment, "SLURM_STEP_NUM_NODES", default=len(list(hosts(nodes)))),
-        first_host=first_host,
+        num_local_tasks=tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))[node],
+        node=node,
+        num_nodes=_number(environment, "SLURM_STEP_NUM_NODES"),
+        first_host=first_host(environment.get("SLURM_STEP_NODELIST", "")),
     )
 
 
-def hosts(node_list: str) -> Iterator[str]:
-    """Yield the hosts of a list in SLURM's bracket notation, in order, as ``scontrol show hostnames`` prints them.
+def first_host(node_list: str) -> str:
+    """Return the first host of a list in SLURM's bracket notation.
 
     Raises
     ------
@@ -101,18 +96,16 @@ def hosts(node_list: str) -> Iterator[str]:
 
     Examples
     --------
-    >>> list(hosts("node[08-10,12],gpu5"))
-    ['node08', 'node09', 'node10', 'node12', 'gpu5']
+    >>> first_host("rack[2-3]n[08-10,12],gpu5")
+    'rack2n08'
     """
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", node_list):
-        matches = [match for match in _BRACKETS.finditer(item) if match.group()]
-        if "".join(match.group() for match in matches) != item:
-            raise ValueError(f"{node_list!r} is not a SLURM node list, such as node[01-03,7],gpu5")
-        parts = [
-            [text] if inside is None else [text + number for number in _numbers(inside, node_list)]
-            for text, inside in (match.groups() for match in matches)
-        ]
-        yield from map("".join, itertools.product(*parts))
+    found = re.match(r"((?:[^,\[\]]|\[\d[\d,-]*\])+)(?:,|$)", node_list)
+    if found is None:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={node_list!r} is not a list of hosts, such as node[01-03,7],gpu5; start the ranks "
+            "with srun, or with torchrun"
+        )
+    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", found[1])
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -137,17 +130,6 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _numbers(inside: str, node_list: str) -> Iterator[str]:
-    """Yield the numbers within a pair of brackets, with the width that they have there."""
-    for part in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise ValueError(f"{node_list!r} is not a SLURM node list: {part!r} is neither a number nor a range")
-        first, last = match[1], match[2] or match[1]
-        for number in range(int(first), int(last) + 1):
-            yield f"{number:0{len(first)}}"
-
-
 def _is_inherited(environment: Mapping[str, str]) -> bool:
     """Return whether the step's variables belong to another job, from within which this one was submitted."""
     if _number(environment, "SLURM_STEP_NUM_NODES", default=0) > _number(
@@ -160,14 +142,6 @@ def _is_inherited(environment: Mapping[str, str]) -> bool:
     counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = _number(environment, "SLURM_NODEID")
     return environment["SLURM_PROCID"] not in tasks_here or node >= len(counts) or counts[node] != len(tasks_here)
-
-
-def _num_local_tasks(environment: Mapping[str, str], num_tasks: int) -> int:
-    if "SLURM_GTIDS" in environment:
-        return len(environment["SLURM_GTIDS"].split(","))
-    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys():
-        return tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[_number(environment, "SLURM_NODEID")]
-    return num_tasks
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -62,7 +62,8 @@ def collect(
     while waiting:
         patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), timeout=patience_s if restart is None else _GLANCE_S)
-        if not ready and (restart is None or all(_is_frozen(worker) for _, worker in waiting.values())):
+        # When the others have ended, no report can be expected of suspended ones.
+        if not ready and (restart is None or all(is_suspended(worker.pid or 0) for _, worker in waiting.values())):
             break
         for channel in ready:
             assert isinstance(channel, Connection)
@@ -92,12 +93,6 @@ def collect(
     if failures and (restart is None or len(failures) == len(results)):
         raise _first_cause(failures, dict(waiting.values()))
     return results
-
-
-def _is_frozen(worker: ForkServerProcess) -> bool:
-    """Return whether a worker is suspended, so that no report can be expected when the others have ended."""
-    assert worker.pid is not None
-    return is_suspended(worker.pid)
 
 
 def _first_cause(failures: Mapping[int, Failure], silent: Mapping[int, ForkServerProcess]) -> LaunchError:

@@ -9,7 +9,6 @@ that was altered, repeated, left out, moved or sent to somebody else does not ma
 from __future__ import annotations
 
 import hmac
-import secrets
 import struct
 
 # The SHA extensions of today's CPUs make it twice as fast as keyed BLAKE2b; it is half as fast without them.
@@ -18,27 +17,6 @@ _NUMBER = struct.Struct("<Q")
 _TRANSCRIPT = struct.Struct("<qq?")
 NONCE_BYTES = 16
 TAG_BYTES = 16
-
-
-class FrameMac:
-    """The authentication code of one frame, of which more and more is known."""
-
-    def __init__(self, keyed: hmac.HMAC, number: int, header: bytes | bytearray | memoryview) -> None:
-        self._mac = keyed.copy()
-        self._mac.update(_NUMBER.pack(number))
-        self._mac.update(header)
-
-    def update(self, part: memoryview) -> None:
-        """Go on with the next part of the payload."""
-        self._mac.update(part)
-
-    def tag(self) -> bytes:
-        """Return the code of what there has been so far."""
-        return self._mac.digest()[:TAG_BYTES]
-
-    def matches(self, tag: bytes | bytearray | memoryview) -> bool:
-        """Return whether this is the code of what there has been so far."""
-        return hmac.compare_digest(self.tag(), tag)
 
 
 class Authenticator:
@@ -54,16 +32,18 @@ class Authenticator:
         self._keyed = hmac.new(key, digestmod=_DIGEST)
         self._num_frames = 0
 
-    def next(self, header: bytes | bytearray | memoryview) -> FrameMac:
-        """Return the code of the next frame, as far as its header."""
-        mac = FrameMac(self._keyed, self._num_frames, header)
+    def next(self, header: bytes | bytearray | memoryview) -> hmac.HMAC:
+        """Return the code of the next frame as far as its header, to be updated with its payload."""
+        code = self._keyed.copy()
+        code.update(_NUMBER.pack(self._num_frames))
+        code.update(header)
         self._num_frames += 1
-        return mac
+        return code
 
 
-def new_nonce() -> bytes:
-    """Return what distinguishes a connection from all others."""
-    return secrets.token_bytes(NONCE_BYTES)
+def tag(code: hmac.HMAC) -> bytes:
+    """Return what a frame carries of a code."""
+    return code.digest()[:TAG_BYTES]
 
 
 def make_authenticators(
@@ -80,7 +60,7 @@ def make_authenticators(
     is_caller : bool
         Whether this end has called the other one.
     authenticates_all : bool
-        Whether they authenticator all frames, and not only the greeting.
+        Whether they authenticate all frames, and not only the greeting.
     """
     caller, answerer = (own, other) if is_caller else (other, own)
     transcript = _TRANSCRIPT.pack(caller[0], answerer[0], authenticates_all) + caller[1] + answerer[1]

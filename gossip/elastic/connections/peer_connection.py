@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -21,9 +23,8 @@ from gossip.elastic.connections.frame_authentication import (
     NONCE_BYTES,
     TAG_BYTES,
     Authenticator,
-    FrameMac,
     make_authenticators,
-    new_nonce,
+    tag,
 )
 
 _HEADER = struct.Struct("<4sBQQQQ")
@@ -123,7 +124,7 @@ class Outgoing:
         self._payload = memoryview(b"")  # what has not been hashed yet
         if payload is not None and nbytes:
             self._payload = payload.detach().view(-1).view(torch.uint8).numpy().data
-        self._mac: FrameMac | None = None
+        self._mac: hmac.HMAC | None = None
         self.num_bytes = _HEADER.size + nbytes
         self.has_begun = self.has_ended = False
         self._lock = threading.Lock()
@@ -135,7 +136,7 @@ class Outgoing:
                 self.has_begun = True
                 if authenticator is not None:
                     self._mac = authenticator.next(self._left[0])
-                    self._left.append(memoryview(self._mac.tag()))
+                    self._left.append(memoryview(tag(self._mac)))
                 self._go_on()
             while self._left:
                 num_bytes = connection.sendmsg(self._left)
@@ -156,7 +157,7 @@ class Outgoing:
             if self._mac is not None:
                 self._mac.update(part)
                 if not self._payload:
-                    self._left.append(memoryview(self._mac.tag()))
+                    self._left.append(memoryview(tag(self._mac)))
 
     def copy(self) -> None:
         """Send the rest from a copy, so that the payload may be changed."""
@@ -275,10 +276,10 @@ class PeerConnection:
         self.heard_at = time.monotonic()
         self._sending = threading.Lock()
         self._make_buffer = make_buffer
-        self._own, self._nonce = own, new_nonce()
+        self._own, self._nonce = own, secrets.token_bytes(NONCE_BYTES)
         self._sends: Authenticator | None = None
         self._receives: Authenticator | None = None
-        self._mac: FrameMac | None = None  # of what arrives
+        self._mac: hmac.HMAC | None = None  # of what arrives
         self._key: Key | None = None
         self._is_ready = False
         self._payload = _NO_PAYLOAD
@@ -420,7 +421,7 @@ class PeerConnection:
         """Act upon a header or a payload that has arrived, once it is known to be what the other end sent."""
         if self._is_authenticated and self._receives is not None:
             self._mac = self._mac or self._receives.next(self._header)
-            if not self._mac.matches(self._tag):
+            if not hmac.compare_digest(tag(self._mac), self._tag):
                 raise ConnectionLost(_ALTERED if self.is_proved else _UNKNOWN)
         if self._key is None:
             magic, kind, first, second, third, nbytes = _HEADER.unpack(self._header)

@@ -17,7 +17,7 @@ from elastic_ranks import flat, make_model, steps_until, targets
 from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
 from gossip import ExchangeError
-from gossip.elastic.connections.frame_authentication import Authenticator
+from gossip.elastic.connections.frame_authentication import Authenticator, tag
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Outgoing, PeerConnection
 
@@ -50,9 +50,9 @@ def other_payload(frames: list[bytes]) -> list[bytes]:
 
 def invented(frames: list[bytes]) -> list[bytes]:
     mac = Authenticator(b"a key of his own").next(frames[0][:HEADER_BYTES])
-    head = frames[0][:HEADER_BYTES] + mac.tag()
-    mac.update(memoryview(b"x" * 8))
-    return [head + b"x" * 8 + mac.tag(), *frames[1:]]
+    head = frames[0][:HEADER_BYTES] + tag(mac)
+    mac.update(b"x" * 8)
+    return [head + b"x" * 8 + tag(mac), *frames[1:]]
 
 
 def taken(connection: socket.socket, num_bytes: int) -> bytes:
