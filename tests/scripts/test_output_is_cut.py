@@ -72,7 +72,7 @@ def test_refusal_is_told_where_the_output_is_cut(
     monkeypatch.chdir(tmp_path)
     refused = run_here(TRAIN.name, "seed=x", stdout=closed_pipe)
     closed_pipe.close()
-    assert (refused.status, refused.stderr) == (2, "error: seed must be an integer of at least 0, got 'x'\n")
+    assert (refused.status, refused.stderr) == (2, "error: seed must be a valid integer, got 'x'\n")
 
 
 def test_another_broken_pipe_is_an_error() -> None:

@@ -41,4 +41,4 @@ def test_probe_joins_torchrun_and_prints_once(tmp_path: Path) -> None:
 def test_probe_refuses_a_bad_number_in_one_line() -> None:
     done = run_here("probe.py", "--parameters-mb=-1")
     assert done.status == 2
-    assert done.last_line.endswith("parameters_mb must be a positive number, got -1")
+    assert done.last_line.endswith("parameters_mb must be greater than 0, got -1")

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema
 
-from gossip.lab.experiments.validated_models import ConfigurationError, in_words, nearest, shown
+from gossip.lab.experiments.validated_models import ConfigurationError, keyed, nearest, refusal, shown
 
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, OSError, ImportError)
 """The exceptions that a constructor may raise for an invalid value."""
@@ -56,23 +55,20 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
                 f"{place}.{name}={shown(value)}: {getattr(target, '__name__', target)} has no option {name}"
                 f"{nearest(name, known)} Its parameters are {', '.join(known)}"
             )
-        if (words := _refused_by(types_.get(name, Any), value)) is not None:
-            raise ConfigurationError(f"{place}.{name} must be {words}, got {value!r}")
+        if not _has_object(value):
+            _check_type(f"{place}.{name}", types_.get(name, Any), value)
 
 
-def _refused_by(expected: Any, value: Any) -> str | None:
-    """Return what a value must be if it is not of the expected type; None if it is, or if nothing is known of that."""
-    if _has_object(value):
-        return None
+def _check_type(key: str, expected: Any, value: Any) -> None:
+    """Refuse a value that is not of the expected type; of a type that pydantic does not know, all values pass."""
     try:
-        adapter = TypeAdapter(expected, config=_STRICT)
-    except (PydanticUserError, NameError, TypeError):  # a type of which pydantic knows nothing
-        return None
-    try:
-        adapter.validate_json(json.dumps(value, default=str))
-    except ValidationError:
-        return in_words(adapter.json_schema(schema_generator=_PlainSchema))
-    return None
+        TypeAdapter(expected, config=_STRICT).validate_json(json.dumps(value, default=str))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = [part for part in first["loc"] if isinstance(part, int)]  # the others are the members of a union
+        raise ConfigurationError(refusal(keyed(key, place), first)) from error
+    except (PydanticUserError, NameError, TypeError):
+        pass
 
 
 def _has_object(value: Any) -> bool:
@@ -80,13 +76,6 @@ def _has_object(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "_target_" in value or any(map(_has_object, value.values()))
     return isinstance(value, list | tuple) and any(map(_has_object, value))
-
-
-class _PlainSchema(GenerateJsonSchema):
-    """Leaves out the members of a union that are not plain data."""
-
-    def handle_invalid_for_json_schema(self, *_: Any) -> dict[str, Any]:
-        return {}
 
 
 @contextmanager

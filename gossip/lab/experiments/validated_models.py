@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
+from topologies.registry import nearest_match
+
 M = TypeVar("M", bound=BaseModel)
-_NUMBERS = {"integer": "an integer", "number": "a finite number"}
-_PLURALS = {"integer": "integers", "number": "numbers", "string": "texts"}
-_TYPES = {"boolean": "true or false", "string": "a text", "object": "a mapping", "null": "null"}
 
 
 class ConfigurationError(ValueError):
@@ -63,10 +62,10 @@ def read(model: type[M], content: Mapping[str, Any], path: str = "", whole: str 
         raise ConfigurationError(_line(model, [*unknown, *found][0], path, whole)) from error
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return the words "; did you mean x?" with the closest match to ``name``, or a full stop if there is none."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "."
+    close = nearest_match(name, names)
+    return "." if close is None else f"; did you mean {close}?"
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
@@ -86,78 +85,36 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _line(model: type[BaseModel], error: ErrorDetails, path: str, whole: str) -> str:
-    place = error["loc"][:-1] if error["loc"] and isinstance(error["loc"][-1], int) else error["loc"]
-    key = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    key = key.removeprefix(".")
-    value, schema = error["input"], _schema_at(model.model_json_schema(), error["loc"])
+    key = keyed(path, error["loc"])
     if error["type"] == "value_error":  # of a validator, which says it in its own words
-        words, (parent, dot, name) = str(error["ctx"]["error"]), key.rpartition(".")
+        words, (parent, dot, last) = str(error["ctx"]["error"]), key.rpartition(".")
         if not error["loc"]:  # of the whole section, whose words begin with one of its keys
             return f"{path}.{words}" if path else words
+        name = last.partition("[")[0]
         return f"{parent}{dot}{words}" if words.startswith((f"{name} ", f"{name}.")) else f"{key}: {words}"
     if error["type"] == "missing":
         return f"{whole} has no key {key}; set {key}=..."
     if error["type"] == "extra_forbidden":
-        siblings = _schema_at(model.model_json_schema(), error["loc"][:-1]).get("properties", {})
-        parent = key.removesuffix(str(error["loc"][-1]))
-        return f"{whole} has no key {key}{nearest(key, [parent + name for name in siblings])}"
-    if names := [str(name) for name in schema.get("enum", [schema["const"]] if "const" in schema else [])]:
-        return f"there is no {key}={value}{nearest(str(value), names)} Available: {', '.join(names)}"
-    wanted, example = in_words(schema) or error["msg"], ""
-    if "examples" in schema:
-        wanted += f" of {', '.join(schema['properties'])}"
-        example = f"; for example {key}={schema['examples'][0]}"
-    return f"{key} must be {wanted}, got {value!r}{example}"
+        siblings = [field.alias or name for name, field in model.model_fields.items()] if len(error["loc"]) == 1 else ()
+        return f"{whole} has no key {key}{nearest(key, [keyed(path, [name]) for name in siblings])}"
+    if error["type"] == "literal_error":
+        names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"there is no {key}={error['input']}{nearest(str(error['input']), names)} Available: {', '.join(names)}"
+    if error["type"] == "model_type" and not error["loc"]:
+        return f"{key} must be a mapping of {', '.join(model.model_fields)}, got {error['input']!r}"
+    return refusal(key, error)
 
 
-def _schema_at(root: Mapping[str, Any], location: Sequence[int | str]) -> dict[str, Any]:
-    """Return the JSON schema of the value at a location."""
-
-    def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        return root["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-
-    schema: Mapping[str, Any] = root
-    for part in location:
-        options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
-        if len(options) == 1:
-            schema = resolved(options[0])
-        if isinstance(part, int):
-            inner = schema["prefixItems"][part] if "prefixItems" in schema else schema.get("items")
-        else:
-            inner = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
-        if isinstance(inner, Mapping):  # otherwise it is part of a union, or of a mapping with any values
-            schema = resolved(inner)
-    return dict(schema)
+def keyed(path: str, location: Sequence[int | str]) -> str:
+    """Return the dotted key of a location below ``path``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return f"{path}{''.join(parts)}".removeprefix(".")
 
 
-def in_words(schema: Mapping[str, Any]) -> str:
-    """Return what a value of a JSON schema may be; empty for one that may be anything."""
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(filter(None, map(in_words, schema["anyOf"]))))
-    if "enum" in schema or "const" in schema:
-        return " or ".join(map(shown, schema.get("enum", [schema.get("const")])))
-    kind = "object" if "$ref" in schema else str(schema.get("type", ""))
-    least, most = schema.get("minimum"), schema.get("maximum")
-    if kind == "array":
-        return _list_in_words(schema)
-    if kind not in _NUMBERS:
-        return "a path" if schema.get("format") == "path" else _TYPES.get(kind, "")
-    if schema.get("exclusiveMinimum") == 0:
-        return f"a positive {kind}"
-    if least is not None and most is not None:
-        return f"{_NUMBERS[kind]} between {least} and {most}"
-    return _NUMBERS[kind] + (f" of at least {least}" if least is not None else "")
-
-
-def _list_in_words(schema: Mapping[str, Any]) -> str:
-    item = [*schema.get("prefixItems", ()), schema.get("items", {})][0]
-    plural = _PLURALS.get(item.get("anyOf", [item])[0].get("type", ""), "values")
-    least, most = schema.get("minItems", 0), schema.get("maxItems")
-    if least == 1 and most is None:
-        return "a list of at least one value"
-    if least:
-        return f"a list of {least} {plural}" if least == most else f"a list of at least {least} {plural}"
-    return "a list" if plural == "values" else f"a list of {plural}"
+def refusal(key: str, error: ErrorDetails) -> str:
+    """Return in the words of pydantic what the value of ``key`` must be."""
+    must = re.sub(r"^[A-Z]\w* (should|is)", "must", error["msg"])
+    return f"{key} {must}, got {error['input']!r}"
 
 
 def shown(value: Any) -> str:

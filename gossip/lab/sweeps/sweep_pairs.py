@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ConfigDict
-
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 
 Summary = Mapping[str, Any]
@@ -17,16 +15,12 @@ Summary = Mapping[str, Any]
 class _LossBars(Model):
     """The section ``sweep.bars`` where the metric is the loss."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": ["{loss_ratio:1.05}"]})
-
     loss_ratio: float | None = None
     worst_loss_ratio: float | None = None
 
 
 class _Bars(_LossBars):
     """The section where it is the accuracy, in percentage points."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": ["{average:-0.5,worst:-2}"]})
 
     average: float | None = None
     worst: float | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.report.report_document import Choice, Number, Trial
@@ -19,8 +19,6 @@ Axes = Mapping[str, Sequence[str]]
 
 class Tuning(Model):
     """The section ``sweep.tune``: the parameter that every setting tunes, its grid, and the seed of the trials."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": ["{parameter:optimizer.lr,values:[0.05,0.1,0.2],seed:0}"]})
 
     parameter: str
     values: tuple[Number, ...] = Field(min_length=2)

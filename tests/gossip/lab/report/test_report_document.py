@@ -40,9 +40,9 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
     ("spoil", "message"),
     [
         (drop("rows"), "the document has no key rows; set rows=..."),
-        (lambda whole: whole["rows"].append("ring"), "rows must be a mapping, got 'ring'"),
+        (lambda whole: whole["rows"].append("ring"), "rows[1] must be an object, got 'ring'"),
         (first_row({"method": "magic"}), "there is no rows[0].method=magic. Available: gossip, ddp, local"),
-        (first_row({"world_size": 0}), "rows[0].world_size must be an integer of at least 1, got 0"),
+        (first_row({"world_size": 0}), "rows[0].world_size must be greater than or equal to 1, got 0"),
         (spoiled_value(mean=float("inf")), "rows[0].values.steps.mean must be a finite number, got inf"),
         (first_row({"curves": {"bytes": []}}), "the document has no key rows[0].curves.step; set "),
         (lambda whole: whole["rows"][0]["curves"]["step"].pop(), "rows[0].curves must hold lists of one length, got {"),
