@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -169,14 +168,6 @@ class Browser:
         """Turn the wheel over a place: what is below scrolls up if ``delta`` is positive."""
         modifiers = 2 if ctrl else 0
         self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=delta, modifiers=modifiers)
-
-    def screenshot(self, path: Path) -> None:
-        """Save a picture of the whole page."""
-        height = self.evaluate("document.documentElement.scrollHeight")
-        width = self.evaluate("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def _receive(self) -> dict[str, Any]:
         """The next message, after what it says about the page was noted."""

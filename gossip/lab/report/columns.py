@@ -1,4 +1,4 @@
-"""The columns of the results table, one for each value of a row."""
+"""The columns of the table of results: the settings in which rows differ, what was tuned, the values and the bars."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity
-from gossip.lab.report.report_document import Metric, Row
-from gossip.lab.report.series import setting
+from gossip.lab.report.report_document import Document, Metric, Row, Setting
+from gossip.lab.report.series import setting, varying
 
+SETTINGS = {
+    name: "Ranks" if name == "world_size" else name.capitalize()
+    for name in Setting.model_fields
+    if name not in ("label", "method")
+}
+"""The titles of the settings besides the label, which has the topology with its options already."""
 _FACETS = ("world_size", "partition", "condition")
 _TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
 _DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
@@ -16,7 +22,7 @@ _DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table, which shows one value of the document and competes for the best one.
+    """A column of the table, which shows a text or, if it has a quantity, a value, of which one may be the best.
 
     Either "higher" or "lower" values are better, or neither, among the rows of some methods: without communication
     nothing is sent, which is not an achievement.
@@ -24,10 +30,21 @@ class Column:
 
     name: str
     title: str
-    explanation: str
-    quantity: Quantity
+    explanation: str = ""
+    quantity: Quantity | None = None
     better: str | None = None
     among: tuple[str, ...] = ("gossip", "ddp")
+
+    def text(self, row: Row) -> str | None:
+        """Return what the column shows of a row; None if there is nothing."""
+        if self.quantity is not None:
+            value = row.values.get(self.name)
+            return None if value is None else self.quantity.value_text(value)
+        if self.name in SETTINGS:
+            return setting(row, self.name)
+        if self.name == "bars":
+            return row.verdict or None
+        return row.tuning.text if row.tuning is not None and row.tuning.parameter == self.name else None
 
 
 _COLUMNS = (
@@ -62,13 +79,22 @@ def value_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys([*VALUE_NAMES, *(name for row in rows for name in row.values)]))
 
 
-def columns(rows: Sequence[Row], metric: Metric) -> list[Column]:
-    """Return the columns in which any row has a value, the deciding ones first; an unknown name is its own title."""
+def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
+    """Return the columns of the settings in which the rows differ, and those of their outcomes in words."""
+    settings = [Column(name, SETTINGS[name]) for name in varying(rows, list(SETTINGS)) if name != "topology"]
+    tuned = dict.fromkeys(row.tuning.parameter for row in rows if row.tuning is not None)
+    bars = [Column("bars", "Bars")] if any(row.bars for row in rows) else []
+    return settings, [*(Column(name, name) for name in tuned), *bars]
+
+
+def columns(document: Document) -> list[Column]:
+    """Return the columns of the values that any row has, the deciding ones first; an unknown name is its own title."""
+    rows = document.rows
     known = {column.name: column for column in _COLUMNS}
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
     if same_steps(rows) is not None:
         present.remove("steps")
-    first = [*_first(metric), *_DECIDING]
+    first = [*_first(document.metric), *_DECIDING]
     present.sort(key=lambda name: first.index(name) if name in first else len(first))
     return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
 

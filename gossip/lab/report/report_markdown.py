@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from gossip.lab.report.columns import columns
-from gossip.lab.report.report_document import Document, Row
-from gossip.lab.report.report_table import SETTINGS, setting_text
-from gossip.lab.report.series import varying
+from gossip.lab.report.columns import columns, text_columns
+from gossip.lab.report.report_document import Document
 from gossip.lab.report.verdict import verdict
 
 CHIEF = (
@@ -21,30 +19,23 @@ LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
 
 def texts(document: Document, shown: Container[str]) -> list[dict[str, str]]:
     """Return the cells of each row by their headings: settings in which rows differ, these of the values, and bars."""
-    rows = document.rows
-    settings = [name for name in varying(rows, list(SETTINGS)) if name != "topology"]
-    values = [column for column in columns(rows, document.metric) if column.name in shown]
-    parameters = dict.fromkeys(row.tuning.parameter for row in rows if row.tuning is not None)
-
-    def cells(row: Row) -> dict[str, str]:
-        found = {"setting": row.label, **{SETTINGS[name].lower(): setting_text(row, name) for name in settings}}
-        for name in parameters:
-            found[name] = row.tuning.text if row.tuning is not None and row.tuning.parameter == name else "-"
-        for column in values:
-            value = row.values.get(column.name)
-            heading = f"{column.title} {column.explanation}".strip().lower()
-            found[heading] = "-" if value is None else column.quantity.value_text(value)
-        return {**found, "bars": row.verdict or "-"} if any(each.bars for each in rows) else found
-
-    return [cells(row) for row in rows]
+    settings, outcomes = text_columns(document.rows)
+    tuned = [column for column in outcomes if column.name != "bars"]
+    values = [column for column in columns(document) if column.name in shown]
+    every = [*settings, *tuned, *values, *outcomes[len(tuned) :]]
+    headings = [f"{column.title} {column.explanation}".strip().lower() for column in every]
+    return [
+        {"setting": row.label, **{title: each.text(row) or "-" for title, each in zip(headings, every, strict=True)}}
+        for row in document.rows
+    ]
 
 
 def markdown(document: Document) -> str:
     """Return the verdict, and the table below a line that explains its numbers."""
     found = texts(document, CHIEF)
     headings = list(found[0]) if found else ["setting"]
-    of_text = ("setting", "bars", *(title.lower() for title in SETTINGS.values()))
-    alignment = ["---" if heading in of_text else "---:" for heading in headings]
+    of_values = {f"{column.title} {column.explanation}".strip().lower() for column in columns(document)}
+    alignment = ["---:" if heading in of_values else "---" for heading in headings]
     lines = [headings, alignment, *(list(cells.values()) for cells in found)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
     sentences = "".join(f"- {sentence}\n" for sentence in verdict(document))

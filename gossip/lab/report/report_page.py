@@ -1,18 +1,19 @@
-"""The HTML page of a report."""
+"""The HTML page of a report: what the template report.html.jinja shows of a document."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import base64
+import gzip
+import re
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from typing import Any, NamedTuple
 
 from gossip.lab.report.charts import quantity_of
-from gossip.lab.report.columns import same_steps
-from gossip.lab.report.markup import Element, element, extend, html, pack
-from gossip.lab.report.report_charts import DATA, make_charts
-from gossip.lab.report.report_document import DESCRIPTION, Document
-from gossip.lab.report.report_pictures import make_gallery
-from gossip.lab.report.report_table import SETTINGS, make_filters, make_table, setting_text
-from gossip.lab.report.series import varying
+from gossip.lab.report.columns import SETTINGS, Column, best, columns, num_deciding, same_steps, text_columns
+from gossip.lab.report.report_charts import chart_data, draw_charts, legend_of
+from gossip.lab.report.report_document import DESCRIPTION, Document, Row
+from gossip.lab.report.series import panels, setting, varying
 from gossip.lab.report.verdict import verdict
 
 _CLUSTER = {
@@ -26,136 +27,151 @@ _CLUSTER = {
 }
 #: The libraries with which charts.js draws, in the order of their dependencies.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
-#: The content security policy: nothing is loaded, whatever a document contains, and no form can be submitted.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; form-action 'none'"
+#: SVG paths of the marker shapes, centred at (20, 9) in a sample of the legend.
+_SHAPES = {
+    "circle": "M15.6 9a4.4 4.4 0 1 0 8.8 0a4.4 4.4 0 1 0 -8.8 0z",
+    "square": "M16 5h8v8h-8z",
+    "triangle-up": "M20 3.8L25 12.8H15z",
+    "diamond": "M20 3.4L24 9L20 14.6L16 9z",
+    "cross": "M18.4 4.2h3.2v3.2h3.2v3.2h-3.2v3.2h-3.2v-3.2h-3.2v-3.2h3.2z",
+}
+_NOTHING = "–"  # noqa: RUF001
+_MOST_DRAWINGS = 6  # in one gallery
+_LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
+_LONGEST_REASON = 160
+
+
+class Cell(NamedTuple):
+    """A cell of the table; the page sorts by its key, which is None if there is nothing to show."""
+
+    text: str | None
+    key: str | None
+    note: str | None = None
+    is_best: bool = False
 
 
 def render_page(document: Document) -> str:
     """Return the page as self-contained HTML."""
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{document.title}: sweep"),
-        element("style", _asset("report.css")),
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    environment = Environment(
+        loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    main = element("main", *_sections(document), id="content")
-    has_charts = main.find(f".//*[@id='{DATA}']") is not None
-    body = element(
-        "body",
-        element("a", "Skip to the results", href="#results-title", class_="skip"),
-        _header(document),
-        main,
-        element("script", _asset("unpack.js")),
-        element("script", _asset("report.js")),
-        *(_drawing() if has_charts else ()),
+    environment.filters["attribute"] = lambda name: name.replace("_", "-")
+    # A label may wrap after an underscore and before a bracket.
+    environment.filters["breakable"] = lambda label: Markup(re.sub(r"(?<=_)(?=.)|(?=\()", "<wbr>", escape(label)))
+    divided = panels(document.rows)
+    drawn = draw_charts(document, divided)
+    template = environment.get_template("report.html.jinja")
+    return template.render(
+        document=document,
+        asset=lambda *place: Markup(_asset(*place)),
+        num_runs=sum(len(row.seeds) for row in document.rows),
+        num_failed=sum(row.num_failed for row in document.rows),
+        sentences=list(verdict(document)),
+        table=_table(document) if document.rows else {},
+        is_number=lambda column: "number" if column.quantity or column.name == "world_size" else None,
+        nothing=_NOTHING,
+        longest_reason=_LONGEST_REASON,
+        drawn=drawn,
+        num_panels=len(divided),
+        legend=legend_of(divided, drawn),
+        shapes=_SHAPES,
+        chart_data=pack(chart_data(document, divided, drawn)) if drawn else "",
+        libraries=pack(";\n".join(_asset("vendored", name) for name in _LIBRARIES)) if drawn else "",
+        galleries=_galleries(document),
+        common=_common(document),
+        cluster={_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != DESCRIPTION},
+        cluster_sentence=document.cluster.get(DESCRIPTION),
     )
-    return "<!DOCTYPE html>\n" + html(element("html", head, body, lang="en")) + "\n"
+
+
+def pack(text: str) -> str:
+    """Compress a text to a third, as characters that are safe in an attribute or a script; unpack.js reverses it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")
 
 
 def _asset(*place: str) -> str:
     return files(__package__).joinpath(*place).read_text(encoding="utf-8")
 
 
-def _drawing() -> Iterator[Element]:
-    """Yield the scripts that draw the charts: the packed libraries with their licences, and charts.js."""
-    libraries = ";\n".join(_asset("vendored", name) for name in _LIBRARIES)
-    yield element("script", _asset("vendored", "LICENSES.txt"), type="text/plain")
-    yield element("script", pack(libraries), type="text/plain", id="libraries")
-    yield element("script", _asset("charts.js"))
+def _table(document: Document) -> dict[str, Any]:
+    """Return the columns, those that decide first, one line per row, and the settings by which rows are chosen."""
+    rows, values = document.rows, columns(document)
+    settings, outcomes = text_columns(rows)
+    num_first = num_deciding(values, document.metric)
+    every = [*values[:num_first], *settings, *outcomes, *values[num_first:]]
+    stars = [best(rows, column) for column in every]
+    chosen = {name: [setting(row, name) or _NOTHING for row in rows] for name in (*SETTINGS, "status")}
+    filters = [
+        (name, SETTINGS.get(name, "Status"), list(dict.fromkeys(chosen[name])))
+        for name in [*varying(rows, list(SETTINGS)), "status"]
+    ]
+    lines = []
+    for index, row in enumerate(rows):
+        own = {name: texts[index] for name, texts in chosen.items()}
+        lines.append({
+            "row": row,
+            "cells": [_cell(column, row, index in starred) for column, starred in zip(every, stars, strict=True)],
+            "settings": own,
+            "searched": " ".join([row.label, *own.values(), *row.reasons]).lower(),
+            "facts": list(_facts(row, settings)),
+        })  # fmt: skip
+    return {
+        "columns": every,
+        "lines": lines,
+        "filters": [each for each in filters if len(each[2]) > 1],
+        "has_values": any(value is not None for row in rows for value in row.values.values()),
+    }
 
 
-def _header(document: Document) -> Element:
-    header = element("header", element("h1", document.title))
-    if document.description:
-        extend(header, element("p", document.description))
-    num_runs = sum(len(row.seeds) for row in document.rows)
-    num_failed = sum(row.num_failed for row in document.rows)
-    ran = f"{_counted(len(document.rows), 'setting')}, {_counted(num_runs, 'run')}, "
-    failed = element("span", f"{num_failed or 'none'} failed", class_="failed" if num_failed else None)
-    extend(header, element("p", ran, failed, ".", class_="summary"))
-    sentences = [element("li", sentence) for sentence in verdict(document)]
-    return extend(header, element("ul", *sentences, class_="verdict")) if sentences else header
+def _cell(column: Column, row: Row, is_best: bool) -> Cell:
+    text, value = column.text(row), row.values.get(column.name)
+    if column.quantity is None or value is None:
+        return Cell(text, text)
+    note = None if value.count == len(row.seeds) else f"mean of {value.count} of {len(row.seeds)} seeds"
+    return Cell(text, repr(value.mean), note, is_best)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _facts(row: Row, settings: Sequence[Column]) -> Iterator[str]:
+    """Yield the settings that distinguish rows of the same label; they remain visible when the table is scrolled."""
+    for column in settings:
+        text = column.text(row)
+        if column.name == "world_size":
+            yield f"{text} rank{'' if text == '1' else 's'}"
+        elif text not in (None, "none"):
+            assert text is not None
+            yield text
 
 
-def _sections(document: Document) -> Iterator[Element]:
-    if document.rows:
-        yield _results(document)
-        yield _section("charts", "Charts", *make_charts(document))
-    else:
-        text = "The sweep has no rows: nothing was run, or no run left anything."
-        yield _section("results", "Results", element("p", text, class_="nothing"))
-    if document.drawings:
-        yield _section("topologies", "Topologies", *make_gallery(document.drawings))
-    yield _section("settings", "Settings", *_settings(document))
-    yield _section("reproduce", "Reproduce", *_reproduce(document))
+def _galleries(document: Document) -> dict[str, dict[str, str]]:
+    """Return packed drawings by title in one gallery, or for many one per number of ranks, the last part of titles.
+
+    report.js passes a drawing to its image as a file: its styles, ids and scripts do not affect anything outside of it.
+    Its numbers have four digits, which makes it a third smaller.
+    """
+    galleries: dict[str, dict[str, str]] = {}
+    for title, svg in document.drawings.items():
+        group = title.rpartition(", ")[2] if len(document.drawings) > _MOST_DRAWINGS else ""
+        galleries.setdefault(group, {})[title] = pack(_LONG_NUMBER.sub(lambda number: f"{float(number[0]):.4g}", svg))
+    return galleries
 
 
-def _section(identifier: str, title: str, *content: Element | str) -> Element:
-    heading = element("h2", title, id=f"{identifier}-title", tabindex="-1")
-    return element("section", heading, *content, id=identifier, aria_labelledby=f"{identifier}-title")
-
-
-def _results(document: Document) -> Element:
-    total = len(document.rows)
-    count = element("p", _counted(total, "row"), id="count", role="status", aria_live="polite", data_total=str(total))
-    legend = (
-        "Mean ± sample standard deviation over the seeds; against all-reduce's model the mean over pairs of the same "
-        "seed, with its 95 % interval. ★ is the best among the rows with as many ranks and the "
-        "same partition and condition; what is sent and how long it takes is compared among rows that communicate, "
-        "consensus among gossip rows. – means not reached or not measured."  # noqa: RUF001
-    )
-    nothing = element("p", "No row fits the filters.", id="no-rows", class_="nothing", hidden=True)
-    content = [make_filters(document), count, make_table(document), nothing]
-    if any(value is not None for row in document.rows for value in row.values.values()):
-        content.append(element("p", legend, class_="note"))
-    return _section("results", "Results", *content)
-
-
-def _settings(document: Document) -> Iterator[Element]:
-    rows = document.rows
+def _common(document: Document) -> dict[str, str]:
+    """Return what all rows have in common, by its name."""
+    rows, metric = document.rows, document.metric
     differing = varying(rows, list(SETTINGS))
     common = dict(document.settings)
     for name, title in SETTINGS.items():
-        texts = {setting_text(row, name) for row in rows if getattr(row, name) is not None}
-        if name not in differing and texts:
-            common.setdefault(title.lower(), texts.pop())
-    steps = same_steps(rows)
-    if steps is not None:
+        if name not in differing and (texts := {setting(row, name) for row in rows} - {None}):
+            common.setdefault(title.lower(), str(texts.pop()))
+    if (steps := same_steps(rows)) is not None:
         common.setdefault("steps", steps)
     seeds = {row.seeds for row in rows}
     if len(seeds) == 1 and (shared := seeds.pop()):
         common.setdefault("seeds", ", ".join(map(str, shared)))
-    metric = document.metric
     common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
     if metric.target is not None:
         common.setdefault("target", quantity_of(metric).round_text(metric.target))
-    yield from _described("Common to all rows", common)
-    cluster = {_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != DESCRIPTION}
-    yield from _described("Cluster for which times are predicted", cluster, document.cluster.get(DESCRIPTION))
-
-
-def _reproduce(document: Document) -> Iterator[Element]:
-    text = "The commands of a row, one for each seed, unfold in the table beside its name."
-    yield element("p", text if document.rows else "There are no commands without rows.")
-    files_ = element("p", "The numbers of this page: ")
-    extend(files_, element("a", "results.csv", href="results.csv"), " (one line per row), ")
-    extend(files_, element("a", "results.md", href="results.md"), " (the chief ones) and ")
-    yield extend(files_, element("a", "results.json", href="results.json"), " (everything, with the curves).")
-    yield from _described("Environment", document.environment)
-
-
-def _described(title: str, texts: Mapping[str, str], sentence: str | None = None) -> Iterator[Element]:
-    """Yield a heading with a description list; nothing if there is no text."""
-    if texts or sentence:
-        yield element("h3", title)
-    if sentence:
-        yield element("p", sentence)
-    if texts:
-        yield element("dl", *(element("div", element("dt", name), element("dd", text)) for name, text in texts.items()))
+    return common

@@ -18,7 +18,7 @@ _COMPARED = {"accuracy": ("average_difference", POINTS, 0.0), "loss": ("loss_rat
 def verdict(document: Document) -> Iterator[str]:
     """Yield the sentences in the order of the rows; none if no gossip row is compared with all-reduce."""
     name, quantity, equal = _COMPARED[document.metric.name]
-    column = next((each for each in columns(document.rows, document.metric) if each.name == name), None)
+    column = next((each for each in columns(document) if each.name == name), None)
     if column is None:
         return
     places: dict[tuple[int, str | None, str | None], list[Row]] = {}

@@ -121,7 +121,7 @@ def test_baselines_without_compression_stand_beside_rows_with_it() -> None:
 
 def test_best_is_marked_among_rows_that_can_be_compared() -> None:
     read = read_document(comparison())
-    by_name = {column.name: column for column in columns(read.rows, read.metric)}
+    by_name = {column.name: column for column in columns(read)}
     sent = best(read.rows, by_name["bytes_per_step"])
     assert {(read.rows[index].label, read.rows[index].world_size) for index in sent} == {
         (label, n) for n in (16, 25, 64) for label in ("one_peer_exponential", "random_matching")
@@ -138,11 +138,11 @@ def test_columns_begin_with_the_metric_and_leave_out_what_nobody_has() -> None:
     rows = [row("ring", values=values), row("torus", values={**values, "steps": value(12)})]
     metric = {"name": "loss", "higher_is_better": False, "target": None}
     read = read_document(document(rows, metric=metric))
-    assert [column.name for column in columns(read.rows, read.metric)] == [
+    assert [column.name for column in columns(read)] == [
         "averaged_loss", "averaged_accuracy", "steps", "own",
     ]  # fmt: skip
     same = read_document(document(rows[:1]))
-    assert "steps" not in [column.name for column in columns(same.rows, same.metric)]
+    assert "steps" not in [column.name for column in columns(same)]
 
 
 @pytest.mark.parametrize(("accuracy", "is_beyond"), [(0.2, True), (0.96, False)])

@@ -119,7 +119,7 @@ def test_csv_and_page_have_intervals_trials_and_bars_where_there_are_any(tmp_pat
     _, text = check_page(tmp_path)
     for said in (
         "-0.12 (-0.30 to 0.05)",
-        "optimizer.lr 0.1, at the end of the grid",
+        "0.1, at the end of the grid",
         f"optimizer.lr with seed 0: {TRIED}",
         "bars: average -0.2 met, loss_ratio 1.01 not met",
     ):

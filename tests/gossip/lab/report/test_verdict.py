@@ -63,7 +63,7 @@ def test_each_number_of_ranks_partition_and_condition_has_a_sentence_and_is_rank
     (sentence,) = sentences(rows[:1])
     assert "the averaged model of ring (adapt_while_communicating): its accuracy less all-reduce's" in sentence
     document = read_document(report_documents.document(rows))
-    (column,) = (each for each in columns(document.rows, document.metric) if each.name == "average_difference")
+    (column,) = (each for each in columns(document) if each.name == "average_difference")
     assert best(document.rows, column) == {0, 3, 4, 7}
 
 
@@ -110,13 +110,13 @@ def test_without_a_comparison_there_is_no_verdict() -> None:
 def test_page_and_markdown_begin_with_the_verdict() -> None:
     document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
     (sentence,) = verdict(document)
-    assert sentence in render_page(document).replace("&#x27;", "'")
+    assert sentence in render_page(document).replace("&#39;", "'")
     assert markdown(document).startswith(f"- {sentence}\n\n")
 
 
 def test_what_decides_stands_first() -> None:
     document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
-    names = [column.name for column in columns(document.rows, document.metric)]
+    names = [column.name for column in columns(document)]
     deciding = ["averaged_accuracy", "average_difference", "predicted_time_to_target_s", "bytes_to_target"]
     assert names[:4] == deciding
-    assert num_deciding(columns(document.rows, document.metric), document.metric) == 4
+    assert num_deciding(columns(document), document.metric) == 4
