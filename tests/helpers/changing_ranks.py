@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import unsupervised
-from elastic_ranks import RATE, Dropped, joins, make_model, read_dropped, recorded, steps_until, targets
+from elastic_ranks import RATE, Dropped, joins, make_model, read_dropped, recorded, steps_until, targets, without
 
 import topologies
 from gossip.lab.faults.fault import Fault
@@ -42,7 +42,7 @@ class Story(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What becomes of four ranks: who trains in the end; by rank, faults and before which step it dies; who leaves."""
+    """What becomes of four ranks: who trains at last; by rank, faults and before which step it dies; who leaves."""
 
     expected: tuple[int, ...]
     faults: Mapping[int, Fault] = {}
@@ -52,15 +52,16 @@ class Changes(NamedTuple):
 
 
 def train(folder: str, changes: Changes, options: Mapping[str, Any]) -> Story | None:
-    """Until everybody is there who is expected, and some steps more; who leaves does so half-way."""
+    """Until everybody is there who is expected, those that leave have left, and some steps more."""
     number = -1 if joins() else torch.distributed.get_rank()
     moments: dict[int, Moment] = {}
     with injected([changes.faults[number]] if number in changes.faults else []):
         model = make_model(NUMEL, {"topology": "complete", "min_ranks": 1} | dict(options))
         first = model.world.member  # type: ignore[attr-defined]
         target = targets(first, NUMEL)
+        expected = changes.expected if number in changes.leaves else without(changes.expected, changes.leaves)
         with recorded(Path(folder) / str(first)):
-            for last in steps_until(model, lambda: model.members == changes.expected, NUM_MORE):
+            for last in steps_until(model, lambda: model.members == expected, NUM_MORE):
                 if model.step == changes.dies_before.get(number):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if last is not None and number in changes.leaves and model.step == last - NUM_MORE // 2:

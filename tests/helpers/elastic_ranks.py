@@ -98,6 +98,10 @@ def steps_until(
         yield last
 
 
+def without(members: tuple[int, ...], leaves: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(member for member in members if member not in leaves)
+
+
 def train_until(model: GossipDataParallel, is_complete: Callable[[], bool], num_more: int = NUM_MORE) -> None:
     """Make these steps."""
     for _ in steps_until(model, is_complete, num_more):
@@ -160,9 +164,9 @@ def stay(
     options: Mapping[str, Any],
     is_told: bool = False,
 ) -> Stay:
-    """Make so many steps; or train until the members have been these, and some steps more.
+    """Make so many steps; or train until the members have been these, those that leave have left, and some steps more.
 
-    ``ends`` says by rank where it ends. Those who leave do so half-way; with ``is_told`` it is SIGTERM that makes them.
+    ``ends`` says by rank where it ends. With ``is_told`` it is SIGTERM that makes those leave that do.
     With ``shares_memory=False`` among the options all messages go over sockets. Whose messages member r does not mix in
     is in ``folder/r``, for :func:`read_dropped`.
     """
@@ -203,7 +207,8 @@ def stay(
             return Stay(member, first, values, digests, generations, lost, came[0] if came else None)
 
         num_steps = until if isinstance(until, int) else NUM_MORE
-        for last in steps_until(model, lambda: isinstance(until, int) or model.members == until, num_steps):
+        expected = until if isinstance(until, int) or member in leaves else without(until, leaves)
+        for last in steps_until(model, lambda: isinstance(until, int) or model.members == expected, num_steps):
             note()
             if last is not None and member in leaves and model.step == last - num_steps // 2:
                 if is_told:

@@ -1,4 +1,7 @@
-"""Ranks that nobody watches: what becomes of the others when one dies is seen in the others."""
+"""Ranks that nobody watches: what becomes of the others when one dies is seen in the others.
+
+Their time-outs are by a clock that they share, which stands still while the machine keeps one of them from running.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import shared_clock
 import torch
 import torch.distributed as dist
 
@@ -21,6 +27,7 @@ from gossip.communication.liveness.process_liveness import is_suspended
 from gossip.lab.benchmarks.network.namespaces import Namespace
 from gossip.lab.benchmarks.network.networks import store_at
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
+from gossip.lab.faults import injection
 from gossip.launching import fork_server
 
 _PATIENCE_S = 240
@@ -29,27 +36,32 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 class _Place(NamedTuple):
-    """Where a rank is: ``namespace`` is the file of its host's. One whose ``rank`` is None joins the others."""
+    """Where a rank is: ``namespace`` is the file of its host's. One whose ``rank`` is None joins the others.
+
+    ``clock`` is the file of the clock that all share.
+    """
 
     rank: int | None
     world_size: int
     host: str
     port: int
     namespace: str | None
+    clock: str
 
 
 class Ranks:
     """Ranks that have been started; they are ended with the block of :func:`started`."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.address = host, port
+    def __init__(self, host: str, port: int, clock: str) -> None:
+        self.address, self._clock = (host, port), clock
+        shared_clock.SharedClock.make(clock)
         self._processes: list[ForkServerProcess] = []
         self._channels: list[Connection] = []
         self._deadline = time.monotonic() + _PATIENCE_S
 
     def join(self, function: Callable[..., Any], *args: Any) -> None:
         """Start ``function(*args)`` in one more process, which joins the training of the others."""
-        self._start(function, args, _Place(None, 0, *self.address, None))
+        self._start(function, args, _Place(None, 0, *self.address, None, self._clock))
 
     def wait_until_stopped(self, rank: int) -> None:
         """Until its process has ended or is suspended."""
@@ -72,7 +84,7 @@ class Ranks:
     def _start(self, function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> None:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(function, args, place, theirs))
+        process = context.Process(target=_work, args=(function, args, place, len(self._processes), theirs))
         process.start()
         theirs.close()
         self._processes.append(process)
@@ -93,24 +105,28 @@ def started(function: Callable[..., Any], *args: Any, world_size: int, hosts: La
     """Within the block ``function(*args)`` runs on every rank of a new process group."""
     store = store_at("127.0.0.1", _TIMEOUT) if hosts is None else hosts.start_store(_TIMEOUT)
     fork_server.start(("gossip",))
-    ranks = Ranks(store.host, store.port)
-    try:
-        for rank in range(world_size):
-            namespace = None if hosts is None else f"/proc/{os.getpid()}/fd/{hosts._hosts[rank].file}"
-            ranks._start(function, args, _Place(rank, world_size, store.host, store.port, namespace))
-        yield ranks
-    finally:
-        ranks._end()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(store.host, store.port, str(Path(folder) / "clock"))
+        try:
+            for rank in range(world_size):
+                namespace = None if hosts is None else f"/proc/{os.getpid()}/fd/{hosts._hosts[rank].file}"
+                ranks._start(function, args, _Place(rank, world_size, store.host, store.port, namespace, ranks._clock))
+            yield ranks
+        finally:
+            ranks._end()
 
 
 def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     place: _Place,
+    number: int,
     channel: Connection,
 ) -> None:
-    rank, world_size, host, port, namespace = place
+    rank, world_size, host, port, namespace, clock = place
     torch.set_num_threads(1)
+    shared_clock.SharedClock(clock, number).replace_monotonic()
+    injection._THAW = shared_clock.THAW.format(helpers=str(Path(__file__).parent), file=clock)
     with contextlib.ExitStack() as stack:
         if namespace is not None:
             inside = Namespace.__new__(Namespace)

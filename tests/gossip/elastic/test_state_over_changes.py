@@ -142,7 +142,7 @@ def test_while_one_joins_and_one_leaves(name: str) -> None:
 @pytest.mark.parametrize("name", ["diloco", "noloco", "slowmo"])
 def test_one_that_was_frozen_comes_back(name: str) -> None:
     row = ROWS[name]
-    frozen = Changes((0, 2, 3, 4), faults={1: Fault("freeze", step=7, duration_s=4.0)})
+    frozen = Changes((0, 2, 3, 4), faults={1: Fault("freeze", step=7, duration_s=3.0)})
     outcome = outcome_of(row, frozen, timeout=timedelta(seconds=1), partition_timeout=30)
     assert set(outcome.stories) == {0, 2, 3, 4}
     assert_are_alike(outcome, row)
