@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.loggers.logger import flattened
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -23,13 +22,6 @@ def by_key(records: Mapping[int, Mapping[str, Any]]) -> Scalars:
         for key, value in flattened(values).items():
             scalars.setdefault(key, []).append((step, value))
     return scalars
-
-
-def jsonl_scalars(folder: Path, records: str) -> Scalars:
-    path = folder / ("workers.jsonl" if records == "mean" else f"{records}.jsonl")
-    lines = read_jsonl(path)
-    assert len({line["step"] for line in lines}) == len(lines)
-    return by_key({line.pop("step"): line for line in lines})
 
 
 def tensorboard_scalars(folder: Path, records: str) -> Scalars:
@@ -100,7 +92,6 @@ def mlflow_scalars(folder: Path, records: str) -> Scalars:
 
 
 SCALARS: dict[str, Callable[[Path, str], Scalars]] = {
-    "jsonl": jsonl_scalars,
     "tensorboard": tensorboard_scalars,
     "wandb": wandb_scalars,
     "mlflow": mlflow_scalars,
@@ -108,18 +99,11 @@ SCALARS: dict[str, Callable[[Path, str], Scalars]] = {
 """One row per logger."""
 
 
-def assert_same(found: Scalars, expected: Scalars, *, made_twice: range = range(0)) -> None:
-    """Every key at exactly its steps, with its values in single precision.
-
-    Of steps that were made twice the times are those of either attempt, and so are the peers whose messages came.
-    """
+def assert_same(found: Scalars, expected: Scalars) -> None:
+    """Every key at exactly its steps, with its values in single precision."""
     assert found.keys() == expected.keys()
-    for key in expected:
-        kept, wanted = (
-            [pair for pair in scalars[key] if not (pair[0] in made_twice and ("_s" in key or "estimate" in key))]
-            for scalars in (found, expected)
-        )
-        assert [step for step, _ in kept] == [step for step, _ in wanted], key
-        for (step, value), (_, other) in zip(kept, wanted, strict=True):
+    for key, wanted in expected.items():
+        assert [step for step, _ in found[key]] == [step for step, _ in wanted], key
+        for (step, value), (_, other) in zip(found[key], wanted, strict=True):
             same = math.isnan(value) if math.isnan(other) else math.isclose(value, other, rel_tol=1e-6)
             assert same, (key, step, value, other)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from logger_readers import SCALARS, assert_same, by_key
 from omegaconf import OmegaConf
 from running import run_folders, train
 from safetensors.torch import load_model
@@ -82,13 +83,16 @@ def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_train_under_torchrun_shares_one_folder(tmp_path: Path) -> None:
-    run = train(tmp_path, "training.epochs=1", "topology=ring", torchrun=2)
+    run = train(tmp_path, "training.epochs=1", "topology=ring", "logger=tensorboard", "logging.ranks=each", torchrun=2)
     assert run.status == 0, run.stderr
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("completed", 2)
     assert {"rank0.jsonl", "rank1.jsonl", "model.safetensors"} <= {path.name for path in folder.iterdir()}
     assert run.stdout.count("global average") == 1 + 1  # of one table: its accuracy and its loss
+    for rank in (f"rank{rank}" for rank in range(2)):
+        records = {record.pop("step"): record for record in read_jsonl(folder / f"{rank}.jsonl")}
+        assert_same(SCALARS["tensorboard"](folder, rank), by_key(records))
 
 
 def test_train_under_torchrun_refuses_a_sweep(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gossip.lab.experiments.options import FAULTS, blaming, check_options, named
 from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.sample_batches import Shards
-from gossip.lab.experiments.targets import OPTION, TARGET, check_targets, locate
+from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.loggers.logger_choice import JSONL, logging_settings
@@ -81,29 +81,18 @@ class Experiment:
         return -(-self.total_steps // self.shards.steps_per_epoch)
 
 
-def build(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: None) -> Experiment:
-    """Build the experiment that ``config`` describes. Local and deterministic, so that every rank builds the same.
+def build(config: Mapping[str, Any]) -> Experiment:
+    """Build the experiment that a resolved configuration describes.
 
-    Parameters
-    ----------
-    config : mapping
-        The resolved configuration as plain data.
-    meanwhile : callable
-        Called after the quick checks and before the slow ones, to start slow work in the background.
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, ImportError
-        A part of the configuration cannot be built; the message says which.
+    Local and deterministic, so that every rank builds the same. A ValueError, TypeError, OSError or ImportError says
+    which part of the configuration cannot be built.
     """
     import_modules(config)
-    check_targets(config)
     settings = Settings.from_config(config)
     topology = make_topology(config, settings)
     options = wrapper_options(config)
-    make_wrapper = _instantiated(SECTION, _checked(config, SECTION))
+    make_wrapper, _ = _instantiated(config, SECTION)
     check_wrapper_options(options, settings)
-    meanwhile()
     data = as_data(_factory(config, "data", leaving_out=("partition", "on_loss"))(), config["data"][TARGET])
 
     def divide(world_size: int, seed: int) -> tuple[npt.NDArray[np.int64], ...]:
@@ -179,12 +168,11 @@ def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | N
     return topology
 
 
-def check(config: Mapping[str, Any], *, meanwhile: Callable[[], None] = lambda: None) -> Experiment:
+def check(config: Mapping[str, Any]) -> Experiment:
     """Build everything once, so that user errors are found before any worker starts, as a ConfigurationError."""
     try:
-        import_modules(config)
+        experiment = build(config)
         logging_settings(config)
-        experiment = build(config, meanwhile=meanwhile)
         module = experiment.make_module()
         check_values(experiment.wrapper_options, module)
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
@@ -244,8 +232,7 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
 
     Calling it raises a ConfigurationError that names the option at fault.
     """
-    section = _checked(config, key, leaving_out)
-    factory = _instantiated(key, section)
+    factory, section = _instantiated(config, key, leaving_out)
 
     def make(*arguments: Any) -> Any:
         with blaming(key, section):
@@ -273,24 +260,20 @@ def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., 
     return made
 
 
-def _checked(config: Mapping[str, Any], key: str, leaving_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the section ``key`` after checking that its target is allowed and has these options, with these types."""
-    section = {name: value for name, value in config[key].items() if name not in leaving_out}
-    if not section.get(TARGET):
-        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
-    check_targets({key: section, OPTION: config.get(OPTION)})
-    check_options(key, locate(f"{key}.{TARGET}", section[TARGET]), section)
-    return section
-
-
-def _instantiated(key: str, section: Mapping[str, Any]) -> Callable[..., Any]:
+def _instantiated(
+    config: Mapping[str, Any], key: str, leaving_out: Sequence[str] = ()
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return the bound target of the section ``key``, which is allowed and has its options, and the section."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
+    section = {name: value for name, value in config[key].items() if name not in leaving_out}
+    if not section.get(TARGET):
+        raise ConfigurationError(f"{key} has no {TARGET}; choose one of the group's files, {key}=...")
+    check_targets(key, section, trusted_names(config))
+    place = f"{key}.{TARGET}"
+    check_options(key, locate(place, section[TARGET]), section)
     try:
-        factory: Callable[..., Any] = instantiate({**section, "_partial_": True}, _convert_="all")
+        return instantiate({**section, "_partial_": True}, _convert_="all"), section
     except InstantiationException as error:
-        raise ConfigurationError(
-            f"{key}.{TARGET}={section[TARGET]} cannot be made: {error.__cause__ or error}"
-        ) from error
-    return factory
+        raise ConfigurationError(f"{place}={section[TARGET]} cannot be made: {error.__cause__ or error}") from error

@@ -131,8 +131,9 @@ def _run_in_folder(
     try:
         with _refused_by_all(world):
             starts_workers = not dist.is_initialized() and config.get("engine") != "virtual"
-            meanwhile = (lambda: fork_server.start(PRELOAD)) if starts_workers else (lambda: None)
-            experiment = check(config, meanwhile=meanwhile)
+            if starts_workers:
+                fork_server.start(PRELOAD)  # in the background
+            experiment = check(config)
             forwarding = LogForwarding(config, folder) if world.rank == 0 else None
         world.close()
         has_begun = True

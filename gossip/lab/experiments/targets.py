@@ -6,11 +6,10 @@ read from that folder.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -45,47 +44,59 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "optimizer": (_OPTIMIZERS, _Package("gossip", "gossip.optimizers.accum_adam")),
     "scheduler": (_Package("gossip", "gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
 }
-"""The allowed definitions by config section, which apply to nested targets too; other sections allow no target."""
+"""The allowed definitions by config section, which apply to nested targets too."""
 
 
-def check_targets(config: Mapping[str, Any]) -> None:
-    """Refuse every ``_target_`` that is neither allowed in its section nor trusted. Local.
+def check_targets(key: str, section: Mapping[str, Any], trusted: Sequence[str]) -> None:
+    """Refuse every ``_target_`` in a config section that is neither allowed there nor trusted. Local.
 
-    Nothing is called. All names are checked before anything is imported, and only allowed or trusted names are
-    imported; then the objects that they denote are checked. Interpolations, which hydra would resolve further, are
-    refused.
+    Nothing is called, and nothing imported whose name is not allowed or trusted. Interpolations, which hydra would
+    resolve further, are refused.
 
     Parameters
     ----------
-    config : mapping
-        The resolved configuration as plain data. ``trusted_targets`` lists further packages, modules, classes and
-        functions that may be named.
+    key : str
+        The name of the section.
+    section : mapping
+        Its resolved content as plain data.
+    trusted : sequence of str
+        Further packages, modules, classes and functions that may be named.
 
     Raises
     ------
     ConfigurationError
         A target is refused. The message names the target, its place, what is allowed there and how to trust it.
     """
-    trusted = trusted_names(config)
-    found = list(_targets(config))
-    for place, name in found:
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
-    if refused := _refused(found, trusted):
-        raise _refusal({place: (name, name) for place, name in refused}, trusted)
-    for place, name in found:
-        if name in trusted:
-            continue
+    for place, value in _leaves(section, key):
+        if place.endswith(f".{TARGET}"):
+            if value is not None:
+                _check(place, value, ALLOWED[key], trusted)
+        elif "${" in str(value):
+            raise ConfigurationError(f"{place}={value}: a run's configuration has no ${{...}}; put the value there")
+
+
+def _check(place: str, name: Any, allowed: Sequence[_Package], trusted: Sequence[str]) -> None:
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigurationError(f"{place}={name!r} is no name of a class or function, as package.module.Name is")
+    defined = name
+    if _is_within(name, [*trusted, *(package.written for package in allowed)]):
         target = locate(place, name)
+        if name in trusted:
+            return
         if not inspect.isclass(target) and not inspect.isroutine(target):
             raise ConfigurationError(f"{place}={name} is no class or function, but {target!r}")
-        defined = f"{getattr(target, '__module__', None)}.{target.__qualname__}"
-        if not _is_within(defined, trusted) and not _is_allowed(place, target):
-            raise _refusal({place: (name, defined)}, trusted)
-    for section in ALLOWED:
-        for place, value in _leaves(config.get(section), section):
-            if "${" in str(value):
-                raise ConfigurationError(f"{place}={value}: a run's configuration has no ${{...}}; put the value there")
+        module = str(getattr(target, "__module__", None))
+        defined = f"{module}.{target.__qualname__}"
+        is_public = re.fullmatch(r"[^._][^.]*", target.__qualname__) is not None
+        kinds = [package.defined for package in allowed if package.functions or inspect.isclass(target)]
+        if _is_within(defined, trusted) or (is_public and _is_within(module, kinds)):
+            return
+    kinds = [f"{'functions' if package.functions else 'classes'} of {package.defined}" for package in allowed]
+    raise ConfigurationError(
+        f"{place}={name}{f' is {defined}, which' if defined != name else ''} is not among the targets that a "
+        f"configuration may name: below {place.partition('.')[0]} these are {' and '.join(kinds)}. If you trust that "
+        f"code with what it is given, add {_trusting([defined], trusted)}"
+    )
 
 
 def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str) -> None:
@@ -103,41 +114,25 @@ def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str
     Raises
     ------
     ConfigurationError
-        A module in ``imports`` of ``config`` is in neither ``imports`` nor ``trusted_targets`` of the command. The
-        message names everything that must be trusted, including the targets of the saved configuration.
+        A module in ``imports`` of ``config`` is in neither ``imports`` nor ``trusted_targets`` of the command.
     """
     trusted = trusted_names(asked)
     names = [str(name) for name in config.get("imports") or ()]
     refused = [name for name in names if name not in (asked.get("imports") or ()) and not _is_within(name, trusted)]
     if refused:
-        targets = [name for _, name in _refused(_targets(config), trusted)]
-        and_targets = f" and names {', '.join(targets)}" if targets else ""
         raise ConfigurationError(
-            f"{path} has imports=[{','.join(refused)}], which would be run here{and_targets}; if you trust that code, "
-            f"add {_trusting([*refused, *targets], trusted)}"
+            f"{path} has imports=[{','.join(refused)}], which would be run here; if you trust that code, add "
+            f"{_trusting(refused, trusted)}"
         )
 
 
 def locate(place: str, name: str) -> Any:
     """Import and return the object that a target names."""
-    path, _, others = name.partition(".")
-    found: Any = None
     try:
-        found = importlib.import_module(path)
-        for part in filter(None, others.split(".")):
-            path = f"{path}.{part}"
-            if inspect.ismodule(found) and not hasattr(found, part):
-                found = importlib.import_module(path)
-            else:
-                found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
-        above, _, last = path.rpartition(".")
-        near = difflib.get_close_matches(last, dir(found), n=1) if inspect.ismodule(found) else []
-        hint = f"; did you mean {above}.{near[0]}?" if near else ""
-        if not above:
-            hint = "; put its folder on the path, PYTHONPATH=folder"
+        hint = "; put its folder on the path, PYTHONPATH=folder" if isinstance(error, ImportError) else ""
         raise ConfigurationError(f"{place}={name} cannot be imported: {error}{hint}") from error
-    return found
 
 
 def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -148,22 +143,11 @@ def trusted_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _targets(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key of every ``_target_``, as it is written on the command line, and its value."""
-    for place, value in _leaves(config):
-        if place.rpartition(".")[2] == TARGET and value is not None:
-            yield place, value
-
-
-def _leaves(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values of all leaves. The value of ``_target_`` is a leaf whatever its type."""
     if isinstance(content, Mapping):
         for key, value in content.items():
-            below = f"{place}.{key}" if place else str(key)
-            if key == TARGET:
-                yield below, value
-            else:
-                yield from _leaves(value, below)
+            yield from [(f"{place}.{key}", value)] if key == TARGET else _leaves(value, f"{place}.{key}")
     elif isinstance(content, list | tuple):
         for index, value in enumerate(content):
             yield from _leaves(value, f"{place}[{index}]")
@@ -171,46 +155,8 @@ def _leaves(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, content
 
 
-def _allowed_at(place: str) -> tuple[_Package, ...]:
-    return ALLOWED.get(place.partition(".")[0].partition("[")[0], ())
-
-
 def _is_within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _is_allowed(place: str, target: Any) -> bool:
-    """Whether an object is a public class or function of a package that is allowed at this place."""
-    module, is_public = str(getattr(target, "__module__", None)), re.fullmatch(r"[^._][^.]*", target.__qualname__)
-    return is_public is not None and any(
-        _is_within(module, [package.defined]) and (package.functions or inspect.isclass(target))
-        for package in _allowed_at(place)
-    )
-
-
-def _refused(targets: Iterable[tuple[str, Any]], trusted: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the targets whose names are neither allowed in their section nor trusted."""
-    return [
-        (place, str(name))
-        for place, name in targets
-        if not _is_within(str(name), [*trusted, *(package.written for package in _allowed_at(place))])
-    ]
-
-
-def _refusal(refused: Mapping[str, tuple[str, str]], trusted: Sequence[str]) -> ConfigurationError:
-    """Build the error for refused targets, given by place as their names and their qualified definitions."""
-    texts = []
-    for place, (name, defined) in refused.items():
-        allowed = [f"{'functions' if kind.functions else 'classes'} of {kind.defined}" for kind in _allowed_at(place)]
-        what = f"{place}={name}" + (f" is {defined}, which" if defined != name else "")
-        texts.append(
-            f"{what} is not among the targets that a configuration may name: below {place.partition('.')[0]} these are "
-            f"{' and '.join(allowed) or 'none'}"
-        )
-    return ConfigurationError(
-        f"{'; '.join(texts)}. If you trust that code with what it is given, add "
-        f"{_trusting([defined for _, defined in refused.values()], trusted)}"
-    )
 
 
 def _trusting(names: Sequence[str], trusted: Sequence[str]) -> str:

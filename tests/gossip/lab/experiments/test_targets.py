@@ -44,19 +44,13 @@ def load(file: str) -> dict[str, Any]:
 def placed(file: str) -> dict[str, dict[str, Any]]:
     """Configurations that hide a ``torch.load`` somewhere, by the place that the error must name."""
     config = composed("training.epochs=1", "launch.world_size=1")
-    deferred = {**load(file), "_partial_": True}
     deeper = {"_target_": "gossip.lab.experiments.models.MLP", "hidden": [64, load(file)]}
     changes: dict[str, tuple[str, dict[str, Any]]] = {
         "data._target_": ("data", load(file)),
         "model._args_[0].a.b[0][0]._target_": ("model", {"_args_": [{"a": {"b": [[load(file)]]}}]}),
         "model.hidden[0].hidden[1]._target_": ("model", {"hidden": [deeper]}),
-        "optimizer.lr._target_": ("optimizer", {"lr": deferred}),
-        "optimizer.weight_decay._target_": (
-            "optimizer",
-            {"_recursive_": False, "_convert_": "object", "weight_decay": load(file)},
-        ),
+        "optimizer.lr._target_": ("optimizer", {"lr": {**load(file), "_partial_": True}}),
         "algorithm.gamma._target_": ("algorithm", {"gamma": load(file)}),
-        "training.steps._target_": ("training", {"steps": load(file)}),
     }
     return {place: {**config, key: {**config[key], **change}} for place, (key, change) in changes.items()}
 
@@ -65,51 +59,45 @@ def test_targets_that_run_code_are_refused_wherever_they_stand(pickled: tuple[st
     file, appears = pickled
     for place, config in placed(file).items():
         with pytest.raises(ConfigurationError) as caught:
-            check(config)
+            build(config)
         section = place.partition(".")[0]
         text = str(caught.value)
         assert text.startswith(
             f"{place}=torch.load is not among the targets that a configuration may name: below {section}"
         )
         assert text.endswith("add trusted_targets=[torch.load]")
-        with pytest.raises(ConfigurationError, match=re.escape(place)):
-            build(config)
     assert not appears.exists()
+
+
+def refuse(section: str, name: object, match: str, trusted: tuple[str, ...] = ()) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        check_targets(section, {"_target_": name}, trusted)
 
 
 @pytest.mark.parametrize(
     ("place", "name"),
     [
         ("model", "os.system"),
-        ("model", "torch.hub.load"),
         ("model", "torch.nn.init.torch.load"),
         ("model", "torch.nn.Module.load_state_dict"),
-        ("optimizer", "torch.optim.adam.torch.load"),
-        ("optimizer", "torch.optim.lr_scheduler.partial"),
         ("scheduler", "gossip.lab.experiments.lr_schedules.math.exp"),
-        ("data", "gossip.lab.experiments.datasets.os.system"),
         ("data", "gossip.lab.experiments.datasets._read_cifar10_batch"),
         ("data", "gossip.lab.experiments.models.MLP"),
         ("model", "gossip.launch"),
-        ("model", "hydra.utils.instantiate"),
-        ("cluster", "torch.optim.SGD"),
     ],
 )
 def test_targets_that_may_not_be_named(place: str, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^{place}._target_={re.escape(name)}.* may name: below {place} "):
-        check_targets({place: {"_target_": name}})
+    refuse(place, name, rf"^{place}._target_={re.escape(name)}.* may name: below {place} ")
 
 
 @pytest.mark.parametrize("name", ["torch.optim.sgd.cast.__code__", "torch.optim.adam"])
 def test_targets_that_are_nothing_to_call(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no class or function, but"):
-        check_targets({"optimizer": {"_target_": name}})
+    refuse("optimizer", name, "is no class or function, but")
 
 
 @pytest.mark.parametrize("name", ["torch.optim.SGD()", "", 5, ["torch.load"], "${oc.env:HOME}"])
 def test_targets_that_are_no_names(name: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"^optimizer._target_=.* is no name of a class or function"):
-        check_targets({"optimizer": {"_target_": name}})
+    refuse("optimizer", name, r"^optimizer._target_=.* is no name of a class or function")
 
 
 def test_targets_of_packages_that_are_not_trusted_are_not_imported(
@@ -118,8 +106,7 @@ def test_targets_of_packages_that_are_not_trusted_are_not_imported(
     (tmp_path / "module_of_another.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("module_of_another.Model", "module_of_another"):
-        with pytest.raises(ConfigurationError, match="is not among the targets"):
-            check_targets({"model": {"_target_": name}, "optimizer": {"_target_": "torch.optim.SGD"}})
+        refuse("model", name, "is not among the targets")
     assert "module_of_another" not in sys.modules
 
 
@@ -153,17 +140,14 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_trusted_packages_may_be_named_and_no_more_through_them(models: str) -> None:
-    trusted = {"trusted_targets": [models]}
+    load, trusted = f"{models}.load", (models,)
     for name in ("Net", "Net.made", "Flatten"):
-        check_targets({"model": {"_target_": f"{models}.{name}"}, **trusted})
-    with pytest.raises(ConfigurationError, match=rf"{models}.load is torch.serialization.load, which is not among"):
-        check_targets({"model": {"_target_": f"{models}.load"}, **trusted})
-    with pytest.raises(ConfigurationError, match=r"is no class or function, but functools.partial"):
-        check_targets({"model": {"_target_": f"{models}.made_in_part"}, **trusted})
-    check_targets({"model": {"_target_": f"{models}.load"}, "trusted_targets": [models, "torch.serialization.load"]})
-    check_targets({"model": {"_target_": f"{models}.load"}, "trusted_targets": [f"{models}.load"]})
-    with pytest.raises(ConfigurationError, match="is not among the targets"):
-        check_targets({"model": {"_target_": f"{models}.Net"}, "trusted_targets": [models[:-1]]})
+        check_targets("model", {"_target_": f"{models}.{name}"}, trusted)
+    refuse("model", load, rf"{load} is torch.serialization.load, which is not among", trusted)
+    refuse("model", f"{models}.made_in_part", r"is no class or function, but functools.partial", trusted)
+    check_targets("model", {"_target_": load}, (models, "torch.serialization.load"))
+    check_targets("model", {"_target_": load}, (load,))
+    refuse("model", f"{models}.Net", "is not among the targets", (models[:-1],))
 
 
 def test_trusted_targets_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
@@ -193,25 +177,6 @@ def test_imports_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
     for option in ("imports", "trusted_targets"):
         asked = composed(f"resume={folder}", f"{option}=[{models}]")
         assert continued_configuration(folder, asked, composed(), [option])["imports"] == [models]
-
-
-def test_all_that_a_folder_needs_to_be_trusted_is_named_at_once(models: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = composed(f"imports=[one,{models}]", f"model._target_={models}.Net", "~model.hidden")
-    claim(folder, config)
-    asked = composed(f"resume={folder}", "trusted_targets=[torch.nn.functional]")
-    with pytest.raises(ConfigurationError) as caught:
-        continued_configuration(folder, asked, composed(), ["trusted_targets"])
-    assert str(caught.value) == (
-        f"{folder}/config.yaml has imports=[one,{models}], which would be run here and names {models}.Net; "
-        f"if you trust that code, add trusted_targets=[torch.nn.functional,one,{models},{models}.Net]"
-    )
-    del config["imports"]
-    config["optimizer"] = {"_target_": "elsewhere.Optimizer"}
-    with pytest.raises(ConfigurationError, match="add trusted_targets=") as caught:
-        check_targets(config)
-    assert f"model._target_={models}.Net is not among" in str(caught.value)
-    assert str(caught.value).endswith(f"add trusted_targets=[elsewhere.Optimizer,{models}.Net]")
 
 
 def test_interpolations_of_a_folder_are_not_resolved(tmp_path: Path) -> None:
