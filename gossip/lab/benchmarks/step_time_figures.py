@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.step_time_report import StepTimeResult
-from gossip.lab.benchmarks.summaries import drawn, look, set_logarithmic
-from gossip.lab.experiments.run_figures import BLUE, GREY, ORANGE
+from gossip.lab.benchmarks.summaries import look, set_logarithmic
+from gossip.lab.experiments.run_figures import BLUE, GREY, ORANGE, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

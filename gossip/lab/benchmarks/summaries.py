@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
-from gossip.lab.experiments.run_figures import BLUE, ORANGE, STYLE, import_matplotlib, save
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from gossip.lab.experiments.run_figures import BLUE, ORANGE
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
 _COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -55,18 +50,6 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def look(number: int) -> dict[str, Any]:
     """Return colour and line style of the method with this number."""
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
-
-
-@contextlib.contextmanager
-def drawn(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Give a figure of this size in inches, and write it at the end of the block."""
-    matplotlib = import_matplotlib()
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-        yield figure
-        save(figure, path)
 
 
 def set_logarithmic(axis: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.summaries import Spread, drawn, look, set_logarithmic, table
+from gossip.lab.benchmarks.summaries import Spread, look, set_logarithmic, table
+from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.probe import Measured
 
 TOLERANCE = 0.01

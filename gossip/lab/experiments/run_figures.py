@@ -1,17 +1,16 @@
 """Figures of one run from its records: loss and accuracy, and the consensus distance of the replicas.
 
-The figures are drawn without pyplot (no global state, no window), and the same records give the same bytes: no date,
-fixed ids in SVG. The file extension (.svg, .png, .pdf) selects the format.
+The figures are drawn without pyplot (no global state, no window), and the same records give the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Changes = Sequence[Mapping[str, Any]]
-"""Changes of membership: the "step" from which each applies, the "members" from then on and the members "before"."""
 Records = Sequence[Sequence[Mapping[str, Any]]]
 """The records of each rank, as :func:`gossip.lab.experiments.records.read_jsonl` returns them."""
 
@@ -35,8 +32,7 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#555555"
 _MAX_POINTS = 120
 _BEFORE_AND_AFTER = (("before", "members"), ("members", "before"))
-_WIDTH_INCHES = 7.2
-STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
@@ -61,15 +57,60 @@ STYLE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class _Curve:
-    """One quantity over steps: mean, minimum and maximum over the ranks, float64 [P] each."""
+class _Panel(NamedTuple):
+    """A part of a figure: label, colour and marker of the values that it shows, by their keys in the records."""
+
+    title: str
+    curves: Mapping[str, tuple[str, str, str]]
+    unit: str = ""
+    is_percentage: bool = False
+    is_logarithmic: bool = False
+
+
+_ABSOLUTE = r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$"
+_RELATIVE = r"divided by $\Vert \overline{x}\,\Vert$"
+FIGURES = {
+    "training": (
+        _Panel("Training loss", {"loss": ("training batch", BLUE, "")}),
+        _Panel(
+            "Accuracy",
+            {
+                "accuracy": ("training batch", BLUE, ""),
+                "test_accuracy": ("test, each replica", ORANGE, "o"),
+                "averaged_test_accuracy": ("test, averaged model", GREEN, "s"),
+            },
+            is_percentage=True,
+        ),
+    ),
+    "consensus": (
+        _Panel(
+            "Consensus distance",
+            {"consensus_distance": ("between replicas", BLUE, "")},
+            _ABSOLUTE,
+            is_logarithmic=True,
+        ),
+        _Panel(
+            "Relative consensus distance",
+            {"consensus_distance_relative": ("between replicas", BLUE, "")},
+            _RELATIVE,
+            is_logarithmic=True,
+        ),
+    ),
+}
+"""The panels of each figure, by its name."""
+
+
+class _Curve(NamedTuple):
+    """One quantity over steps: mean, minimum and maximum over the ranks, float64 [P] each.
+
+    A point is the mean over ``window`` records of a rank.
+    """
 
     steps: npt.NDArray[np.float64]
     mean: npt.NDArray[np.float64]
     low: npt.NDArray[np.float64]
     high: npt.NDArray[np.float64]
-    window: int  # number of records of a rank averaged into one point
+    window: int
 
 
 def draw_figures(folder: Path, summary: Mapping[str, Any], topology: Topology | None, *, form: str) -> tuple[Path, ...]:
@@ -81,97 +122,63 @@ def draw_figures(folder: Path, summary: Mapping[str, Any], topology: Topology | 
     newest = max((max(change["members"]) for change in changes), default=0)
     files = record_files(folder, max(summary["world_size"], newest + 1))
     by_rank = [read_jsonl(path) for path in files if path.exists()]  # a rank that ended at once has no file
-    drawn: list[Path] = []
-    for draw, name in ((training_figure, "training"), (consensus_figure, "consensus")):
-        try:
-            drawn.append(draw(by_rank, folder / f"{name}.{form}", changes))
-        except ValueError as error:
-            logger.warning("{}.{} is left out: {}", name, form, error)
+    made = []
+    for name in FIGURES:
+        if draw(name, by_rank, path := folder / f"{name}.{form}", changes):
+            made.append(path)
+        else:
+            logger.warning("{} is left out: no record has a finite number of what it shows", path.name)
     if topology is not None:
-        drawn.append(folder / f"topology.{form}")
-        topologies.draw(topology, drawn[-1])
-    return tuple(drawn)
+        made.append(folder / f"topology.{form}")
+        topologies.draw(topology, made[-1])
+    return tuple(made)
 
 
-def training_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
-    """Draw loss and accuracy over steps: lines are means over the ranks, bands span the lowest to the highest rank.
+def draw(name: str, records: Records, path: Path, changes: Sequence[Mapping[str, Any]] = ()) -> bool:
+    """Draw one of :data:`FIGURES`; lines are means over the ranks, bands span the lowest to the highest rank.
 
-    With more than 120 recorded steps, each rank's curve is first averaged over windows of records, as the figure notes.
+    A value that is null (not finite) on all ranks is a gap. With more than 120 recorded steps, each rank's curve is
+    averaged over windows of records, as the legend notes.
 
     Parameters
     ----------
+    name : str
     records : sequence over ranks of sequences of mappings
-        The records of each rank. The figure shows ``loss`` and, where present, ``accuracy``, ``test_accuracy`` and
-        ``averaged_test_accuracy``; a value that is null (not finite) on all ranks is a gap.
-    path : str or Path
-        The file to write; missing folders are created.
+    path : Path
+        The file to write.
     changes : sequence of mapping
-        The changes of membership, ``changes_of_ranks`` of the summary; each is marked at its step.
+        Changes of membership, each marked at its step: the "step" from which it applies, the "members" from then on and
+        the members "before".
 
-    Raises
-    ------
-    ModuleNotFoundError
-        matplotlib is not installed.
-    ValueError
-        No record holds a loss.
+    Returns
+    -------
+    bool
+        Whether the records hold anything that the figure shows; else nothing is written.
     """
-    loss = _curve(records, "loss")
-    if loss is None:
-        raise ValueError(f"records hold no number under 'loss', so {path} would be empty; pass each rank's records")
-    candidates = (
-        ("accuracy", BLUE, "training batch", ""),
-        ("test_accuracy", ORANGE, "test, each replica", "o"),
-        ("averaged_test_accuracy", GREEN, "test, averaged model", "s"),
-    )
-    shown = [
-        (curve, color, label, marker)
-        for key, color, label, marker in candidates
-        if (curve := _curve(records, key)) is not None
+    found = [
+        (panel, {key: curve for key in panel.curves if (curve := _curve(records, key))}) for panel in FIGURES[name]
     ]
-    matplotlib = import_matplotlib()
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _panels(2 if shown else 1)
-        _draw(axes[0], loss, BLUE, "training batch")
-        _label(axes[0], "Training loss", _spread(records), loss.window)
-        for curve, color, label, marker in shown:
-            averaged = f" (windows of {curve.window})" if curve.window > 1 else ""
-            _draw(axes[1], curve, color, label + averaged, marker)
-        if shown:
-            _label(axes[1], "Accuracy", _spread(records))
-            axes[1].yaxis.set_major_formatter("{x:.0%}")
-            axes[1].legend(loc="lower right")
-        for panel in axes:
-            _mark(panel, changes)
-        return save(figure, path)
-
-
-def consensus_figure(records: Records, path: str | Path, changes: Changes = ()) -> Path:
-    """Draw the consensus distance over steps, also relative to the mean, on a logarithmic scale.
-
-    It shows ``consensus_distance`` and ``consensus_distance_relative`` of the records that hold them, which are the
-    same on all ranks; a distance of 0 (equal replicas) is a gap. All else is as for :func:`training_figure`.
-    """
-    curve = _curve(records, "consensus_distance")
-    if curve is None:
-        raise ValueError(
-            f"records hold no number under 'consensus_distance', so {path} would be empty; measure it at some steps of "
-            "the run, or leave this figure out"
-        )
-    matplotlib = import_matplotlib()
-    with matplotlib.rc_context(STYLE):
-        panels = [(curve, "Consensus distance", r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$")]
-        if (relative := _curve(records, "consensus_distance_relative")) is not None:
-            panels.append((relative, "Relative consensus distance", r"divided by $\Vert \overline{x}\,\Vert$"))
-        figure, drawn = _panels(len(panels))
-        for axes, (shown, title, unit) in zip(drawn, panels, strict=True):
-            if (shown.mean > 0).any():
+    found = [(panel, curves) for panel, curves in found if curves]
+    if not found:
+        return False
+    ranks = "1 rank" if len(records) == 1 else f"{len(records)} ranks"
+    with drawn(path, 7.2, 2.9) as figure:
+        for number, (panel, curves) in enumerate(found, start=1):
+            axes = figure.add_subplot(1, len(found), number)
+            axes.set_title(panel.title)
+            axes.set_title(ranks, loc="right", fontsize=8.5, fontweight="normal", color=GREY)
+            axes.set(xlabel="Step", ylabel=panel.unit)
+            for key, curve in curves.items():
+                _draw(axes, curve, *panel.curves[key])
+            axes.locator_params(axis="x", integer=True)
+            axes.margins(x=0.02)
+            axes.legend()
+            if panel.is_percentage:
+                axes.yaxis.set_major_formatter("{x:.0%}")
+            if panel.is_logarithmic and any((curve.mean > 0).any() for curve in curves.values()):
                 axes.set_yscale("log", nonpositive="mask")
-                axes.grid(which="minor", axis="y", linewidth=0.5)
-            _draw(axes, shown, BLUE, "consensus distance", "o" if len(shown.steps) <= 40 else "")
-            _label(axes, title, _count(records), shown.window)
-            axes.set_ylabel(unit)
             _mark(axes, changes)
-        return save(figure, path)
+    return True
 
 
 def _curve(records: Records, key: str) -> _Curve | None:
@@ -189,78 +196,36 @@ def _curve(records: Records, key: str) -> _Curve | None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Mean of empty slice")
         rank_curves = np.nanmean(values.reshape(len(by_rank), -1, window), axis=2)
-        return _Curve(
-            steps=np.nanmean(np.array(steps + padding, dtype=float).reshape(-1, window), axis=1),
-            mean=np.nanmean(rank_curves, axis=0),
-            low=np.fmin.reduce(rank_curves, axis=0),
-            high=np.fmax.reduce(rank_curves, axis=0),
-            window=window,
-        )
+        places = np.nanmean(np.array(steps + padding, dtype=float).reshape(-1, window), axis=1)
+        means = np.nanmean(rank_curves, axis=0)
+    return _Curve(places, means, np.fmin.reduce(rank_curves, axis=0), np.fmax.reduce(rank_curves, axis=0), window)
 
 
-def _panels(num_panels: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_INCHES, 2.9), layout="constrained", facecolor="white")
-    return figure, [figure.add_subplot(1, num_panels, i + 1) for i in range(num_panels)]
-
-
-def _draw(axes: Axes, curve: _Curve, color: str, label: str, marker: str = "") -> None:
+def _draw(axes: Axes, curve: _Curve, label: str, colour: str, marker: str) -> None:
     marker = marker or ("o" if len(curve.steps) == 1 else "")  # a line through one point is invisible
-    axes.plot(curve.steps, curve.mean, color=color, label=label, marker=marker, markersize=4, markeredgecolor="white")
-    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
+    label += f" (means over {curve.window} records)" if curve.window > 1 else ""
+    axes.plot(curve.steps, curve.mean, color=colour, label=label, marker=marker, markersize=4, markeredgecolor="white")
+    axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
 
 
-def _mark(axes: Axes, changes: Changes) -> None:
+def _mark(axes: Axes, changes: Sequence[Mapping[str, Any]]) -> None:
     """Mark the steps at which ranks were lost, left or joined."""
     for change in changes:
         gone, joined = (sorted(set(change[one]) - set(change[other])) for one, other in _BEFORE_AND_AFTER)
-        axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         words = {"without": gone, "with": joined}
-        axes.annotate(
-            "; ".join(f"{word} {', '.join(map(str, members))}" for word, members in words.items() if members),
-            (change["step"], 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(2, -2),
-            textcoords="offset points",
-            rotation=90,
-            va="top",
-            fontsize=7,
-            color=GREY,
-        )
+        text = "; ".join(f"{word} {', '.join(map(str, members))}" for word, members in words.items() if members)
+        axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
+        place = change["step"], axes.get_ylim()[1]
+        axes.annotate(text, place, (2, -2), textcoords="offset points", rotation=90, va="top", fontsize=7, color=GREY)
 
 
-def _label(axes: Axes, title: str, note: str, window: int = 1) -> None:
-    axes.set_title(title)
-    axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", color=GREY)
-    axes.set_xlabel("Step" if window == 1 else f"Step (means over windows of {window} records)")
-    axes.locator_params(axis="x", integer=True)
-    axes.margins(x=0.02)
+@contextlib.contextmanager
+def drawn(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Give a figure of this size in inches, and write it, in the format of the file's ending, when the block ends."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-
-def _count(records: Records) -> str:
-    return "1 rank" if len(records) == 1 else f"{len(records)} ranks"
-
-
-def _spread(records: Records) -> str:
-    return _count(records) if len(records) == 1 else f"mean and range of {_count(records)}"
-
-
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure without a date in its metadata; missing folders are created."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-    figure.savefig(path, metadata=metadata)
-    return path
-
-
-def import_matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"figures need matplotlib ({error}); install it in a clone of the repository: pip install '.[plot]'",
-            name=error.name,
-        ) from error
-    return matplotlib
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield figure
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

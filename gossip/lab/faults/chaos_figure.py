@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gossip.lab.benchmarks.summaries import drawn
-from gossip.lab.experiments.run_figures import BLUE, GREY, ORANGE
+from gossip.lab.experiments.run_figures import BLUE, GREY, ORANGE, drawn
 from gossip.lab.faults.chaos_report import ChaosResult
 
 _MAX_POINTS = 200
