@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 
-import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -61,9 +60,7 @@ def test_product_is_kronecker(machines: str, local: str) -> None:
 
 def test_a_rank_that_keeps_nothing_in_a_product() -> None:
     swap = Topology.from_rounds([Round.from_matrix([[0, 1], [1, 0]])])
-    topology = swap.product(topologies.build("ring", 3))
-    np.testing.assert_allclose(topology.round(0).matrix(), np.kron([[0, 1], [1, 0]], np.full((3, 3), 1 / 3)))
-    check_views(topology)
+    check_views(swap.product(topologies.build("ring", 3)))
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -101,19 +98,13 @@ def test_averages_in_every_kth_round(case: int, k: int) -> None:
         assert topology.exact_after <= k
 
 
-def test_averages_of_a_directed_graph_keep_sums_only() -> None:
-    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)])
-    topology = Topology.from_graph(graph, weights="push_sum").averaged_every(2)
-    assert topology.stochasticity == "column"
-    assert topology.promised_exact_after is None
-
-
-def test_other_averages_are_not_mistaken() -> None:
+def test_averages_of_what_keeps_sums_only_or_averages_at_other_times() -> None:
+    topology = column_stochastic(4).averaged_every(2)
+    assert (topology.stochasticity, topology.promised_exact_after) == ("column", None)
     ring = topologies.build("ring", 4)
     twos = ring.averaged_every(2)
     assert twos.averaged_every(3).round(2).uniform_groups is not None
-    late = ring.then(twos, after=1)
-    assert late.averaged_every(2).round(3).uniform_groups is not None
+    assert ring.then(twos, after=1).averaged_every(2).round(3).uniform_groups is not None
 
 
 @given(st.permutations(range(6)), st.sampled_from(NAMES))
@@ -124,11 +115,8 @@ def test_permuted_moves_the_ranks(order: list[int], name: str) -> None:
         moved = topology.round(t).matrix()
         np.testing.assert_array_equal(moved[np.ix_(order, order)], base.round(t).matrix())
     check_views(topology, 1)
-    assert (topology.period, topology.exact_after, topology.symmetric) == (
-        base.period,
-        base.exact_after,
-        base.symmetric,
-    )
+    properties = [(each.period, each.exact_after, each.symmetric) for each in (topology, base)]
+    assert properties[0] == properties[1]
 
 
 def test_phases_are_permuted_one_by_one() -> None:
@@ -200,11 +188,8 @@ def test_what_cannot_be_combined_is_refused() -> None:
 @pytest.mark.parametrize(
     ("order", "error", "text"),
     [
-        ([0, 1, 2, 2], ValueError, "order must name every rank from 0 to 3 once"),
         ([0, 1, 2, 3, 3], ValueError, "order must name every rank from 0 to 3 once"),
-        ([0, 1, 2, -3], ValueError, "order names rank -3"),
         ([0, 1, 2, 3.0], TypeError, "order must be integers"),
-        ({0, 1, 2, 3}, TypeError, "order must be integers"),
     ],
 )
 def test_orders_name_every_rank_once(order: object, error: type[Exception], text: str) -> None:

@@ -1,7 +1,5 @@
 """Whatever is asked for is built or refused at once: absurd sizes and options cost neither minutes nor memory."""
 
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ BILLION = 10**9
     [
         ("hypercube", BILLION, {}, (1 << 29, 1 << 30)),
         ("de_bruijn", 8, {"p": BILLION}, (1, BILLION)),
-        ("hyper_hypercube", 3 * 10**8, {"k": 1}, (1 << 28, 1 << 29)),
         ("hyper_hypercube", BILLION + 7, {"k": 4}, (BILLION, 1006632960)),
         ("hyper_hypercube", BILLION + 7, {"k": BILLION}, (BILLION + 6, BILLION + 8)),
         ("margulis", BILLION, {}, (31622**2, 31623**2)),
@@ -40,33 +37,9 @@ BILLION = 10**9
 def test_the_nearest_sizes_are_found_without_a_walk(
     name: str, world_size: int, options: dict[str, Any], nearest: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match="the nearest") as error:
+    said = rf"the nearest (is|are) {' and '.join(map(str, nearest))}\."
+    with pytest.raises(ValueError, match=said):
         topologies.build(name, world_size, **options)
-    found = re.search(r"the nearest (?:is|are) (\d+)(?: and (\d+))?\.", str(error.value))
-    assert found is not None
-    assert tuple(int(size) for size in found.groups() if size) == nearest
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "options"),
-    [
-        ("ring", BILLION, {}),
-        ("exponential", MAX_WORLD_SIZE, {}),
-        ("one_peer_exponential", MAX_WORLD_SIZE, {}),
-        ("de_bruijn", MAX_WORLD_SIZE, {}),
-        ("equi_static", BILLION, {}),
-        ("equi_dyn", BILLION, {"directed": True}),
-        ("hyper_cuboid", BILLION, {"factors": (10**4, 10**5)}),
-        ("hyper_hypercube", 735134400, {"k": 30}),
-        ("simple_base", BILLION, {}),
-        ("simple_base", BILLION + 7, {"k": 3}),
-        ("base", BILLION + 6, {}),
-    ],
-)
-def test_formulas_serve_a_billion_ranks(name: str, world_size: int, options: dict[str, Any]) -> None:
-    round_ = topologies.build(name, world_size, **options).round(0)
-    rank = world_size - 5
-    assert math.fsum(round_.row(rank).values()) == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +74,6 @@ def test_no_loop_over_the_number_of_peers(name: str, k: int, period: int) -> Non
         ("matcha", BILLION, {"graph": "ring"}),
         ("matcha", 10**6, {"graph": "complete"}),
         ("watts_strogatz", 2000, {"neighbours": 2000}),
-        ("erdos_renyi", 10**6 + 1, {"probability": 1e-9}),
     ],
 )
 def test_what_is_stored_has_a_limit(name: str, world_size: int, options: dict[str, Any]) -> None:
@@ -122,15 +94,8 @@ def test_fewer_large_graphs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: topologies.build("equi_dyn", 8, seed=None), TypeError, "seed must be an integer"),
         (lambda: topologies.build("equi_static", 8, m=BILLION), ValueError, "m must be at most 1000000"),
         (lambda: topologies.build("local_global", 8, local_size=np.array(3.5)), TypeError, r"integer .*got 3\.5"),
-        (lambda: topologies.build([], 8), TypeError, r"name of a topology must be a str, got \[\]"),  # type: ignore[arg-type]
-        (
-            lambda: topologies.build("grid", 12, shap=(3, 4)),
-            TypeError,
-            r"no option 'shap' \(did you mean 'shape'\?\); its options are: shape",
-        ),
         (lambda: topologies.build("hyper_cuboid", 12, factors=12), TypeError, r"use for example \[2, 2, 3\]"),
         (lambda: Topology.from_function(5), TypeError, "function must be a function of t"),  # type: ignore[arg-type]
-        (lambda: Topology.from_rounds(Round.identity(2)), TypeError, "list of at least one Round"),  # type: ignore[arg-type]
         (
             lambda: Topology.from_function(lambda t: None if t else Round.identity(2)).round(3),  # type: ignore[arg-type,return-value]
             TypeError,
@@ -147,7 +112,6 @@ def test_errors_of_options_and_functions(call: Callable[[], Any], kind: type[Exc
     "measure",
     [
         lambda: topologies.build("ring", BILLION).describe(),
-        lambda: topologies.compare(["ring"], world_size=BILLION),
         lambda: topologies.compare([topologies.build("ring", BILLION)]),
         lambda: topologies.recommend(BILLION, latency_us=1, bandwidth_gbps=1, message_mb=1),
     ],

@@ -1,23 +1,16 @@
-"""Registry: what is chosen by name."""
+"""What is chosen by name: a registry of any kind, and the families with their options."""
 
 import pytest
 
+import topologies
+from topologies import Topology
+from topologies.family_registry import FAMILIES
 from topologies.registry import Registry
 
 
 @pytest.fixture
 def colours() -> Registry[type]:
     return Registry("colour", {"red": int, "blue": float})
-
-
-def test_what_is_decorated_is_found_and_stays_what_it_is(colours: Registry[type]) -> None:
-    @colours.register("green")
-    class Green:
-        pass
-
-    assert colours.get("green") is Green
-    assert colours.get("red") is int
-    assert colours.available() == ("blue", "green", "red")
 
 
 def test_an_unknown_name_lists_all_and_the_nearest(colours: Registry[type]) -> None:
@@ -27,15 +20,30 @@ def test_an_unknown_name_lists_all_and_the_nearest(colours: Registry[type]) -> N
         colours.get("xyz")
 
 
-@pytest.mark.parametrize("name", [None, 1, ["red"]])
-def test_a_name_is_a_text(name: object, colours: Registry[type]) -> None:
-    with pytest.raises(TypeError, match=r"the name of a colour must be a str, got .*; pass one of blue, red"):
-        colours.get(name)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the name of a colour must be a str"):
-        colours.register(name)  # type: ignore[arg-type]
-
-
-def test_a_taken_name_is_refused_with_whose_it_is(colours: Registry[type]) -> None:
+def test_a_name_is_a_text_that_is_not_taken(colours: Registry[type]) -> None:
+    for use in (colours.get, colours.register):
+        with pytest.raises(TypeError, match=r"the name of a colour must be a str, got .*; pass one of blue, red"):
+            use(["red"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the colour name 'red' is taken by builtins\.int; choose another name"):
         colours.register("red")(str)
     assert colours.get("red") is int
+
+
+def test_an_unknown_option_lists_the_options() -> None:
+    with pytest.raises(
+        TypeError, match=r"'local_global' has no option 'localsize'.*mean 'local_size'.*are: local_size"
+    ):
+        topologies.build("local_global", 8, localsize=2)
+    with pytest.raises(TypeError, match=r"'ring' has no option 'seed'; it has no options"):
+        topologies.build("ring", 8, seed=2)
+    with pytest.raises(TypeError, match=r"'local_global' needs the option 'local_size'"):
+        topologies.build("local_global", 8)
+
+
+def test_options_are_keyword_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    with pytest.raises(TypeError, match=r"'mine' must be keyword-only"):
+
+        @topologies.register("mine")
+        def mine(world_size: int, hops: int) -> Topology:
+            raise AssertionError(world_size, hops)

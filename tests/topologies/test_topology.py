@@ -11,10 +11,6 @@ from topologies import Round, Topology
 PAIRS = [Round.from_groups(4, [(0, 1), (2, 3)]), Round.from_groups(4, [(0, 2), (1, 3)])]
 
 
-def rotate(t: int) -> Round:
-    return Round.from_rows([{(i + 1 + t) % 5: 0.5} for i in range(5)])
-
-
 def draw_pair(_: int, generator: np.random.Generator) -> Round:
     return Round.from_groups(6, [generator.choice(6, 2, replace=False).tolist()])
 
@@ -44,24 +40,18 @@ def test_a_seeded_function_gives_round_t_without_the_earlier_ones() -> None:
     assert any(other.round(t) != different.round(t) for t in range(10))
 
 
-def test_row_stochastic_must_be_declared() -> None:
+def test_stochasticity_in_one_direction_must_be_declared() -> None:
     biased = Round.from_matrix([[0.5, 0.5], [0.25, 0.75]])
     with pytest.raises(ValueError, match=r"round 0 .*column 0 .*sums to 0\.75.*stochasticity='row'"):
         Topology.from_rounds([biased])
-    topology = Topology.from_rounds([biased], stochasticity="row")
-    assert topology.stochasticity == "row"
-    assert not topology.doubly_stochastic
-    assert Topology.from_json(topology.to_json()) == topology
-
-
-def test_column_stochastic_must_be_declared() -> None:
-    pushed = Round.from_matrix([[0.5, 0.25], [0.5, 0.75]])
-    with pytest.raises(ValueError, match=r"row 0 of the mixing matrix sums to 0\.75"):
-        Topology.from_rounds([pushed], stochasticity="row")
-    topology = Topology.from_rounds([pushed], stochasticity="column")
-    assert topology.stochasticity == "column"
-    with pytest.raises(ValueError, match=r"column 0 .* sums to 0\.75"):
-        Topology.from_rounds([Round.from_matrix([[0.5, 0.5], [0.25, 0.75]])], stochasticity="column")
+    pushed = Round.from_matrix(biased.matrix().T)
+    for round_, kind, wrong in ((biased, "row", pushed), (pushed, "column", biased)):
+        topology = Topology.from_rounds([round_], stochasticity=kind)
+        assert topology.stochasticity == kind
+        assert not topology.doubly_stochastic
+        assert Topology.from_json(topology.to_json()) == topology
+        with pytest.raises(ValueError, match=rf"{kind} 0 of the mixing matrix sums to 0\.75"):
+            Topology.from_rounds([wrong], stochasticity=kind)
 
 
 def test_a_function_is_checked_when_its_rounds_are_first_used() -> None:
@@ -85,13 +75,10 @@ def test_a_function_is_checked_when_its_rounds_are_first_used() -> None:
         (lambda: Topology.from_rounds([np.eye(2)]), TypeError, r"at least one Round.*Round.from_matrix"),
         (lambda: Topology.from_rounds(PAIRS, stochasticity="rows"), ValueError, "'doubly', 'row', 'column'"),
         (lambda: Topology.from_function(lambda _: np.eye(2)), TypeError, "must return a Round, got ndarray"),
-        (lambda: Topology.from_function(rotate, period=0), ValueError, "period must be at least 1"),
+        (lambda: Topology.from_function(draw_pair, period=0, seed=1), ValueError, "period must be at least 1"),
         (lambda: Topology.from_function(draw_pair, seed=-1), ValueError, "seed must be at least 0"),
         (lambda: Topology.from_rounds(PAIRS).round(-1), ValueError, "t must be at least 0, got -1"),
-        (lambda: Topology.from_rounds(PAIRS).round(0.5), TypeError, "t must be an integer"),
         (lambda: Topology.from_json("{"), ValueError, "not JSON"),
-        (lambda: Topology.from_json("[]"), ValueError, "needs the keys"),
-        (lambda: Topology.from_json('{"name": "rong", "world_size": 2, "options": {}}'), ValueError, "unknown"),
     ],
 )
 def test_refusals(build, error: type[Exception], message: str) -> None:

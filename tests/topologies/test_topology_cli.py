@@ -53,13 +53,7 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], "required: COMMAND"),
         (["describe", "ring"], "required: --world-size"),
         (["describe", "ring", "--world-size", "many"], "--world-size: invalid int value: 'many'"),
-        (["describe", "ring", "--world-size", "0"], "world_size must be at least 1, got 0"),
-        (["describe", "ring", "--world-size", "4", "--option", "seed=1"], "it has no options"),
         (["describe", "ring", "--world-size", "4", "--every", "0"], "k must be at least 1, got 0"),
-        (
-            ["describe", "ring", "--world-size", "4", "--warmup-rounds", "-1"],
-            "after must be at least 0, got -1",
-        ),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed"], "takes KEY=VALUE, got 'seed'"),
         (
             ["describe", "random_matching", "--world-size", "6", "--option", "seed=1", "--option", "seed=2"],
@@ -67,10 +61,6 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (["describe", "graph", "--world-size", "6", "--option", "graph=no.gexf"], "does not exist"),
         (["draw", "ring", "--world-size", "6", "--output", "ring.pdf"], "must end in .svg or .png"),
-        (
-            ["draw", "ring", "--world-size", "6", "--output", "/no/such/folder/ring.svg"],
-            "create '/no/such/folder' first",
-        ),
         (["gallery", "--output", "/no/such/folder/page.html"], "create '/no/such/folder' first"),
     ],
 )
@@ -91,9 +81,7 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     [
         (["directed=False", "m=None"], "equi_static", {"directed": False, "m": None}),
         (["directed=true", "m=null"], "equi_static", {"directed": True, "m": None}),
-        (["shape=(3,4)"], "torus", {"shape": (3, 4)}),
         (["shape=3,4"], "torus", {"shape": (3, 4)}),
-        (["shape=[3, 4]"], "torus", {"shape": (3, 4)}),
         (["weights='lazy'"], "margulis", {"weights": "lazy"}),
     ],
 )

@@ -124,10 +124,7 @@ def what_is_left_of_modes(algorithm: Algorithm, steps: torch.Tensor, num_steps: 
     return x.data.abs()
 
 
-@pytest.mark.parametrize(
-    "topology",
-    rest_is_slow(["ring", "one_peer_hypercube", "one_peer_exponential", "base", "random_matching", "equi_dyn"]),
-)
+@pytest.mark.parametrize("topology", rest_is_slow(["ring", "one_peer_hypercube", "random_matching"]))
 @pytest.mark.parametrize(("form", "gossip"), [("awc", AdaptWhileCommunicating()), ("atc", AdaptThenCombine())])
 def test_default_gains_are_stable_wherever_gossip_is(form: Form, gossip: Algorithm, topology: str) -> None:
     of_gossip = 1 + EIGENVALUES if form == "awc" else 1 + 1 / EIGENVALUES.abs()
@@ -135,8 +132,9 @@ def test_default_gains_are_stable_wherever_gossip_is(form: Form, gossip: Algorit
     algorithm = IntegralCorrection(form).on(topologies.build(topology, 16))
     for share in SHARES:
         assert float(what_is_left_of_modes(algorithm, share * limits).max()) < 1
-    assert float(what_is_left_of_modes(gossip, 0.99 * limits).max()) < 1
-    assert float(what_is_left_of_modes(gossip, 1.01 * of_gossip).min()) > 1
+    if topology == "ring":  # gossip itself depends on none
+        assert float(what_is_left_of_modes(gossip, 0.99 * limits).max()) < 1
+        assert float(what_is_left_of_modes(gossip, 1.01 * of_gossip).min()) > 1
 
 
 STATEFUL: list[Algorithm] = [

@@ -65,11 +65,7 @@ FORMS = [IntegralCorrection("awc"), IntegralCorrection("atc")]
 
 @pytest.mark.parametrize(
     ("algorithm", "topology", "compression", "num_steps", "floor"),
-    [  # by turns with the one and the other form; the slow ones swap them
-        pytest.param(FORMS[(number + swapped) % 2], *row, marks=[pytest.mark.slow] * swapped)
-        for swapped in (0, 1)
-        for number, row in enumerate(FLOORS)
-    ],
+    [(FORMS[number % 2], *row) for number, row in enumerate(FLOORS)],
 )
 def test_corrected_replicas_end_as_near_as_the_codec_can_tell(
     algorithm: Algorithm, topology: str, compression: Compression | str | None, num_steps: int, floor: float

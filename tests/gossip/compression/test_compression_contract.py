@@ -49,7 +49,7 @@ def arguments(
 @torch.no_grad()  # once for all rounds
 @pytest.mark.parametrize(
     ("name", "topology", "numel"),
-    rest_is_slow([*((*served, 5000) for served in in_turn(3)), *((name, "ring", 1) for name in COMPRESSIONS)], 16),
+    rest_is_slow([*((*served, 5000) for served in in_turn(2)), *((name, "ring", 1) for name in COMPRESSIONS)], 16),
 )
 def test_replicas_left_alone_agree_up_to_the_floor_on_their_mean(name: str, topology: str, numel: int) -> None:
     row = COMPRESSIONS[name]
@@ -80,25 +80,23 @@ def test_mean_is_exact_in_float64(name: str, topology: str) -> None:
 @pytest.mark.slow
 @torch.no_grad()  # once for all
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_no_drift_over_ten_thousand_rounds(name: str) -> None:
+def test_no_drift_over_thousands_of_rounds(name: str) -> None:
     row = COMPRESSIONS[name]
     # Three ranks: what two give each other cancels whatever its rounding; and in one direction, where it may be.
     name_of_ring = "directed_ring" if "directed_ring" in row.topologies else "ring"
     ranks = StackedRanks(row.make(0), topologies.build(name_of_ring, 3), replicas("ring", 40)[:3], row.views(40))
     generator = torch.Generator().manual_seed(1)
     drift = torch.zeros(40, dtype=torch.float64)
-    early, late = range(1000, 2000), range(9000, 10_000)
-    distances = {}
-    for step in range(10_000):
+    distances = []
+    for step in range(2500):
         ranks.stacked += 0.01 * torch.randn(ranks.stacked.shape, generator=generator)
         before = ranks.mean
         ranks.mix(step)
         drift += ranks.mean - before
-        if step in early or step in late:
-            distances[step] = ranks.distance
-    # 10,000 roundings of 1e-7 each, one way, would be 1e-3. Where much the same is mixed in again, rounding repeats.
-    assert drift.abs().max() <= 3e-5
-    assert max(distances[step] for step in late) <= 2 * max(distances[step] for step in early)
+        distances.append(ranks.distance)
+    # 2,500 roundings of 1e-7 each, one way, would be 2.5e-4. Where much the same is mixed in again, rounding repeats.
+    assert drift.abs().max() <= 1.5e-5
+    assert max(distances[2000:]) <= 2 * max(distances[500:1000])
 
 
 @pytest.mark.parametrize(("name", "topology"), SERVED)

@@ -45,14 +45,11 @@ def test_sends_and_receives_differ() -> None:
 
 def test_a_schedule_without_a_period_is_sampled() -> None:
     found = topologies.build("random_matching", 8).describe()
-    assert found.num_rounds == 16
-    assert found.exact_after is None
-    assert found.symmetric
+    assert (found.num_rounds, found.exact_after, found.symmetric) == (16, None, True)
     product = analysis.product(topologies.build("random_matching", 8), 16)
     assert found.beta == pytest.approx(np.linalg.norm(product - 1 / 8, 2))
-    text = str(found)
-    assert "measured over   the first 16 rounds" in text
-    assert "not promised: no period" in text
+    assert "measured over   the first 16 rounds" in str(found)
+    assert "not promised: no period" in str(found)
 
 
 def test_the_deviation_is_measured() -> None:

@@ -27,16 +27,11 @@ def texts(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "options"),
-    [
-        ("ring", 1, {}),
-        ("one_peer_exponential", 6, {}),
-        ("alternating_exp_ring", 8, {"local_size": 2}),
-        ("random_matching", 5, {}),
-    ],
+    ("name", "world_size"),
+    [("ring", 1), ("one_peer_exponential", 6), ("random_matching", 5)],
 )
-def test_svg_is_the_same_every_time(name: str, world_size: int, options: dict[str, int], tmp_path: Path) -> None:
-    topology = topologies.build(name, world_size, **options)
+def test_svg_is_the_same_every_time(name: str, world_size: int, tmp_path: Path) -> None:
+    topology = topologies.build(name, world_size)
     one, other = tmp_path / "one.svg", tmp_path / "other.svg"
     draw(topology, one)
     draw(Topology.from_json(topology.to_json()), other)
@@ -58,19 +53,6 @@ def test_captions(tmp_path: Path) -> None:
     text = texts(path)
     for caption in ("nothing is sent", "groups of 2", "weights 0.1 to 0.4", "weights 0.25"):
         assert caption in text
-
-
-@pytest.mark.parametrize(
-    ("path", "rounds", "message"),
-    [
-        ("ring.pdf", None, r"must end in \.svg or \.png, got 'ring\.pdf'"),
-        ("ring.svg", 0, "rounds must be at least 1"),
-        ("ring.svg", 33, "rounds must be at most 32, got 33"),
-    ],
-)
-def test_refusals(path: str, rounds: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw(topologies.build("ring", 4), path, rounds)
 
 
 def test_of_many_ranks_there_are_only_matrices_and_the_curve(tmp_path: Path) -> None:
@@ -132,7 +114,7 @@ WHOLE = [
 ]
 
 
-PICTURES = [(topology, False) for topology in WHOLE] + [(topology, True) for topology in WHOLE[:7]]
+PICTURES = [(topology, False) for topology in WHOLE] + [(topology, True) for topology in WHOLE[:3]]
 
 
 @pytest.mark.parametrize(
@@ -196,9 +178,6 @@ def test_layouts_of_families() -> None:
     assert np.linalg.norm(path[0] - path[7]) > 1.2 * np.linalg.norm(path[0] - path[1])
     nodes = layout_of(topologies.build("local_global", 8, local_size=4)).places
     assert np.linalg.norm(nodes[3] - nodes[4]) > 1.2 * np.linalg.norm(nodes[2] - nodes[3])
-    # A schedule stands as its last phase.
-    composed = topologies.build("ring", 9).then(topologies.build("star", 9).every(2), after=5)
-    np.testing.assert_array_equal(layout_of(composed).places, star)
 
 
 def test_a_torus_is_cut_at_its_border() -> None:

@@ -32,8 +32,6 @@ def laplacians(n: int, matchings: tuple[np.ndarray, ...]) -> list[np.ndarray]:
 GRAPHS = {
     "wheel": nx.wheel_graph(7),
     "lollipop": nx.lollipop_graph(5, 4),
-    "grid": nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 5)),
-    "random": nx.gnp_random_graph(20, 0.3, seed=4),
     "karate club": nx.karate_club_graph(),
 }
 CASES = [pytest.param(graph, budget, id=f"{name}-{budget}") for name, graph in GRAPHS.items() for budget in (0.3, 0.6)]
@@ -95,11 +93,9 @@ def commuting_step(low: float, high: float, budget: float) -> float:
     [
         (nx.complete_graph(8), (8, 8)),
         (nx.cycle_graph(10), (2 - 2 * math.cos(math.pi / 5), 4)),
-        (nx.path_graph(2), (2, 2)),
         (nx.star_graph(11), (1, 12)),
-        (nx.complete_bipartite_graph(6, 6), (6, 12)),
     ],
-    ids=["K8", "ring 10", "pair", "star", "bipartite"],
+    ids=["K8", "ring 10", "star"],
 )
 def test_known_values_of_symmetric_graphs(graph: nx.Graph, eigenvalues: tuple[float, float], budget: float) -> None:
     """All matchings are alike, so p = budget, and all matrices are functions of one Laplacian."""
@@ -123,7 +119,7 @@ def test_rounds_use_whole_matchings_as_often_as_they_should() -> None:
     found = rounds_of(topology).activation
     parts = laplacians(10, found.matchings)
     counts = np.zeros(len(parts))
-    num_rounds = 2000
+    num_rounds = 1000
     for t in range(num_rounds):
         round_ = rounds_of(topology)(t)
         active = [

@@ -6,30 +6,16 @@ from pathlib import Path
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import topologies
 from topologies import Topology
-from topologies.graphs.edge_weights import DEGREE_SCHEMES, SCHEMES
+from topologies.graphs.edge_weights import SCHEMES
 
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
 
 
 def matrix(graph: nx.Graph, weights: str = "metropolis") -> np.ndarray:
     return Topology.from_graph(graph, weights).round(0).matrix()
-
-
-@st.composite
-def connected_graphs(draw: st.DrawFn) -> nx.Graph:
-    """A random tree with some more edges."""
-    n = draw(st.integers(2, 9))
-    graph = nx.Graph()
-    graph.add_nodes_from(range(n))
-    graph.add_edges_from((draw(st.integers(0, rank - 1)), rank) for rank in range(1, n))
-    extra = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=8))
-    graph.add_edges_from((one, other) for one, other in extra if one != other)
-    return graph
 
 
 @pytest.mark.parametrize(
@@ -44,31 +30,6 @@ def connected_graphs(draw: st.DrawFn) -> nx.Graph:
 )
 def test_schemes_by_hand(scheme: str, expected: list[list[float]]) -> None:
     np.testing.assert_allclose(matrix(KITE, scheme), np.array(expected) / 12, atol=1e-15)
-
-
-@pytest.mark.filterwarnings("ignore:weights='metropolis_hastings' never converges")
-@given(connected_graphs())
-def test_schemes_on_any_graph(graph: nx.Graph) -> None:
-    n = len(graph)
-    adjacency = nx.to_numpy_array(graph, nodelist=range(n))
-    for scheme in DEGREE_SCHEMES:
-        topology = Topology.from_graph(graph, scheme)
-        w = topology.round(0).matrix()
-        off_diagonal = w - np.diag(np.diag(w))
-        np.testing.assert_array_equal(off_diagonal != 0, adjacency != 0)
-        np.testing.assert_allclose(w.sum(axis=0 if scheme == "push_sum" else 1), 1, rtol=0, atol=1e-14)
-        assert (w >= -1e-15).all()
-        if scheme in ("uniform", "push_sum") and not nx.is_regular(graph):
-            assert topology.stochasticity == ("row" if scheme == "uniform" else "column")
-            continue
-        assert topology.stochasticity == "doubly"
-        assert topology.symmetric
-        np.testing.assert_allclose(w, w.T, atol=0)
-        if scheme != "metropolis_hastings":
-            assert np.linalg.norm(w - 1 / n, ord=2) < 1 - 1e-6
-    metropolis, lazy = matrix(graph), matrix(graph, "lazy")
-    np.testing.assert_allclose(lazy, (np.eye(n) + metropolis) / 2, atol=1e-15)
-    assert np.linalg.eigvalsh(lazy).min() > -1e-12
 
 
 @pytest.mark.parametrize("graph", [nx.cycle_graph(6), nx.hypercube_graph(3), nx.path_graph(2)])
@@ -111,9 +72,6 @@ def test_given_weights_that_leave_less_than_nothing_are_refused() -> None:
     [
         (0, "a", "int, str"),
         (frozenset({1}), frozenset({2}), "frozenset"),  # compares as subsets, so it sorts, but to no order
-        (float("nan"), 1.0, "float"),
-        (1j, 2j, "complex"),
-        ((0, "a"), (0, 1), "tuple"),
     ],
 )
 def test_labels_without_an_order_are_refused(one: object, other: object, kinds: str) -> None:
@@ -124,17 +82,13 @@ def test_labels_without_an_order_are_refused(one: object, other: object, kinds: 
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        (nx.empty_graph(3), r"not connected: 3 components of 1, 1, 1 nodes"),
         (nx.disjoint_union(nx.path_graph(3), nx.path_graph(2)), r"not connected: 2 components of 3, 2"),
         (nx.Graph([(0, 1, {"weight": -1.0}), (1, 2)]), r"edge 0 - 1 of graph must be above 0 and finite, got -1\.0"),
-        (nx.Graph([(0, 1, {"weight": float("nan")}), (1, 2)]), r"got nan"),
         (nx.Graph([(0, 1, {"weight": "heavy"}), (1, 2)]), r"must be a number, above 0 and finite, got 'heavy'"),
     ],
 )
 def test_graphs_that_cannot_work_are_refused(graph: nx.Graph, message: str) -> None:
-    for scheme in (*SCHEMES, "given"):
-        if scheme == "given":
-            nx.set_edge_attributes(graph, {edge: {"weight": 0.5} for edge in graph.edges if not graph.edges[edge]})
+    for scheme in SCHEMES:
         with pytest.raises((TypeError, ValueError), match=message):
             Topology.from_graph(graph, scheme)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import topologies
 from topologies import Round, Topology, analysis
 from topologies.__main__ import main
-from topologies.reports.recommending import Network
 
 
 def test_rows_are_what_the_analysis_says() -> None:
@@ -65,14 +62,6 @@ def test_csv_and_dicts_hold_the_same_rows() -> None:
         ([], {"world_size": 6}, ValueError, "topologies is empty"),
         ("ring", {"world_size": 6}, TypeError, "topologies must be a list of names and topologies, got 'ring'"),
         ([7], {"world_size": 6}, TypeError, "topologies holds 7"),
-        (["ring"], {"world_size": 6, "local_size": 4}, ValueError, "local_size must divide world_size 6"),
-        (["ring"], {"world_size": 6, "tolerance": 2.0}, ValueError, "tolerance must be between 0 and 1"),
-        (
-            ["ring"],
-            {"world_size": 6, "message_bytes": -1.0},
-            ValueError,
-            "message_bytes must be at least 0 and finite, got -1",
-        ),
     ],
 )
 def test_what_cannot_be_compared(items: object, options: dict[str, int], error: type[Exception], text: str) -> None:
@@ -80,17 +69,14 @@ def test_what_cannot_be_compared(items: object, options: dict[str, int], error: 
         topologies.compare(items, **options)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_figure_has_a_curve_for_each(suffix: str, tmp_path: Path) -> None:
+def test_the_figure_has_a_curve_for_each(tmp_path: Path) -> None:
     found = topologies.compare(["ring", "torus", "base"], world_size=16, message_bytes=1e6)
-    topologies.draw_comparison(found, tmp_path / f"figure{suffix}")
-    again = tmp_path / f"again{suffix}"
-    topologies.draw_comparison(found, again)
-    assert (tmp_path / f"figure{suffix}").read_bytes() == again.read_bytes()
-    if suffix == ".svg":
-        text = again.read_text()
-        for label in ("ring", "torus (shape=(4, 4))", "base (k=3)", "rounds", "bytes sent per rank"):
-            assert f"<!-- {label} -->" in text
+    figure, again = tmp_path / "figure.svg", tmp_path / "again.svg"
+    for path in (figure, again):
+        topologies.draw_comparison(found, path)
+    assert figure.read_bytes() == again.read_bytes()
+    for label in ("ring", "torus (shape=(4, 4))", "base (k=3)", "rounds", "bytes sent per rank"):
+        assert f"<!-- {label} -->" in again.read_text()
 
 
 def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Path) -> None:
@@ -126,22 +112,6 @@ def test_recommendation_by_hand() -> None:
     assert by_name["ring"].rounds == rounds
 
 
-def test_the_arithmetic_adds_up() -> None:
-    found = topologies.recommend(8, latency_us=50, bandwidth_gbps=1, message_mb=2.5)
-    network = Network(50, 1, 2.5, 1)
-    for each in found.ranked:
-        rounds = analysis.traffic(each.topology).rounds
-        costs = [rounds[k % len(rounds)] for k in range(each.rounds)]
-        seconds = [network.seconds(round_.steps, round_.busiest_node) for round_ in costs]
-        assert each.seconds == pytest.approx(math.fsum(seconds))
-        formula = each.arithmetic.replace(" inside nodes", " * 0").replace(" us", "e-6").replace(" x ", " * ")
-        formula = formula.replace(" MB / 1 Gbit/s", " * 8e6 / 1e9")
-        assert eval(formula) == pytest.approx(each.seconds, rel=2e-3)
-    seconds = [each.seconds for each in found.ranked]
-    assert seconds == sorted(seconds)
-    assert np.isfinite(seconds).all()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -149,7 +119,6 @@ def test_the_arithmetic_adds_up() -> None:
         ({"bandwidth_gbps": 0}, "bandwidth_gbps must be above 0 and finite, got 0"),
         ({"message_mb": float("nan")}, "message_mb must be above 0 and finite, got nan"),
         ({"local_size": 5}, "local_size must divide world_size 8, got 5; use one of 1, 2, 4, 8"),
-        ({"tolerance": 0}, "tolerance must be between 0 and 1"),
     ],
 )
 def test_what_cannot_be_recommended(options: dict[str, float], text: str) -> None:
@@ -184,7 +153,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown topology 'rng'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "num_rows"), [([], 5), (["--all"], 20), (["ring", "path"], 2)])
+@pytest.mark.parametrize(("arguments", "num_rows"), [([], 5), (["ring", "path"], 2)])
 def test_recommend_prints_heads_five_rows_and_a_sentence(
     arguments: list[str], num_rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
