@@ -134,8 +134,8 @@ def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
     """Return the schedule in which all ranks average in every k-th round.
 
     Rounds k - 1, 2 k - 1, ... are the exact average, W = J; round t is round t of this topology for all others.
-    The period of a part that repeats becomes the least common multiple of its own and k. A schedule whose rounds
-    k - 1, 2 k - 1, ... are such averages already is returned as it is, as for a single rank.
+    The period of a part that repeats becomes the least common multiple of its own and k. For a single rank it is the
+    topology itself.
 
     References
     ----------
@@ -149,7 +149,7 @@ def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
     ([False, False, False, True, False, False, False, True], 4)
     """
     k = check_integer("k", k, minimum=1)
-    if topology.world_size == 1 or all(_averages_in_every(phase, k) for phase in topology.phases):
+    if topology.world_size == 1:
         return topology
     if len(topology.phases) == 1:
         return averaging(topology, k, 0)
@@ -159,17 +159,6 @@ def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
             replace(phase, topology=averaging(every(phase.topology, phase.every), k, phase.start % k), every=1)
             for phase in topology.phases
         ),
-    )
-
-
-def _averages_in_every(phase: Phase[Any], k: int) -> bool:
-    """Whether the rounds k - 1, 2 k - 1, ... of a schedule that are in the phase are averages already."""
-    expression = phase.topology.make_round
-    return (
-        phase.every == 1
-        and isinstance(expression, Averaging)
-        and k % expression.k == 0
-        and (expression.offset - phase.start) % expression.k == 0
     )
 
 

@@ -364,18 +364,6 @@ class Round:
         return array
 
 
-def measure_stochasticity(round_: Round) -> Stochasticity | None:
-    """Return what the sums of a round say: "doubly", "row" or "column", or ``None`` for neither."""
-    return proven_by(*(float(np.abs(sums - 1).max()) for sums in (round_.row_sums(), round_.column_sums())))
-
-
-def proven_by(rows: float, columns: float) -> Stochasticity | None:
-    """Return what matrices are whose row and column sums differ from 1 by no more than this, as above."""
-    if rows <= SUM_TOLERANCE:
-        return "doubly" if columns <= SUM_TOLERANCE else "row"
-    return "column" if columns <= SUM_TOLERANCE else None
-
-
 def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:
     """Raise a ValueError for the first row or column of W that does not sum to 1 as ``stochasticity`` promises."""
     for kind, sums in (("row", round_.row_sums()), ("column", round_.column_sums())):

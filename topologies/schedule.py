@@ -143,8 +143,7 @@ class Schedule:
         make_round = function
         if seed is not None:
             make_round = functools.partial(_seeded, function, check_integer("seed", seed, minimum=0))
-        first = make_round(0)
-        _check_is_round(first, 0)
+        first = _is_round(make_round(0), 0)
         schedule = cls(
             world_size=first.world_size,
             make_round=make_round,
@@ -163,8 +162,7 @@ class Schedule:
             number = self.warmup + (number - self.warmup) % self.period
         round_ = self._cache.get(number)
         if round_ is None:
-            round_ = self.make_round(number)
-            _check_is_round(round_, number)
+            round_ = _is_round(self.make_round(number), number)
             self._check_round(round_, number)
             if len(self._cache) >= _CACHED_ROUNDS:
                 self._cache.clear()
@@ -276,17 +274,6 @@ class Phase(Generic[ScheduleT]):
         distinct = self.topology.period or sampled
         return distinct if self.stop is None else min(distinct, (self.stop - self.start) // self.every)
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether every exchange of the phase is symmetric; without a period only if the topology promises it."""
-        num_exchanges = self.num_distinct(sampled=1)
-        if self.topology.symmetric or not num_exchanges:
-            return True
-        period = self.topology.period
-        if period is None or num_exchanges == period:
-            return False
-        return all(self.topology.round(exchange).is_symmetric for exchange in range(num_exchanges))
-
 
 class Expression(abc.ABC):
     """The rule by which the rounds of a topology follow from those of others; the topology's ``make_round``.
@@ -319,10 +306,6 @@ class Composition(Expression):
     def parts(self) -> tuple[Schedule, ...]:
         return tuple(phase.topology for phase in self.phases)
 
-    @property
-    def symmetric(self) -> bool:
-        return all(phase.symmetric for phase in self.phases)
-
     def __call__(self, t: int) -> Round:
         phase = self.phases[bisect.bisect_right(self.phases, t, key=lambda phase: phase.start) - 1]
         exchange, local_steps = divmod(t - phase.start + 1, phase.every)
@@ -347,12 +330,13 @@ def check_schedule(argument: str, value: object, world_size: int | str = "world_
         )
 
 
-def _check_is_round(value: object, number: int) -> None:
+def _is_round(value: object, number: int) -> Round:
     if not isinstance(value, Round):
         raise TypeError(
             f"function must return a Round, got {type(value).__name__} for round {number}; wrap a matrix in "
             f"Round.from_matrix"
         )
+    return value
 
 
 def expression_text(topology: Schedule) -> str:

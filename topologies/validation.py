@@ -57,6 +57,7 @@ _INTERVALS: dict[str, Callable[[float], bool]] = {
     "above 0": lambda number: number > 0.0,
     "above 0 and finite": lambda number: 0.0 < number < math.inf,
     "at least 0 and finite": lambda number: 0.0 <= number < math.inf,
+    "at least 1 and finite": lambda number: 1.0 <= number < math.inf,
     "finite": math.isfinite,
 }
 

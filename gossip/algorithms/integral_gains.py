@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from gossip.algorithms.forms import Form
-from topologies import Phase, Topology
+from topologies import Topology
 from topologies.analysis import connected, consensus_rate
 from topologies.analysis.exactness import known_exact_after
 from topologies.analysis.static_rounds import is_static_and_symmetric
@@ -41,33 +41,21 @@ def gains_on(
     """
     if topology.world_size == 1:
         return (Gains(0, 1.0, 0.0),)
-    return tuple(
-        _of_phase(topology, phase, form, gamma, kappa, delivers, takes_textbook=takes_textbook)
-        for phase in topology.phases
-    )
-
-
-def _of_phase(
-    topology: Topology,
-    phase: Phase[Topology],
-    form: Form,
-    gamma: float | None,
-    kappa: float | None,
-    delivers: float,
-    *,
-    takes_textbook: bool,
-) -> Gains:
-    if phase.topology.period is not None and not connected(phase.topology):
-        raise ValueError(
-            f"topology {topology.name!r} never brings all ranks together: an integral correction would grow without "
-            "end; choose a connected topology"
-        )
-    if takes_textbook and is_static_and_symmetric(phase.topology):
-        own_gamma, own_kappa = _OF_STATIC, _OF_STATIC * delivers / phase.every
-    else:
-        own_kappa = delivers / ((2 if form == "atc" else 4) * steps_to_mix(phase.topology, phase.every))
-        own_gamma = 1 - (own_kappa if kappa is None else kappa) / 2
-    return Gains(phase.start, own_gamma if gamma is None else gamma, own_kappa if kappa is None else kappa)
+    gains = []
+    for phase in topology.phases:
+        if phase.topology.period is not None and not connected(phase.topology):
+            raise ValueError(
+                f"topology {topology.name!r} never brings all ranks together: an integral correction would grow "
+                "without end; choose a connected topology"
+            )
+        if takes_textbook and is_static_and_symmetric(phase.topology):
+            own_gamma, own_kappa = _OF_STATIC, _OF_STATIC * delivers / phase.every
+        else:
+            own_kappa = delivers / ((2 if form == "atc" else 4) * steps_to_mix(phase.topology, phase.every))
+            own_gamma = 1 - (own_kappa if kappa is None else kappa) / 2
+        chosen = own_gamma if gamma is None else gamma, own_kappa if kappa is None else kappa
+        gains.append(Gains(phase.start, *chosen))
+    return tuple(gains)
 
 
 def steps_to_mix(topology: Topology, every: int = 1) -> float:

@@ -10,13 +10,12 @@ import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks
-from gossip.compression.random_draws import check_seed
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages, finite
 from gossip.compression.stacked_codec import Edges, KnownRounds, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
-from topologies.validation import check_real
+from topologies.validation import check_integer, check_real
 
 #: The factor between the ratio and gamma, which is at most 1. With twice the factor some topologies diverge.
 _GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}
@@ -86,12 +85,11 @@ class Choco(Compression):
         for name, given in (("ratio", ratio), ("gamma", gamma)):
             if given is not None:
                 check_real(name, given, "above 0 and at most 1", example=0.1)
-        check_seed(seed)
+        self.seed = check_integer("seed", seed, minimum=0)
         self.sparsifier = sparsifier
         self.ratio = _RATIO[sparsifier] if ratio is None else ratio
         self.gamma = _default_gamma(sparsifier, self.ratio) if gamma is None else gamma
         self.delivers = _DELIVERED[sparsifier] * self.gamma
-        self.seed = seed
 
     def check(self, topology: Topology) -> None:
         check_static(topology, f"compression {self.describe()}", NO_MEMORY, symmetric=True)

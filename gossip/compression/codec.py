@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,22 +16,12 @@ NO_MEMORY = "int8, which keeps no state"
 """What to choose instead of a compression that depends on earlier exchanges; part of error texts."""
 
 
-class Clip(Protocol):
-    """Returns by which factor to scale the difference to each source's message."""
+Clip = Callable[[Mapping[int, float], Callable[[int], float] | None], Mapping[int, float]]
+"""Returns the factors by which to scale the difference to each source's message, from the lengths of these differences.
 
-    def __call__(
-        self, distances: Mapping[int, float], smaller_norm: Callable[[int], float] | None = None
-    ) -> Mapping[int, float]:
-        """Return the factors, by source.
-
-        Parameters
-        ----------
-        distances : mapping of int to float
-            The lengths of the differences, by source; equal at both ends to the bit.
-        smaller_norm : callable, optional
-            Returns the smaller norm of a source's message and this rank's own, equal at both ends to the bit. Without
-            it nothing is clipped along an edge without a history.
-        """
+The second argument returns the smaller norm of a source's message and this rank's own; with None nothing is clipped
+along an edge without a history. Lengths and norms are equal at both ends of an edge to the bit.
+"""
 
 
 class Compression(ABC):

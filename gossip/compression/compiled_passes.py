@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 
 from gossip.compression.conversation import CHUNK_NUMEL, Parts
-from gossip.compression.eager_passes import EagerPasses, block_ranges
+from gossip.compression.eager_passes import EagerPasses
 from gossip.compression.lattice import Layout, eighths
 from gossip.compression.part_memory import scratch
 
@@ -114,12 +114,14 @@ class CompiledPasses(EagerPasses):
         differences, scales = (
             (c_void_p * len(reads))(*(tensor.data_ptr() for tensor in tensors)) for tensors in zip(*reads, strict=True)
         )
-        for blocks in block_ranges(self._layout.num_blocks, self._layout.block_numel, self._device):
-            shape = (*leading, blocks.stop - blocks.start, self._layout.block_numel)
-            total = scratch(shape, dtype, self._device)
-            some = blocks.start, blocks.stop, len(reads)
+        num_blocks, block_numel = self._layout.num_blocks, self._layout.block_numel
+        size = max(1, CHUNK_NUMEL // block_numel)
+        for start in range(0, num_blocks, size):
+            stop = min(start + size, num_blocks)
+            total = scratch((*leading, stop - start, block_numel), dtype, self._device)
+            some = start, stop, len(reads)
             _call(self._decode[dtype], self._numbers, num_rows, *some, differences, row, scales, total)
-            yield blocks, total
+            yield slice(start, stop), total
 
 
 def _call(function: Callable[..., object], *arguments: Any) -> None:

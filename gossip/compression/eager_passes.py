@@ -1,4 +1,4 @@
-"""The arithmetic of modulo quantization in torch: eager within a CPU's cache, compiled on other devices."""
+"""The arithmetic of modulo quantization in torch: eager on a CPU without a compiler, compiled on other devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from gossip.compression.lattice import (
     MAX_SHIFT,
     PATIENCE,
     RAW,
-    Fields,
     Layout,
     exponents,
     levels_of,
     power_of_two,
     tables,
 )
-from gossip.compression.part_memory import scratch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +33,7 @@ T = TypeVar("T")
 class EagerPasses:
     """Passes over the blocks of one bucket, on one device.
 
-    All tensors may have a leading dimension, which is ranks: few enough to fit a CPU's cache together.
+    All tensors may have a leading dimension, which is ranks.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -76,45 +74,24 @@ class EagerPasses:
         int
             The number of blocks whose codes are complete.
         """
-        fields = self._layout.fields(message)
-        levels = _levels_on_lattice(wanted, self._peaks(values))
+        fields, blocks = self._layout.fields(message), in_blocks(values, self._layout)
+        peaks = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # NaN where the block has one
+        levels = _levels_on_lattice(wanted, peaks)
         fields.levels.copy_(levels)
-        block_numel, dim = self._layout.block_numel, levels.dim() - 1
         is_raw = levels == RAW
-        steps = exponents(levels).masked_fill_(is_raw, 0)
-        sizes = power_of_two(steps).to(points.dtype)[..., None]
-        inverses = sizes.reciprocal()  # exactly
-        weights = self._weights[:block_numel]
+        sizes = power_of_two(exponents(levels).masked_fill_(is_raw, 0)).to(points.dtype)[..., None]
+        places = torch.arange(self._layout.numel, device=self._device)
+        noise = self._noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(blocks.shape[-2:])
+        out = points, fields.codes, fields.checksums
         encode = _compiled(_encode_blocks, self._device)
-        for blocks, part in _parts(values, block_numel):
-            noise = self._noise_of(offsets, blocks)
-            some = (_some(each, blocks, dim) for each in (inverses, sizes))
-            out = (_some(each, blocks, dim) for each in (points, fields.codes, fields.checksums))
-            encode(part, noise, *some, weights, self._layout.bits, *out)
+        encode(
+            blocks, noise, sizes.reciprocal(), sizes, self._weights, self._layout.bits, *out
+        )  # reciprocals are exact
         if self._device.type != "cpu" or bool(is_raw.any()):
-            for blocks, part in _parts(values, block_numel):
-                chosen = _some(points, blocks, dim)
-                chosen.copy_(torch.where(_some(is_raw, blocks, dim)[..., None], part, chosen))
+            points.copy_(torch.where(is_raw[..., None], blocks, points))
             fields.codes.masked_fill_(is_raw[..., None], 0)
             fields.checksums.masked_fill_(is_raw, 0)
         yield self._layout.num_blocks
-
-    def _peaks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude in each block, [num_blocks]; NaN where the block has one."""
-        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        found = torch.empty((*values.shape[:-1], self._layout.num_blocks), dtype=wide, device=self._device)
-        for blocks, part in _parts(values, self._layout.block_numel, fill_up=False):
-            torch.maximum(part.amax(-1), part.amin(-1).neg_(), out=found[..., blocks])
-        return found
-
-    def _noise_of(self, offsets: torch.Tensor, blocks: slice) -> torch.Tensor:
-        block_numel = self._layout.block_numel
-        first, last = blocks.start * block_numel, blocks.stop * block_numel
-        if self._device.type == "cpu":
-            start = int(offsets[first // CHUNK_NUMEL]) + first % CHUNK_NUMEL
-            return self._noise[start : start + last - first].view(-1, block_numel)
-        places = torch.arange(first, last, device=self._device)
-        return self._noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(-1, block_numel)
 
     def check(
         self, own: torch.Tensor, peers: torch.Tensor, spread: float, differences: torch.Tensor, wanted: torch.Tensor
@@ -141,87 +118,51 @@ class EagerPasses:
         sizes : Tensor, [num_blocks], float64
             The lattice constants of which the differences are multiples.
         """
-        left, right = self._layout.fields(own), self._layout.fields(peers)
-        coarser, finer = torch.maximum(left.levels, right.levels), torch.minimum(left.levels, right.levels)
+        sides = [self._layout.fields(message) for message in (own, peers)]
+        levels = [side.levels for side in sides]
+        coarser, finer = torch.maximum(*levels), torch.minimum(*levels)
         is_raw = finer == RAW
         steps = exponents(finer).masked_fill_(is_raw, 0)
-        shifts = [(exponents(side) - steps).masked_fill_(is_raw, 0) for side in (left.levels, right.levels)]
-        slower = (coarser - PATIENCE).clamp_(FINEST, COARSEST).masked_fill_(coarser == RAW, RAW)
-        fits, peaks = self._subtract(left, right, shifts, differences)
-        resent = fits.logical_not_().logical_or_(is_raw)
         sizes = power_of_two(steps).double()
-        needed = levels_of(spread * (peaks * sizes)).masked_fill_(resent, RAW)
+        # By how many octaves a lattice is coarser than the finer of the two.
+        apart = [(exponents(level) - steps).masked_fill_(is_raw, 0) for level in levels]
+        shifts = [shift.clamp(max=MAX_SHIFT) for shift in apart]
+        left, right = (side.codes for side in sides)
+        if bool(torch.maximum(*shifts).any()):
+            left, right = (
+                (side.codes.to(torch.int32) << shift[..., None]).to(torch.uint8)
+                for side, shift in zip(sides, shifts, strict=True)
+            )
+        weights = self._weights[: self._layout.block_numel]
+        digests, peaks = _subtract_codes(left, right, weights, self._layout.bits, differences)
+        expected = (sides[1].checksums << shifts[1]) - (sides[0].checksums << shifts[0])
+        resent = (digests != expected * self.unit) | (torch.maximum(*apart) > MAX_SHIFT) | is_raw
+        slower = (coarser - PATIENCE).clamp_(FINEST, COARSEST).masked_fill_(coarser == RAW, RAW)
+        needed = levels_of(spread * (peaks // self.unit * sizes)).masked_fill_(resent, RAW)
         torch.maximum(wanted, torch.maximum(slower, needed), out=wanted)
         return resent, sizes
 
-    def _subtract(
-        self,
-        own: Fields,
-        peers: Fields,
-        shifts: Sequence[torch.Tensor],
-        differences: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill ``differences``, and return where they match the checksums and the largest of each block.
-
-        The former is [num_blocks], bool, the latter int32. ``shifts`` are the octaves by which this rank's lattice, and
-        the peer's, are coarser than the finer of the two, [num_blocks], int32.
-        """
-        digests = torch.empty_like(own.checksums)
-        largest, smallest = torch.empty((2, *digests.shape), dtype=torch.int8, device=self._device)
-        num_blocks, block_numel = self._layout.num_blocks, self._layout.block_numel
-        dim = digests.dim() - 1
-        weights = self._weights[:block_numel]
-        near = torch.maximum(*shifts) <= MAX_SHIFT
-        own_shifts, peer_shifts = (shift.clamp(max=MAX_SHIFT) for shift in shifts)
-        is_shifted = (own_shifts + peer_shifts).ne(0)
-        for blocks in block_ranges(num_blocks, block_numel, self._device):
-            left, right = _some(own.codes, blocks, dim), _some(peers.codes, blocks, dim)
-            if bool(is_shifted[..., blocks].any()):
-                left = (left.to(torch.int32) << own_shifts[..., blocks, None]).to(torch.uint8)
-                right = (right.to(torch.int32) << peer_shifts[..., blocks, None]).to(torch.uint8)
-            out = (_some(each, blocks, dim) for each in (differences, digests, largest, smallest))
-            _subtract_codes(left, right, weights, self._layout.bits, *out)
-        unit = self.unit
-        expected = (peers.checksums << peer_shifts) - (own.checksums << own_shifts)
-        fits = (digests == expected * unit) & near
-        peaks = torch.maximum(largest.to(torch.int32), smallest.to(torch.int32).neg_())
-        if unit > 1:
-            peaks //= unit
-        return fits, peaks
-
     def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:
         """Yield the sum of differences [num_blocks, block_numel] times scales [num_blocks], some blocks at a time."""
-        num_blocks, block_numel = self._layout.num_blocks, self._layout.block_numel
-        leading = reads[0][0].shape[:-2]
-        scale = _compiled(_scale, self._device)
-        for blocks in block_ranges(num_blocks, block_numel, self._device):
-            total = scratch((*leading, blocks.stop - blocks.start, block_numel), dtype, self._device)
-            for number, (differences, scales) in enumerate(reads):
-                some = _some(differences, blocks, len(leading)), _some(scales, blocks, len(leading))[..., None]
-                if number == 0:
-                    scale(*some, total)
-                else:
-                    total.add_(some[0] * some[1])
-            yield blocks, total
+        (first, scales), *others = reads
+        total = torch.empty(first.shape, dtype=dtype, device=self._device)
+        _compiled(_scale, self._device)(first, scales[..., None], total)
+        for differences, scales in others:
+            total.add_(differences * scales[..., None])
+        yield slice(0, self._layout.num_blocks), total
 
 
-def largest_distances(values: torch.Tensor, start: torch.Tensor, block_numel: int) -> torch.Tensor:
-    """Return the largest distance of ``values`` [..., numel] from ``start`` [numel] in each block, [..., num_blocks].
-
-    It is NaN where the block has one, and in the dtype of ``start``.
-    """
-    found = []
-    for blocks, part in _parts(values, block_numel, fill_up=False):
-        first, shape = blocks.start * block_numel, part.shape[-2:]
-        found.append((part - start[first : first + shape.numel()].view(shape)).abs_().amax(-1))
-    return torch.cat(found, -1)
+def in_blocks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return flat values as [..., num_blocks, block_numel] in the accumulation dtype, padded with zeros."""
+    wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    if missing := layout.numel - values.shape[-1]:
+        wide = torch.constant_pad_nd(wide, (0, missing))
+    return wide.view(*values.shape[:-1], layout.num_blocks, layout.block_numel)
 
 
 def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     """Return the levels, coarser where points would not be representable; RAW where no level is coarse enough."""
     fits = peaks <= LARGEST_INTEGER * power_of_two(exponents(wanted.clamp(min=FINEST)))
-    if peaks.is_cpu and bool(fits.all()):
-        return wanted  # the usual case
     levels = (torch.frexp(peaks).exponent - int(math.log2(LARGEST_INTEGER))) * LEVELS_PER_OCTAVE
     levels = levels.clamp_(FINEST, COARSEST + 1).to(torch.int16)
     levels.masked_fill_((wanted == RAW) | ~torch.isfinite(peaks) | (levels > COARSEST), RAW)
@@ -240,72 +181,35 @@ def _encode_blocks(
     checksums: torch.Tensor,
 ) -> None:
     torch.addcmul(noise.to(values.dtype), values, inverses, out=points).floor_()
-    integers = scratch(points.shape, torch.int32, points.device).copy_(points)
+    integers = points.to(torch.int32)
     if bits == 8:
         codes.copy_(integers)
     else:
         # Two numbers share a byte, one as it is and one times 16; taking a difference undoes the carry of the first.
-        low, high = scratch(points.shape, torch.uint8, points.device).copy_(integers).chunk(2, dim=-1)
+        low, high = integers.to(torch.uint8).chunk(2, dim=-1)
         torch.add(low, high, alpha=16, out=codes)
-    torch.sum(integers.mul_(weights), -1, dtype=torch.int32, out=checksums)
+    torch.sum(integers.mul_(weights[: points.shape[-1]]), -1, dtype=torch.int32, out=checksums)
     points.mul_(sizes)
 
 
 def _subtract_codes(
-    own_codes: torch.Tensor,
-    peer_codes: torch.Tensor,
-    weights: torch.Tensor,
-    bits: int,
-    differences: torch.Tensor,
-    checksums: torch.Tensor,
-    largest: torch.Tensor,
-    smallest: torch.Tensor,
-) -> None:
+    own_codes: torch.Tensor, peer_codes: torch.Tensor, weights: torch.Tensor, bits: int, differences: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill ``differences``, and return each block's checksum and the largest magnitude in it, both int32."""
     if bits == 8:
         torch.sub(peer_codes, own_codes, out=differences.view(torch.uint8))
     else:
         low, high = differences.chunk(2, dim=-1)
-        both = torch.sub(peer_codes, own_codes, out=scratch(own_codes.shape, torch.uint8, own_codes.device)).view(
-            torch.int8
-        )
+        both = torch.sub(peer_codes, own_codes).view(torch.int8)
         torch.mul(both, 16, out=low)
         torch.bitwise_right_shift(low, 4, out=high)
         torch.sub(both, high, out=high)
-    torch.amax(differences, -1, out=largest)
-    torch.amin(differences, -1, out=smallest)
-    integers = scratch(differences.shape, torch.int32, differences.device).copy_(differences)
-    torch.sum(integers.mul_(weights), -1, dtype=torch.int32, out=checksums)
+    peaks = torch.maximum(differences.amax(-1).int(), differences.amin(-1).int().neg_())
+    return torch.sum(differences.to(torch.int32).mul_(weights), -1, dtype=torch.int32), peaks
 
 
 def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor) -> None:
     total.copy_(differences).mul_(scales)
-
-
-def _parts(values: torch.Tensor, block_numel: int, *, fill_up: bool = True) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield some blocks of flat values at a time, in the accumulation dtype, the last block padded with zeros."""
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    *leading, numel = values.shape
-    num_whole = numel // block_numel
-    for blocks in block_ranges(num_whole, block_numel, values.device):
-        part = values[..., blocks.start * block_numel : blocks.stop * block_numel]
-        yield blocks, part.to(wide).view(*leading, -1, block_numel)
-    if missing := -numel % block_numel:
-        rest = (values[..., num_whole * block_numel :] if num_whole else values).to(wide)
-        if fill_up:
-            rest = torch.constant_pad_nd(rest, (0, missing))
-        yield slice(num_whole, num_whole + 1), rest.unsqueeze(-2)
-
-
-def block_ranges(num_blocks: int, block_numel: int, device: torch.device) -> list[slice]:
-    """Return the ranges of blocks that are processed at a time."""
-    size = max(1, CHUNK_NUMEL // block_numel) if device.type == "cpu" else max(num_blocks, 1)
-    return [slice(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
-
-
-def _some(tensor: torch.Tensor, blocks: slice, dim: int) -> torch.Tensor:
-    """Select these blocks along dimension ``dim``, without a view in the usual case that they are all blocks."""
-    length = blocks.stop - blocks.start
-    return tensor if length == tensor.shape[dim] else tensor.narrow(dim, blocks.start, length)
 
 
 @functools.cache

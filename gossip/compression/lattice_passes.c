@@ -96,33 +96,13 @@ INLINED int32_t subtract(
     return (int32_t)checksum;
 }
 
-/* The same of codes of 4 bits, two in a byte: 16 times the differences, the first half of the block first. */
-INLINED int32_t subtract_halves(
-    const uint8_t *own,
-    const uint8_t *peer,
-    const int32_t *weights,
-    int64_t numel,
-    int8_t *restrict differences,
-    int *peak
-) {
-    uint32_t checksum = 0;
-    int8_t largest = INT8_MIN, smallest = INT8_MAX;
-    int64_t half = numel / 2;
+/* 16 times the differences of codes of 4 bits, two in a byte; the first half of the block first. */
+INLINED void subtract_halves(const uint8_t *own, const uint8_t *peer, int64_t half, uint8_t *restrict differences) {
     for (int64_t i = 0; i < half; i++) {
-        uint8_t both = (uint8_t)(peer[i] - own[i]);
-        int8_t low = (int8_t)(uint8_t)(both << 4);
-        int8_t high = (int8_t)(uint8_t)(both - (uint8_t)(low >> 4));
+        uint8_t both = (uint8_t)(peer[i] - own[i]), low = (uint8_t)(both << 4);
         differences[i] = low;
-        differences[half + i] = high;
-        largest = low > largest ? low : largest;
-        smallest = low < smallest ? low : smallest;
-        largest = high > largest ? high : largest;
-        smallest = high < smallest ? high : smallest;
-        checksum += (uint32_t)weights[i] * (uint32_t)(int32_t)low;
-        checksum += (uint32_t)weights[half + i] * (uint32_t)(int32_t)high;
+        differences[half + i] = (uint8_t)(both - (uint8_t)((int8_t)low >> 4));
     }
-    *peak = largest > -smallest ? largest : -smallest;
-    return (int32_t)checksum;
 }
 
 INLINED void shift(const uint8_t *codes, int octaves, int64_t num_bytes, uint8_t *restrict shifted) {
@@ -153,7 +133,8 @@ FOR_EACH_PROCESSOR int64_t lattice_check(
         Fields own = fields_of(layout, own_messages + row * own_row);
         Fields peer = fields_of(layout, peer_messages + row * peer_row);
         for (int64_t block = 0; block < num_blocks; block++) {
-            uint8_t shifted[2][BLOCK_NUMEL];
+            static const uint8_t zeros[BLOCK_NUMEL];
+            uint8_t shifted[2][BLOCK_NUMEL], unpacked[BLOCK_NUMEL];
             int8_t subtracted[BLOCK_NUMEL];
             const uint8_t *left = own.codes + block * code_bytes, *right = peer.codes + block * code_bytes;
             int own_level = own.levels[block], peer_level = peer.levels[block];
@@ -169,9 +150,11 @@ FOR_EACH_PROCESSOR int64_t lattice_check(
             peer_shift = peer_shift > MAX_SHIFT ? MAX_SHIFT : peer_shift;
             if (own_shift) shift(left, own_shift, code_bytes, shifted[0]), left = shifted[0];
             if (peer_shift) shift(right, peer_shift, code_bytes, shifted[1]), right = shifted[1];
-            int32_t checksum = layout->bits == 8
-                                   ? subtract(left, right, weights, block_numel, subtracted, &peak)
-                                   : subtract_halves(left, right, weights, block_numel, subtracted, &peak);
+            if (layout->bits == 4) {
+                subtract_halves(left, right, code_bytes, unpacked);
+                left = zeros, right = unpacked;
+            }
+            int32_t checksum = subtract(left, right, weights, block_numel, subtracted, &peak);
             memcpy(differences + row * differences_row + block * block_numel, subtracted, (size_t)block_numel);
             uint32_t expected = ((uint32_t)peer.checksums[block] << peer_shift)
                                 - ((uint32_t)own.checksums[block] << own_shift);
@@ -245,32 +228,6 @@ INLINED int32_t NAMED(encode)(
     return (int32_t)checksum;
 }
 
-/* The same in codes of 4 bits, of the first half of the block as they are and of the second times 16. */
-INLINED int32_t NAMED(encode_halves)(
-    const REAL *values,
-    const float *noise,
-    const int32_t *weights,
-    int64_t numel,
-    REAL inverse,
-    REAL size,
-    REAL *restrict points,
-    uint8_t *restrict codes
-) {
-    uint32_t checksum = 0;
-    int64_t half = numel / 2;
-    for (int64_t i = 0; i < half; i++) {
-        REAL rounded_low = FLOOR((REAL)noise[i] + values[i] * inverse);
-        REAL rounded_high = FLOOR((REAL)noise[half + i] + values[half + i] * inverse);
-        int32_t low = (int32_t)rounded_low, high = (int32_t)rounded_high;
-        points[i] = rounded_low * size;
-        points[half + i] = rounded_high * size;
-        codes[i] = (uint8_t)((uint32_t)low + 16 * (uint32_t)high);
-        checksum += (uint32_t)weights[i] * (uint32_t)low;
-        checksum += (uint32_t)weights[half + i] * (uint32_t)high;
-    }
-    return (int32_t)checksum;
-}
-
 /* See EagerPasses.encode: blocks of numel values, the last of which may be shorter. */
 FOR_EACH_PROCESSOR void NAMED(lattice_encode)(
     const Layout *layout,
@@ -329,10 +286,13 @@ FOR_EACH_PROCESSOR void NAMED(lattice_encode)(
             int64_t number = block * block_numel;
             const float *some_noise = noise + offsets[number / offset_numel] + number % offset_numel;
             REAL size = power_of_two(exponent_of(level)), inverse = power_of_two(-exponent_of(level));
+            uint8_t wide[BLOCK_NUMEL];
+            uint8_t *all = layout->bits == 8 ? codes : wide;
             fields.checksums[block] =
-                layout->bits == 8
-                    ? NAMED(encode)(part, some_noise, weights, block_numel, inverse, size, block_points, codes)
-                    : NAMED(encode_halves)(part, some_noise, weights, block_numel, inverse, size, block_points, codes);
+                NAMED(encode)(part, some_noise, weights, block_numel, inverse, size, block_points, all);
+            /* Of 4 bits, those of the first half of the block as they are and of the second times 16. */
+            for (int64_t i = 0; layout->bits == 4 && i < code_bytes; i++)
+                codes[i] = (uint8_t)(wide[i] + 16 * wide[code_bytes + i]);
         }
     }
 }

@@ -13,10 +13,10 @@ import torch
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
-from gossip.compression.eager_passes import block_ranges, largest_distances
+from gossip.compression.eager_passes import in_blocks
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
-from gossip.compression.random_draws import check_seed, generator
+from gossip.compression.random_draws import generator
 from gossip.compression.stacked_codec import (
     Edges,
     KnownRounds,
@@ -27,6 +27,7 @@ from gossip.compression.stacked_codec import (
     row_slices,
 )
 from topologies import Round
+from topologies.validation import check_integer, check_real
 
 
 class ModuloQuantization(Compression):
@@ -69,12 +70,9 @@ class ModuloQuantization(Compression):
     def __init__(self, bits: int = 8, *, headroom: float = 1.5, seed: int = 0) -> None:
         if bits not in (4, 8):
             raise ValueError(f"bits must be 4 or 8, got {bits!r}")
-        if not isinstance(headroom, int | float) or not 1 <= headroom < math.inf:
-            raise ValueError(f"headroom must be a number of at least 1, got {headroom!r}")
-        check_seed(seed)
         self.bits = bits
-        self.headroom = headroom
-        self.seed = seed
+        self.headroom = check_real("headroom", headroom, "at least 1 and finite", example=1.5)
+        self.seed = check_integer("seed", seed, minimum=0)
 
     def codec(self, bucket: BucketShape, rank: int) -> ModuloCodec:
         return ModuloCodec(self, bucket, rank)
@@ -136,7 +134,7 @@ class ModuloArithmetic:
         start : Tensor, [numel], in the accumulation dtype
             The values with which all ranks started.
         """
-        distances = largest_distances(values, start, self.layout.block_numel)
+        distances = (in_blocks(values, self.layout) - in_blocks(start, self.layout)).abs_().amax(-1)
         return levels_of(2 * self._spread * distances.double()).masked_fill_(~distances.isfinite(), RAW)
 
     def encode(
@@ -191,30 +189,22 @@ class ModuloArithmetic:
 
     def learn_from_rows(self, read: Read, points: torch.Tensor, wanted: torch.Tensor) -> bool:
         """Raise ``wanted`` to fit the blocks that were sent in full; return whether these and our own are finite."""
-        places = read.resent.nonzero(as_tuple=True)
-        peaks = torch.empty(len(read.rows), dtype=read.rows.dtype, device=read.rows.device)
-        is_finite = True
-        for some in block_ranges(len(read.rows), self.layout.block_numel, read.rows.device):
-            rows, own = read.rows[some], points[tuple(place[some] for place in places)].to(read.rows.device)
-            torch.amax((rows - own).abs_(), 1, out=peaks[some])
-            if not bool(peaks[some].isfinite().all()):
-                is_finite = is_finite and all_finite(rows) and all_finite(own)
-        needed = levels_of(self._spread * peaks.double()).masked_fill_(~torch.isfinite(peaks), RAW)
+        own = points[read.resent.to(points.device)].to(read.rows.device)
+        peaks = (read.rows - own).abs_().amax(1)
+        is_finite = torch.isfinite(peaks)
+        needed = levels_of(self._spread * peaks.double()).masked_fill_(~is_finite, RAW)
         wanted[read.resent] = torch.maximum(wanted[read.resent], needed)
-        return is_finite
+        return bool(is_finite.all()) or (all_finite(read.rows) and all_finite(own))
 
     def distance(self, read: Read, points: torch.Tensor) -> float:
         """Return the distance of what was read, [num_blocks, block_numel], to this rank's own points."""
-        device, dtype = read.differences.device, torch.float64
-        total = torch.zeros((), dtype=dtype, device=device)
         sizes = (read.sizes / self._passes[points.device].unit).masked_fill_(read.resent, 0.0)
-        for some in block_ranges(len(read.sizes), self.layout.block_numel, device):
-            lengths = torch.linalg.vector_norm(read.differences[some].float(), dim=1)
-            total += (lengths.to(dtype) * sizes[some].to(device, dtype)).square().sum()
+        lengths = torch.linalg.vector_norm(read.differences.float(), dim=1).double() * sizes.to(read.differences.device)
+        total = float(lengths.square().sum())
         if read.rows.shape[0]:
             own = points[read.resent.to(points.device)].to(read.rows.device)
-            total += torch.linalg.vector_norm(read.rows - own, dtype=dtype).square().to(device)
-        return math.sqrt(float(total))
+            total += float(torch.linalg.vector_norm(read.rows - own, dtype=torch.float64)) ** 2
+        return math.sqrt(total)
 
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
         """Yield the weighted sum of the differences to what was read, part by part.
@@ -356,7 +346,7 @@ class ModuloCodec(Codec):
         if reads:
             if self._clip is not None:
                 distances = {source: self._arithmetic.distance(read, self._blocks) for source, read in reads.items()}
-                factors = self._clip(distances)
+                factors = self._clip(distances, None)
                 weights = {source: weight * factors.get(source, 1.0) for source, weight in weights.items()}
                 if whole := [wanted[source] for source in reads if factors[source] == 1]:
                     self.levels = torch.stack(whole).amax(0)

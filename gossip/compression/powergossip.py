@@ -11,7 +11,7 @@ import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec, gaps
 from gossip.compression.conversation import Arrival, Messages, Turn, Turns, arrived
-from gossip.compression.random_draws import check_seed, generator
+from gossip.compression.random_draws import generator
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
 from topologies.validation import check_integer
@@ -48,10 +48,8 @@ class PowerGossip(Compression):
     """
 
     def __init__(self, rank: int = 1, *, seed: int = 0) -> None:
-        check_integer("rank", rank, minimum=1)
-        check_seed(seed)
-        self.rank = rank
-        self.seed = seed
+        self.rank = check_integer("rank", rank, minimum=1)
+        self.seed = check_integer("seed", seed, minimum=0)
 
     def check(self, topology: Topology) -> None:
         check_static(topology, f"compression {self.describe()}", NO_MEMORY, symmetric=True)

@@ -42,6 +42,7 @@ class StackedInFlight(InFlight):
         return self.stacks
 
 
+@dataclass
 class StackedMeter:
     """The cost of one step of all replicas.
 
@@ -49,22 +50,12 @@ class StackedMeter:
     ----------
     num_refused : Tensor, [n], int64
         The number of blocks whose messages each rank refused.
+    bytes_sent : float
+        The mean over ranks; for a uniform group, the bytes of a ring all-reduce.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.num_refused = torch.zeros(world_size, dtype=torch.int64)
-        self.codec_bytes = 0.0  # mean over ranks
-        # Round, whether it is summed on the wire, bytes per message.
-        self.values_sent: list[tuple[Round, bool, int]] = []
-
-    @property
-    def bytes_sent(self) -> float:
-        """The mean over ranks; for a uniform group, the bytes of a ring all-reduce."""
-        total = self.codec_bytes
-        for round_, is_summed, num_bytes in self.values_sent:
-            num_messages = round_traffic(round_).sent if is_summed else round_.num_targets()
-            total += float(np.mean(num_messages)) * num_bytes
-        return total
+    num_refused: torch.Tensor
+    bytes_sent: float = 0.0
 
 
 class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
@@ -171,7 +162,8 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 in_flight.stacks[channel] = weighted_differences(edges, self._shards, values, wide, self._known_rows)
                 sent = [message.clone() for message in values] if self._keeps_sent else []
                 is_summed = values[0].dtype == blocks[0].dtype  # on the wire, in groups
-                meter.values_sent.append((edges, is_summed, values[0][0].nbytes))
+                num_messages = round_traffic(edges).sent if is_summed else edges.num_targets()
+                meter.bytes_sent += float(np.mean(num_messages)) * values[0][0].nbytes
             if self._keeps_sent:
                 in_flight.sent[channel] = sent
         return in_flight
@@ -313,7 +305,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Make one round of all ranks' codecs, and return by shard the differences and what was sent."""
         arrival = self.codecs[index, channel].exchange(blocks, round_, step)
-        meter.codec_bytes += arrival.num_bytes / self._topology.world_size
+        meter.bytes_sent += arrival.num_bytes / self._topology.world_size
         if self.algorithm.requires.stochastic != "doubly":  # codecs assume that rows sum to 1
             for shard, difference, sent in zip(self._shards, arrival.differences, arrival.sent, strict=True):
                 for row, rank in enumerate(shard.ranks):

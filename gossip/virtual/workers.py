@@ -412,7 +412,8 @@ class VirtualWorkers(KeepsObjects):
         if self._replay is not None:
             self._make_recorded_steps(self._replay)
             return
-        meter, everything = StackedMeter(self.world_size), range(len(self._exchanges.in_flight))
+        meter = StackedMeter(torch.zeros(self.world_size, dtype=torch.int64))
+        everything = range(len(self._exchanges.in_flight))
         self._order.begin(everything, self.step, meter)
         direct = partial(self._order.direct, everything, self.step) if self.algorithm.directs else None
         skipped = self._updater.apply(self.step, direct)

@@ -89,8 +89,6 @@ def test_averages_in_every_kth_round(case: int, k: int) -> None:
         else:
             np.testing.assert_array_equal(topology.round(t).matrix(), np.full((6, 6), 1 / 6))
     assert topology.warmup == base.warmup
-    assert topology.averaged_every(k) is topology
-    assert topology.averaged_every(2 * k) is topology
     assert Topology.from_json(topology.to_json()) == topology
     assert pickle.loads(pickle.dumps(topology)) == topology
     if base.period is not None:

@@ -18,7 +18,7 @@ from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import MAX_DENSE_SPECTRUM, ROUNDING, Disagreement
 from topologies.analysis.exactness import known_exact_after, sums, vanishes_within
 from topologies.matrix_storage import FloatArray
-from topologies.round import Round, measure_stochasticity
+from topologies.round import Round
 from topologies.schedule import Schedule, check_schedule
 from topologies.validation import check_integer, check_real
 
@@ -71,7 +71,7 @@ def slem(of: Schedule | Round | npt.ArrayLike) -> float:
             f"use consensus_rate or beta"
         )
     round_ = of.round(of.warmup) if isinstance(of, Schedule) else _as_round(of)
-    if measure_stochasticity(round_) is None:
+    if sums([round_]).proven is None:
         raise ValueError(
             "slem is defined for a matrix whose rows or columns sum to 1, neither do; pass a stochastic matrix"
         )

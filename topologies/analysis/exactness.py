@@ -10,9 +10,9 @@ import numpy as np
 from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import ROUNDING
 from topologies.matrix_storage import FloatArray
-from topologies.round import Round, proven_by
+from topologies.round import Round
 from topologies.schedule import Schedule
-from topologies.validation import Stochasticity
+from topologies.validation import SUM_TOLERANCE, Stochasticity
 
 #: Up to so many ranks exactness is a statement about the whole matrix, beyond about eight random vectors.
 _MAX_DENSE_PRODUCT = 1024
@@ -106,7 +106,9 @@ class Sums:
     @property
     def proven(self) -> Stochasticity | None:
         """The property that the sums prove: "doubly", "row" or "column" stochastic, or ``None`` for neither."""
-        return proven_by(self.rows, self.columns)
+        if self.rows <= SUM_TOLERANCE:
+            return "doubly" if self.columns <= SUM_TOLERANCE else "row"
+        return "column" if self.columns <= SUM_TOLERANCE else None
 
 
 def sums(of: Schedule | Iterable[Round]) -> Sums:

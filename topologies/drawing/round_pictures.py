@@ -97,16 +97,6 @@ def caption(round_: Round) -> str:
     return f"weights {low:.3g}" if math.isclose(low, high) else f"weights {low:.3g} to {high:.3g}"
 
 
-def is_directed(round_: Round) -> bool:
-    """Whether some line of the round has an arrow head."""
-    return any(edge.style != "both" for edge in _edges(round_))
-
-
-def has_negative_weights(round_: Round) -> bool:
-    """Whether a rank gives a negative weight to another one or to itself."""
-    return round_.smallest_weight < 0
-
-
 def _edges(round_: Round) -> Iterator[_Edge]:
     rows = [round_.neighbours(rank) for rank in range(round_.world_size)]
     for target, row in enumerate(rows):

@@ -13,7 +13,7 @@ from topologies.analysis.description import count
 from topologies.drawing.layouts import layout_of
 from topologies.drawing.mixing_panels import draw_curve, draw_matrix
 from topologies.drawing.picture_files import picture_path, save, settings
-from topologies.drawing.round_pictures import caption, draw_round, has_negative_weights, is_directed
+from topologies.drawing.round_pictures import caption, draw_round
 from topologies.schedule import options_text
 from topologies.validation import check_integer
 
@@ -231,9 +231,9 @@ def _legend(topology: Topology, numbers: Sequence[int], layout: Layout) -> str:
     """Return what the lines of these rounds mean."""
     rounds = [topology.round(t) for t in numbers]
     parts = ["The thicker a line, the larger its weight"]
-    if any(map(is_directed, rounds)):
+    if not all(round_.is_symmetric for round_ in rounds):
         parts.append("an arrow points to the rank that reads")
-    if any(map(has_negative_weights, rounds)):
+    if any(round_.smallest_weight < 0 for round_ in rounds):
         parts.append("dashed: negative")
     if layout.closed_shape is not None:
         parts.append("a line that leaves at one side comes back at the other")

@@ -16,18 +16,3 @@ from topologies.families import random_matching as random_matching
 from topologies.families import social_networks as social_networks
 from topologies.families import static_families as static_families
 from topologies.families import uniform_groups as uniform_groups
-
-__all__ = [
-    "base_graphs",
-    "de_bruijn",
-    "equitopo",
-    "expanders",
-    "given_graph",
-    "graph_matchings",
-    "one_peer",
-    "random_graphs",
-    "random_matching",
-    "social_networks",
-    "static_families",
-    "uniform_groups",
-]

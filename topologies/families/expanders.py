@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from topologies.families.given_graph import weighted_topology
 from topologies.families.static_families import simple_edges
@@ -56,7 +55,11 @@ def margulis(world_size: int, *, weights: str = "metropolis") -> Topology:
         sparse=(side**2, (side + 1) ** 2),
     )
     check_stored("margulis", world_size, 8.0 * world_size)
-    return weighted_topology(world_size, simple_edges(world_size, margulis_edges(side)), weights)
+    x, y = np.divmod(np.arange(world_size), side)
+    vertical = [((x + 2 * y + shift) % side) * side + y for shift in (0, 1)]
+    horizontal = [x * side + (y + 2 * x + shift) % side for shift in (0, 1)]
+    edges = np.stack((np.tile(x * side + y, 4), np.concatenate(vertical + horizontal)), axis=1)
+    return weighted_topology(world_size, simple_edges(world_size, edges), weights)
 
 
 @register("chordal")
@@ -136,15 +139,3 @@ def paley(world_size: int, *, weights: str = "metropolis") -> Topology:
     ranks = np.repeat(np.arange(world_size), len(hops))
     ends = (ranks + np.tile(hops, world_size)) % world_size
     return weighted_topology(world_size, np.stack((ranks, ends), axis=1), weights)
-
-
-def margulis_edges(side: int) -> npt.NDArray[np.int64]:
-    """Return the 4 m^2 edges of the 8-regular multigraph, loops and repetitions included; shape ``[edges, 2]``."""
-    x, y = np.divmod(np.arange(side * side), side)
-    ends = [
-        ((x + 2 * y) % side, y),
-        ((x + 2 * y + 1) % side, y),
-        (x, (y + 2 * x) % side),
-        (x, (y + 2 * x + 1) % side),
-    ]
-    return np.concatenate([np.stack((x * side + y, to_x * side + to_y), axis=1) for to_x, to_y in ends])

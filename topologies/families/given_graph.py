@@ -12,10 +12,11 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from topologies.analysis.exactness import sums
 from topologies.family_registry import register
 from topologies.graphs.edge_weights import weighted_round
 from topologies.graphs.graph_files import clean_graph, read_graph
-from topologies.round import Round, measure_stochasticity
+from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import SUM_TOLERANCE
 
@@ -93,7 +94,7 @@ def weighted_topology(world_size: int, edges: npt.ArrayLike, weights: str, **opt
 def repeated(round_: Round, **options: object) -> Topology:
     """Return the topology of one round that is as stochastic as its weights are."""
     # Where neither sum is 1, "doubly" makes the topology refuse its round and name the row.
-    stochasticity = measure_stochasticity(round_) or "doubly"
+    stochasticity = sums([round_]).proven or "doubly"
     topology = Topology.from_rounds([round_], stochasticity=stochasticity)
     return Topology(round_.world_size, topology.make_round, 1, stochasticity, options=options)
 
@@ -115,7 +116,7 @@ def _given_round(graph: nx.Graph) -> Round:
                 )
             row[rank] = max(left, 0.0)
     round_ = Round.from_rows(rows)
-    if measure_stochasticity(round_) is None:
+    if sums([round_]).proven is None:
         raise ValueError(
             "the weights of graph sum to 1 neither over what every rank reads nor over what reads it; scale the edge "
             "weights, remove the self-loops (a rank then keeps what the others leave), or use a scheme such as "

@@ -111,7 +111,6 @@ def test_messages_that_would_be_overtaken_are_not_lost_in_silence() -> None:
         ({"period": 0}, "period must be at least 1, got 0"),
         ({"outer_lr": -1.0}, r"outer_lr must be above 0 and finite, got -1\.0"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be at least 0 and below 1, got 1\.0"),
-        ({"form": "cta"}, "form must be"),
         ({"make": SlowMo, "slow_momentum": -0.1}, r"slow_momentum must be at least 0 and below 1, got -0\.1"),
         ({"make": SlowMo, "slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
         ({"make": NoLoCo, "pull": 0}, "pull must be above 0 and finite, got 0"),

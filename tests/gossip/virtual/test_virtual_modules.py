@@ -118,17 +118,14 @@ def indices(num_samples: int, seed: int) -> torch.Tensor:
 
 VECTORISED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], torch.Tensor]]] = {
     "batch norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), vectors),
-    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), images),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()), images),
     "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)), indices),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True), texts),
     "SmallCNN": (lambda: SmallCNN((3, 4, 4), 5, channels=(4, 6)), images),
     "CharTransformer": (lambda: CharTransformer((4,), 5, width=8, depth=2, num_heads=2, tied_head=True), indices),
     "one layer in two places": (Repeating, vectors),
     "replaced buffers": (Replacing, vectors),
 }
 ONE_BY_ONE = {
-    "LSTM": (lambda: Last(nn.LSTM(3, 4, batch_first=True)), texts),
     "GRU": (lambda: Last(nn.GRU(3, 4, num_layers=2, batch_first=True)), texts),
     "batch norm with plain means": (lambda: nn.BatchNorm1d(3, momentum=None), vectors),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), vectors),

@@ -16,14 +16,11 @@ from gossip import AccumAdamW, VirtualWorkers
 OPTIMIZERS: dict[str, Any] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "SGD foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     "SGD fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
     "Adam": functools.partial(torch.optim.Adam, lr=0.01),
-    "Adam fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
     "Adam tensor lr": functools.partial(torch.optim.Adam, lr=torch.tensor(0.01)),
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "AccumAdamW": functools.partial(AccumAdamW, lr=0.01, weight_decay=0.1, accum_iter=2),
-    "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.1),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
     "NAdam": functools.partial(torch.optim.NAdam, lr=0.01),
@@ -50,9 +47,7 @@ def test_optimizers_update_each_replica_as_its_own(name: str) -> None:
     trained_alike(WithScalar().double(), 3, OPTIMIZERS[name], num_steps=4, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "SGD momentum", "Adam", "AdamW", "AccumAdamW", "Adagrad", "RMSprop", "NAdam", "Rprop"]
-)
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AccumAdamW", "Adagrad", "NAdam", "Rprop"])
 def test_optimizers_leave_a_replica_without_samples_alone(name: str) -> None:
     """From where all have been updated once: an optimizer's counters are common to all replicas."""
     module = make_module()
@@ -81,7 +76,7 @@ def test_groups_by_dimensions_see_the_bare_shapes() -> None:
     trained_alike(make_module(), 3, by_dimensions)
 
 
-@pytest.mark.parametrize("name", ["SGD momentum", "Adam", "Adagrad", "RMSprop", "NAdam", "Rprop"])
+@pytest.mark.parametrize("name", ["SGD momentum", "Adam", "Adagrad", "NAdam"])
 def test_an_optimizer_that_has_trained_goes_on(name: str) -> None:
     module = WithScalar().double()
     built = OPTIMIZERS[name](module.parameters())
@@ -124,16 +119,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "at a learning rate of 0": (functools.partial(Lamb, lr=0.0), "optimizer Lamb updates a parameter as a whole"),
     "Adafactor": (functools.partial(torch.optim.Adafactor, lr=0.1), "optimizer Adafactor updates a parameter as a"),
     "SparseAdam": (functools.partial(torch.optim.SparseAdam, lr=0.1), "optimizer SparseAdam .*dense gradients"),
-    "LBFGS": (
-        lambda named: torch.optim.LBFGS([each for _, each in named]),
-        "LBFGS evaluates a closure several times per step",
-    ),
 }
-if hasattr(torch.optim, "Muon"):
-    REFUSED["Muon"] = (
-        lambda named: torch.optim.Muon([each for each in named if each[1].ndim == 2]),
-        "optimizer Muon updates a parameter as a whole",
-    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
