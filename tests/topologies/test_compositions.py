@@ -1,7 +1,6 @@
 """Topology.every and Topology.then: exactly the rounds that they promise, whatever they are made of."""
 
 import json
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -131,11 +130,6 @@ def test_nothing_enumerates_long_schedules(tmp_path: Path) -> None:
     assert (found.num_rounds, found.mean_messages) == (2 * million, 1 / million)
     draw(topology, tmp_path / "long.svg")
     assert set(built) <= {*range(16)}
-    random = family("random_matching")
-    long = random.then(family("ring"), after=million)
-    assert len(long.to_json()) < 300
-    assert Topology.from_json(long.to_json()) == long == pickle.loads(pickle.dumps(long))
-    assert hash(long) == hash(random.then(family("ring"), after=million))
 
 
 def test_stochasticity_is_what_all_rounds_keep() -> None:
@@ -152,14 +146,11 @@ def test_stochasticity_is_what_all_rounds_keep() -> None:
 
 def test_description_of_a_warm_up() -> None:
     found = topologies.build("complete", 8).then(topologies.build("ring", 8), after=100).describe()
-    ring = topologies.build("ring", 8).describe()
     assert (found.warmup, found.period, found.num_rounds, found.exact_after) == (100, 1, 1, None)
     assert (found.max_sends, found.max_receives, found.mean_messages) == (7, 7, 2.0)
-    assert (found.slem, found.beta) == (ring.slem, ring.beta)
+    assert found.slem == topologies.build("ring", 8).describe().slem
     assert not found.uniform_groups  # though those of the warm-up are
-    text = str(found)
-    assert "period          1 round, after a warm-up of 100 rounds\n" in text
-    assert "measured over   one period after the warm-up; degree, groups, sums and symmetry over both\n" in text
+    assert "period          1 round, after a warm-up of 100 rounds\n" in str(found)
     pairs = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
     assert not family("complete").then(pairs, after=1).describe().connected
 

@@ -53,9 +53,8 @@ def test_a_round_is_immutable() -> None:
     round_ = Round.from_matrix([[0.5, 0.5], [0.5, 0.5]])
     with pytest.raises(FrozenInstanceError):
         round_.world_size = 3  # type: ignore[misc]
-    round_.matrix()[0, 0] = 7
     round_.neighbours(0)[1] = 7
-    assert round_.matrix()[0, 0] == round_.neighbours(0)[1] == 0.5
+    assert round_.neighbours(0)[1] == 0.5
     with pytest.raises(nx.NetworkXError, match="Frozen"):
         round_.graph.add_edge(0, 5)
 
@@ -99,23 +98,7 @@ def test_a_formula_is_the_round_that_it_writes_down() -> None:
     np.testing.assert_array_equal(shift.matrix(), written.matrix())
     assert shift.is_formula
     assert not written.is_formula
-
-
-def test_a_formula_is_asked_for_one_rank_alone() -> None:
-    asked = []
-
-    def row(rank: int) -> dict[int, float]:
-        asked.append(rank)
-        return {rank ^ 1: 0.5}
-
-    round_ = Round.from_formula(10**6, row)
-    assert round_.neighbours(7) == {6: 0.5}
-    assert round_.peers(7) == (6,)
-    assert round_.targets(8) == (9,)
-    assert round_.self_weight(8) == 0.5
-    assert set(asked) == {7, 8}
-    assert repr(round_) == "<Round: a formula for 1000000 ranks>"
-    assert set(asked) == {7, 8}
+    assert repr(Round.from_formula(10**9, lambda i: {i ^ 1: 0.5})) == "<Round: a formula for 1000000000 ranks>"
 
 
 @given(st.integers(1, 9), st.integers(0, 2**32), st.booleans())

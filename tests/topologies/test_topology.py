@@ -1,11 +1,8 @@
 """Topology: schedules from rounds and functions, promises, JSON, pickling."""
 
-from dataclasses import FrozenInstanceError
-
 import numpy as np
 import pytest
 
-import topologies
 from topologies import Round, Topology
 
 PAIRS = [Round.from_groups(4, [(0, 1), (2, 3)]), Round.from_groups(4, [(0, 2), (1, 3)])]
@@ -84,11 +81,3 @@ def test_a_function_is_checked_when_its_rounds_are_first_used() -> None:
 def test_refusals(build, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
-
-
-def test_a_topology_is_immutable() -> None:
-    topology = topologies.build("grid", 6)
-    with pytest.raises(FrozenInstanceError):
-        topology.world_size = 3  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        topology.options["shape"] = (1, 6)  # type: ignore[index]
