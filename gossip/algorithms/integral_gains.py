@@ -23,13 +23,7 @@ class Gains(NamedTuple):
 
 
 def gains_on(
-    topology: Topology,
-    form: Form,
-    gamma: float | None,
-    kappa: float | None,
-    delivers: float,
-    *,
-    takes_textbook: bool,
+    topology: Topology, form: Form, gamma: float | None, kappa: float | None, delivers: float, *, takes_textbook: bool
 ) -> tuple[Gains, ...]:
     r"""Return the gains of each phase of a schedule; arguments that are not None take precedence.
 

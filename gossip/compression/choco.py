@@ -18,8 +18,7 @@ from topologies.analysis.static_rounds import check_static
 from topologies.validation import check_integer, check_real
 
 #: The factor between the ratio and gamma, which is at most 1. With twice the factor some topologies diverge.
-_GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5}
-_SIGN_GAMMA = 0.5
+_GAMMA_PER_RATIO = {"top_k": 2.5, "random_k": 0.5, "sign": 0.5}
 _DELIVERED = {"top_k": 1.0, "random_k": 1.0, "sign": 1 / 8}
 """With corrections multiplied by these, quadratics converge; with 2.5 times the factor for signs they do not."""
 _RATIO = {"top_k": 1 / 16, "random_k": 1 / 8, "sign": 1.0}
@@ -73,12 +72,7 @@ class Choco(Compression):
     """
 
     def __init__(
-        self,
-        *,
-        sparsifier: str = "top_k",
-        ratio: float | None = None,
-        gamma: float | None = None,
-        seed: int = 0,
+        self, *, sparsifier: str = "top_k", ratio: float | None = None, gamma: float | None = None, seed: int = 0
     ) -> None:
         if sparsifier not in SPARSIFIERS:
             raise ValueError(f"there is no sparsifier {sparsifier!r}; choose one of {', '.join(SPARSIFIERS)}")
@@ -87,8 +81,8 @@ class Choco(Compression):
                 check_real(name, given, "above 0 and at most 1", example=0.1)
         self.seed = check_integer("seed", seed, minimum=0)
         self.sparsifier = sparsifier
-        self.ratio = _RATIO[sparsifier] if ratio is None else ratio
-        self.gamma = _default_gamma(sparsifier, self.ratio) if gamma is None else gamma
+        self.ratio = _RATIO[sparsifier] if ratio is None or sparsifier == "sign" else ratio
+        self.gamma = min(1.0, _GAMMA_PER_RATIO[sparsifier] * self.ratio) if gamma is None else gamma
         self.delivers = _DELIVERED[sparsifier] * self.gamma
 
     def check(self, topology: Topology) -> None:
@@ -101,12 +95,9 @@ class Choco(Compression):
         return StackedChocoCodec(SPARSIFIERS[self.sparsifier](bucket, self.ratio, self.seed), self.gamma, world_size)
 
     def describe(self) -> str:
-        constants = {
-            "top_k": f"ratio={self.ratio:g}",
-            "random_k": f"ratio={self.ratio:g}, seed={self.seed}",
-            "sign": "",
-        }[self.sparsifier]
-        return f"choco({', '.join(filter(None, (self.sparsifier, constants, f'gamma={self.gamma:g}')))})"
+        ratio = f", ratio={self.ratio:g}" * (self.sparsifier != "sign")
+        seed = f", seed={self.seed}" * (self.sparsifier == "random_k")
+        return f"choco({self.sparsifier}{ratio}{seed}, gamma={self.gamma:g})"
 
 
 class ChocoCodec(WholeCodec):
@@ -309,7 +300,3 @@ def _scale(part: slice, not_finite: torch.Tensor, total: torch.Tensor, differenc
     sums, scaled, factor = total[..., part], difference[..., part], (not_finite + gamma).to(difference.dtype)
     for piece in chunks(sums.shape[-1], sums.device):
         scaled[..., piece].copy_(sums[..., piece]).mul_(factor)
-
-
-def _default_gamma(sparsifier: str, ratio: float) -> float:
-    return min(1.0, _GAMMA_PER_RATIO[sparsifier] * ratio) if sparsifier in _GAMMA_PER_RATIO else _SIGN_GAMMA

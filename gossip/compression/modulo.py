@@ -442,11 +442,7 @@ class StackedModuloCodec(StackedCodec):
     def state_dict(self, rank: int) -> dict[str, Any]:
         at_start = self._start if bool(self._is_at_start[rank]) else None
         start = {} if at_start is None else {"start": at_start.to("cpu", copy=True)}
-        return {
-            "levels": self.levels[rank].to("cpu", copy=True),
-            "num_resent": int(self.num_resent[rank]),
-            **start,
-        }
+        return {"levels": self.levels[rank].to("cpu", copy=True), "num_resent": int(self.num_resent[rank]), **start}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._is_at_start = torch.tensor(["start" in state for state in states])

@@ -45,11 +45,7 @@ def known_rows(shards: Sequence[Shard]) -> KnownRows:
 
 
 def weighted_differences(
-    round_: Round,
-    shards: Sequence[Shard],
-    messages: Sequence[torch.Tensor],
-    wide: torch.dtype,
-    known: KnownRows,
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype, known: KnownRows
 ) -> list[torch.Tensor]:
     r"""Return for each shard :math:`\sum_j W_{ij} m_j - m_i` of its ranks i, [k, numel], in the dtype ``wide``.
 
@@ -90,11 +86,7 @@ def _from_means(
 
 
 def _from_sums(
-    round_: Round,
-    shards: Sequence[Shard],
-    messages: Sequence[torch.Tensor],
-    wide: torch.dtype,
-    known: KnownRows,
+    round_: Round, shards: Sequence[Shard], messages: Sequence[torch.Tensor], wide: torch.dtype, known: KnownRows
 ) -> list[torch.Tensor]:
     """Compute the differences as a weighted sum of rows per rank, all relative to the first rank's values."""
     differences = []

@@ -69,11 +69,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        recording: Recording,
-        shards: Sequence[Shard],
-        buckets: Sequence[Bucket],
-        optimizers: Sequence[Optimizer],
+        self, recording: Recording, shards: Sequence[Shard], buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]
     ) -> None:
         world_size = shards[-1].ranks.stop
         if len(recording.num_steps) != world_size:

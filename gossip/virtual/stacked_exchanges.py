@@ -295,13 +295,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             )
 
     def _converse(
-        self,
-        index: int,
-        channel: str,
-        blocks: Sequence[torch.Tensor],
-        round_: Round,
-        step: int,
-        meter: StackedMeter,
+        self, index: int, channel: str, blocks: Sequence[torch.Tensor], round_: Round, step: int, meter: StackedMeter
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Make one round of all ranks' codecs, and return by shard the differences and what was sent."""
         arrival = self.codecs[index, channel].exchange(blocks, round_, step)

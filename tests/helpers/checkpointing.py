@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from loguru import logger
-from replicas import NormalisedNet
+from listening import logged
+from replicas import NormalisedNet, assert_equal_states
 from torch import nn
 
 from gossip import GossipDataParallel
 
+assert_same, log_of = assert_equal_states, logged
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
@@ -63,24 +63,6 @@ def everything(model: GossipDataParallel) -> dict[str, torch.Tensor]:
     for number, entry in model.optimizer.state_dict()["state"].items():
         tensors |= {f"{number} {key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     return tensors
-
-
-def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == wanted.keys()
-    for name in wanted:
-        assert actual[name].dtype == wanted[name].dtype, name
-        assert torch.equal(actual[name], wanted[name]), name
-
-
-@contextmanager
-def log_of() -> Iterator[list[str]]:
-    """Warnings of this rank."""
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    try:
-        yield lines
-    finally:
-        logger.remove(sink)
 
 
 def names_in(folder: Path | str) -> list[str]:

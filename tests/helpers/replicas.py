@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,10 +53,21 @@ def snapshot(model: GossipDataParallel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_equal_states(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(actual[name], wanted[name]), name
+def assert_equal_states(found: Any, wanted: Any, where: str = "state") -> None:
+    """Bit by bit."""
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype, where
+        assert torch.equal(found, wanted), where
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key in wanted:
+            assert_equal_states(found[key], wanted[key], f"{where}[{key!r}]")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_equal_states(one, other, f"{where}[{place}]")
+    else:
+        assert (type(found), found) == (type(wanted), wanted), where
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from small_runs import make_module as make_module
 from torch import nn
 
 import topologies
@@ -24,11 +25,6 @@ Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 def mean_square(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs).square().mean()
-
-
-def make_module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def batch(num_samples: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -157,20 +153,3 @@ def stacked(workers: VirtualWorkers) -> dict[str, torch.Tensor]:
 def everything(workers: VirtualWorkers) -> list[dict[str, Any]]:
     """What a checkpoint would have of each rank."""
     return list(replicas_of(workers).states())
-
-
-def assert_equal_states(found: Any, wanted: Any, where: str = "state") -> None:
-    """Bit by bit."""
-    assert type(found) is type(wanted), where
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for key in wanted:
-            assert_equal_states(found[key], wanted[key], f"{where}[{key!r}]")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
-        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_equal_states(one, other, f"{where}[{place}]")
-    else:
-        assert found == wanted, where

@@ -90,6 +90,7 @@ def rows_after(
     topology: str | topologies.Topology = TOPOLOGY,
     edit: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
     update: Callable[..., np.ndarray] = lambda x, gradients: x - LR * gradients,
+    combines_first: bool = False,
 ) -> np.ndarray:
     """All ranks' parameters after ``steps``, which begin at equal replicas; [n, numel].
 
@@ -104,17 +105,8 @@ def rows_after(
         return gradient_at(module, edited, loss, rank, step) - (edited - x) / LR
 
     shifted: Any = SimpleNamespace(world_size=world_size, round=lambda t: schedule.round(t + steps.start))
-    return dense_recursion(shifted, flat(module) if start is None else start, gradient, update, len(steps))
-
-
-def rows_after_combining(steps: range, world_size: int) -> np.ndarray:
-    """The same for adapt then combine: x(t+1) = W_t (x(t) + u(t))."""
-    schedule, module = topologies.build(TOPOLOGY, world_size), make_module()
-    x = np.tile(flat(module), (world_size, 1))
-    for step in steps:
-        gradients = [gradient_at(module, x[rank], loss_of, rank, step) for rank in range(world_size)]
-        x = schedule.round(step).matrix() @ (x - LR * np.stack(gradients))
-    return x
+    begin = flat(module) if start is None else start
+    return dense_recursion(shifted, begin, gradient, update, len(steps), combines_first=combines_first)
 
 
 def assert_same(model: nn.Module, plain: nn.Module, atol: float = 0.0) -> None:

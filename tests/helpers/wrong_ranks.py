@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from loguru import logger
+from listening import logged
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -93,42 +93,37 @@ def train(
     images, labels = digits()
     own = torch.arange(rank, NUM_TRAINED, size)
     generator = torch.Generator().manual_seed(rank)
-    warnings: list[str] = []
-    sink = logger.add(lambda text: warnings.append(text.record["message"]), level="WARNING")
     unusual: list[Counter[int]] = []
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)}
     chosen |= options
     in_backward = chosen.get("step_in_backward", True)
     schedule = chosen.pop("schedule", None)
-    try:
-        with GossipDataParallel(make_module(), **chosen) as model:
-            scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(model.optimizer, schedule)
-            end, expected = num_steps, 0
-            while model.step < end:
-                if model.step > expected:  # this rank has come back: so long have the others waited
-                    end += max(0, model.step - WAITS_AT)
-                expected = model.step + 1
-                if model.step >= WAITS_AT and model.world_size < size:
-                    model.idle_step()
-                    end += 1
-                    continue
-                if model.step == fault_at and rank == WRONG and fault is not None:
-                    fault(model)
-                batch = own[torch.randint(len(own), (32,), generator=generator)]
-                nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-                if not in_backward:
-                    model.optimizer.step()
-                    model.optimizer.zero_grad()
-                if scheduler is not None:
-                    scheduler.step()
-                stats = model.stats()
-                assert stats is not None
-                unusual.append(Counter(stats.unusual_by_peer))
-            with torch.no_grad():
-                loss = float(nn.functional.cross_entropy(model(images[:NUM_TRAINED]), labels[:NUM_TRAINED]))
-            with model.averaged(), torch.no_grad():
-                is_right = model(images[NUM_TRAINED:]).argmax(1) == labels[NUM_TRAINED:]
-                accuracy = 100 * float(is_right.float().mean())
-    finally:
-        logger.remove(sink)
+    with logged() as warnings, GossipDataParallel(make_module(), **chosen) as model:
+        scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(model.optimizer, schedule)
+        end, expected = num_steps, 0
+        while model.step < end:
+            if model.step > expected:  # this rank has come back: so long have the others waited
+                end += max(0, model.step - WAITS_AT)
+            expected = model.step + 1
+            if model.step >= WAITS_AT and model.world_size < size:
+                model.idle_step()
+                end += 1
+                continue
+            if model.step == fault_at and rank == WRONG and fault is not None:
+                fault(model)
+            batch = own[torch.randint(len(own), (32,), generator=generator)]
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            if not in_backward:
+                model.optimizer.step()
+                model.optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            stats = model.stats()
+            assert stats is not None
+            unusual.append(Counter(stats.unusual_by_peer))
+        with torch.no_grad():
+            loss = float(nn.functional.cross_entropy(model(images[:NUM_TRAINED]), labels[:NUM_TRAINED]))
+        with model.averaged(), torch.no_grad():
+            is_right = model(images[NUM_TRAINED:]).argmax(1) == labels[NUM_TRAINED:]
+            accuracy = 100 * float(is_right.float().mean())
     return Course(warnings, unusual, loss, accuracy)

@@ -60,8 +60,7 @@ def test_a_round_is_immutable() -> None:
 
 
 @pytest.mark.parametrize(
-    "round_",
-    [Round.from_groups(4, [(1, 2)]), Round.from_rows([{1: 0.1}, {2: 0.7}, {}]), Round.identity(2)],
+    "round_", [Round.from_groups(4, [(1, 2)]), Round.from_rows([{1: 0.1}, {2: 0.7}, {}]), Round.identity(2)]
 )
 def test_copies_and_json_are_exact(round_: Round) -> None:
     assert Round.from_dict(json.loads(json.dumps(round_.to_dict()))) == round_

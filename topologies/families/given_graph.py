@@ -23,10 +23,7 @@ from topologies.validation import SUM_TOLERANCE
 
 @register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])
 def graph(
-    world_size: int,
-    *,
-    graph: str | os.PathLike[str] | nx.Graph | Mapping[str, Any],
-    weights: str = "metropolis",
+    world_size: int, *, graph: str | os.PathLike[str] | nx.Graph | Mapping[str, Any], weights: str = "metropolis"
 ) -> Topology:
     """A graph as it is, in every round; rank r is the node with the r-th label in sorted order.
 

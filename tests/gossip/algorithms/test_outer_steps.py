@@ -12,15 +12,7 @@ from torch import nn
 
 import gossip
 from gossip import Algorithm, VirtualWorkers
-from gossip.algorithms import (
-    AdaptWhileCommunicating,
-    DiLoCo,
-    NoLoCo,
-    RelaySum,
-    SlowMo,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
+from gossip.algorithms import AdaptWhileCommunicating, DiLoCo, NoLoCo, RelaySum, SlowMo, SparseLoCo, StreamingDiLoCo
 
 
 @pytest.mark.parametrize(

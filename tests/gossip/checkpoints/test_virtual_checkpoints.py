@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 from loguru import logger
-from separate import SGD, assert_equal_states, batch, everything, make_module, make_workers, stacked, train
+from replicas import assert_equal_states
+from separate import SGD, batch, everything, make_module, make_workers, stacked, train
 from torch import nn
 
 import gossip

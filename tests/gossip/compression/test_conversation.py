@@ -9,16 +9,7 @@ import torch
 from compressions import COMPRESSIONS
 
 import topologies
-from gossip import (
-    Arrival,
-    BucketShape,
-    Codec,
-    Conversation,
-    Delivery,
-    GossipError,
-    Turn,
-    Turns,
-)
+from gossip import Arrival, BucketShape, Codec, Conversation, Delivery, GossipError, Turn, Turns
 from gossip.compression.conversation import carry
 from topologies import Round
 

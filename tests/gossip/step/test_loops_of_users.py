@@ -20,7 +20,6 @@ from small_runs import (
     loss_of,
     make_module,
     rows_after,
-    rows_after_combining,
     train,
     wrap,
 )
@@ -71,8 +70,8 @@ def train_after(algorithm: str) -> None:
                 before(model)
                 train(model, range(step, step + 1))
             model.state_dict()
-            rows = rows_after if algorithm == "adapt_while_communicating" else rows_after_combining
-            assert_rows(model, rows(range(3), model.world_size))
+            combines_first = algorithm == "adapt_then_combine"
+            assert_rows(model, rows_after(range(3), model.world_size, combines_first=combines_first))
 
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])

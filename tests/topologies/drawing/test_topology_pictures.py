@@ -25,10 +25,7 @@ def texts(path: Path) -> str:
     return path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("ring", 1), ("one_peer_exponential", 6), ("random_matching", 5)],
-)
+@pytest.mark.parametrize(("name", "world_size"), [("ring", 1), ("one_peer_exponential", 6), ("random_matching", 5)])
 def test_svg_is_the_same_every_time(name: str, world_size: int, tmp_path: Path) -> None:
     topology = topologies.build(name, world_size)
     one, other = tmp_path / "one.svg", tmp_path / "other.svg"

@@ -29,11 +29,7 @@ def laplacians(n: int, matchings: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     return graphs
 
 
-GRAPHS = {
-    "wheel": nx.wheel_graph(7),
-    "lollipop": nx.lollipop_graph(5, 4),
-    "karate club": nx.karate_club_graph(),
-}
+GRAPHS = {"wheel": nx.wheel_graph(7), "lollipop": nx.lollipop_graph(5, 4), "karate club": nx.karate_club_graph()}
 CASES = [pytest.param(graph, budget, id=f"{name}-{budget}") for name, graph in GRAPHS.items() for budget in (0.3, 0.6)]
 
 
