@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from separate import Separate, assert_same, batch, make_module, make_workers, train
@@ -58,12 +56,3 @@ def test_global_avg_makes_replicas_equal_and_drops_what_is_in_flight() -> None:
     separate.train(batch(6, seed=1))  # replicas are equal: mixing them changes nothing
     assert_same(workers, separate)
     assert workers.step == 2
-
-
-def test_consensus_distance_is_that_of_the_parameters() -> None:
-    workers = make_workers(make_module(), 5)
-    train(workers, batch(10))
-    rows = torch.cat([each.detach().flatten(1) for each in workers.parameters()], 1)
-    mean = rows.mean(0)
-    distance = math.sqrt(float((rows - mean).square().sum()) / 5)
-    assert workers.consensus_distance() == pytest.approx((distance, distance / float(mean.norm())), rel=1e-9)

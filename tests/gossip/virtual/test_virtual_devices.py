@@ -6,8 +6,7 @@ import functools
 
 import pytest
 import torch
-from separate import TINY_BUCKETS, batch, make_module, make_workers, stacked, train, trained_alike
-from torch import nn
+from separate import TINY_BUCKETS, batch, make_module, make_workers, stacked, train
 
 import topologies
 from gossip import VirtualWorkers
@@ -60,13 +59,3 @@ def test_an_optimizer_that_has_trained_has_counters_on_every_device() -> None:
     assert [float(each) for each in steps] == [1.0] * 4
     train(workers, batch(6))
     assert [float(entry["step"]) for entry in built.state.values()] == [2.0] * 12
-
-
-def test_one_after_the_other_on_several_devices() -> None:
-    class Branching(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            output = super().forward(input)
-            return output if float(output.detach().sum()) > 0 else 2 * output
-
-    torch.manual_seed(0)
-    assert not trained_alike(Branching(3, 2).double(), 5, devices=["cpu"] * 2).is_vectorised

@@ -11,7 +11,6 @@ from separate import Separate, assert_same, batch, make_workers, stacked, train,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip import VirtualWorkers
 from gossip.lab.experiments.models import CharTransformer, SmallCNN
 
 
@@ -28,8 +27,9 @@ class Last(nn.Module):
 
 
 class Replacing(nn.Module):
-    """Puts other tensors in the place of its buffers, and writes one in place."""
+    """Puts other tensors in the place of its buffers, writes one in place, and keeps its output as many modules do."""
 
+    output: torch.Tensor
     seen: torch.Tensor
     total: torch.Tensor
     kept: torch.Tensor
@@ -43,11 +43,11 @@ class Replacing(nn.Module):
         self.register_buffer("unused", None)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(inputs)
+        self.output = self.layer(inputs)
         self.seen = self.seen + len(inputs)
-        self.total = self.total + output.detach().sum(0)
+        self.total = self.total + self.output.detach().sum(0)
         self.kept.add_(inputs.detach().sum(0))
-        return output
+        return self.output
 
 
 class Branching(Replacing):
@@ -137,13 +137,18 @@ ONE_BY_ONE = {
 
 
 @pytest.mark.parametrize(
-    ("case", "world_size"), [*((case, 3) for case in (*VECTORISED, *ONE_BY_ONE)), ("batch norm", 1), ("GRU", 1)]
+    ("case", "world_size", "num_devices"),
+    [*((case, 3, 1) for case in (*VECTORISED, *ONE_BY_ONE)), ("batch norm", 1, 1), ("GRU", 1, 1), ("GRU", 5, 2)],
 )
-def test_training_equals_separate_modules(case: str, world_size: int, warnings_told: list[str]) -> None:
+def test_training_equals_separate_modules(
+    case: str, world_size: int, num_devices: int, warnings_told: list[str]
+) -> None:
     make, inputs = (VECTORISED | ONE_BY_ONE)[case]
     torch.manual_seed(0)
-    num_samples = 3 * world_size - (world_size > 1)
-    workers = trained_alike(make().double(), world_size, inputs=lambda step: inputs(num_samples, step), atol=1e-10)
+    num_samples, devices = 3 * world_size - (world_size > 1), ["cpu"] * num_devices
+    workers = trained_alike(
+        make().double(), world_size, inputs=lambda step: inputs(num_samples, step), atol=1e-10, devices=devices
+    )
     assert workers.is_vectorised == (case in VECTORISED)
     assert len(warnings_told) == (case not in VECTORISED)
     if warnings_told:
@@ -286,25 +291,3 @@ def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> No
             separate.train(batch(6, seed=step))
         assert_same(workers, separate)
     assert len(warnings_told) == 1
-
-
-class KeepsHidden(nn.Module):
-    """Keeps what it computed last, as many modules do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.hidden: torch.Tensor | None = None
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.hidden = self.linear(inputs)
-        return self.hidden.tanh()
-
-
-def test_tensors_kept_in_attributes_do_not_outlive_the_call() -> None:
-    workers = VirtualWorkers(KeepsHidden(), 3, None, "ring", devices=["cpu"])
-    for _ in range(2):
-        workers(torch.ones(6, 3))
-    assert workers.is_vectorised
-    replica = workers.replica(2)
-    torch.testing.assert_close(replica(torch.ones(1, 3)), workers.every(torch.ones(1, 3))[2])

@@ -50,13 +50,7 @@ def test_replicas_without_samples_are_mixed_only(num_samples: int) -> None:
 
 
 def test_sum_takes_gradients_as_they_are() -> None:
-    module = make_module()
-    workers, separate = make_workers(module, 3, loss_reduction="sum"), Separate(module, 3)
-    for step in range(3):
-        inputs = batch(7, seed=step)
-        workers(inputs).square().sum().backward()
-        separate.train(inputs, lambda model, own: model(own).square().sum())
-    assert_same(workers, separate)
+    trained_alike(make_module(), loss=lambda model, own: model(own).square().sum(), loss_reduction="sum")
 
 
 def test_the_inputs_gradient_is_that_of_the_loss() -> None:

@@ -102,9 +102,7 @@ def test_slem_is_the_second_largest_modulus() -> None:
     negative = np.array([[0.1, 0.9], [0.9, 0.1]])
     assert analysis.slem(negative) == analysis.slem(Round.from_matrix(negative)) == pytest.approx(0.8)
     assert analysis.slem(topologies.build("complete", 1)) == 0.0
-
-
-def test_slem_of_a_row_stochastic_matrix_leaves_out_the_eigenvalue_one() -> None:
+    # Of rows that sum to 1, the eigenvalue 1 is left out.
     matrix = np.array([[0.5, 0.5, 0], [0.25, 0.25, 0.5], [0, 1, 0]])
     moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))
     assert analysis.slem(matrix) == pytest.approx(moduli[-2])
@@ -123,6 +121,8 @@ def test_arguments_of_the_wrong_kind() -> None:
         analysis.product(ring, -1)
     with pytest.raises(ValueError, match="slem is defined for a matrix whose rows or columns sum to 1"):
         analysis.slem([[2, 0], [0, 3]])
+    with pytest.raises(ValueError, match="diameter of 20000 ranks is not computed"):
+        analysis.diameter(topologies.build("ring", 20_000))
 
 
 def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
@@ -266,11 +266,6 @@ def test_the_diameter_of_random_graphs(n: int, seed: int, directed: bool) -> Non
     together = nx.is_strongly_connected(graph) if directed else nx.is_connected(graph)
     assert analysis.connected(topology) is together
     assert analysis.diameter(topology) == (nx.diameter(graph) if together else None)
-
-
-def test_the_diameter_of_very_many_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="diameter of 20000 ranks is not computed"):
-        analysis.diameter(topologies.build("ring", 20_000))
 
 
 def test_sums_prove_what_they_are() -> None:
