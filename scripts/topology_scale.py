@@ -161,49 +161,42 @@ def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) ->
             continue
         for variant, options in enumerate(served["options"]):
             row = [name, str(served["size"]), options[:44]]
-            measured = in_a_process("--measure", name, served["size"], variant, time_limit_s=time_limit_s)
-            if isinstance(measured, str):
-                yield [*row, measured]
+            found = in_a_process("--measure", name, served["size"], variant, time_limit_s=time_limit_s)
+            if isinstance(found, str):
+                yield [*row, found]
                 continue
             yield [
                 *row,
-                f"{measured['build_s'] * 1e3:.1f} ms",
-                f"{measured['first_s'] * 1e3:.2f} ms",
-                f"{measured['row_s'] * 1e6:.1f} us",
-                f"{measured['one_rank_s'] * 1e6:.0f} us",
-                f"{measured['bytes_per_edge']:.1f}",
-                f"{measured['describe_s']:.2f} s",
-                f"{measured['peak_bytes'] / 2**20:.0f}",
+                f"{found['build_s'] * 1e3:.1f} ms",
+                f"{found['first_s'] * 1e3:.2f} ms",
+                f"{found['row_s'] * 1e6:.1f} us",
+                f"{found['one_rank_s'] * 1e6:.0f} us",
+                f"{found['bytes_per_edge']:.1f}",
+                f"{found['describe_s']:.2f} s",
+                f"{found['peak_bytes'] / 2**20:.0f}",
             ]
 
 
 def large_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
     """Yield the rows of the second table."""
-    for name in families:
-        if name not in LARGE_FAMILIES:
+    for name in filter(LARGE_FAMILIES.__contains__, families):
+        found = in_a_process("--measure-large", name, world_size, time_limit_s=time_limit_s)
+        if isinstance(found, str):
+            yield [name, "", found]
             continue
-        measured = in_a_process("--measure-large", name, world_size, time_limit_s=time_limit_s)
-        if isinstance(measured, str):
-            yield [name, "", measured]
-            continue
-        yield [
-            name,
-            str(measured["size"]),
-            f"{measured['build_s'] * 1e3:.2f} ms",
-            f"{measured['median_s'] * 1e6:.0f} us",
-            f"{measured['largest_s'] * 1e6:.0f} us",
-            f"{measured['peak_bytes'] / 2**20:.0f}",
+        times = [
+            f"{found['build_s'] * 1e3:.2f} ms",
+            *(f"{found[key] * 1e6:.0f} us" for key in ("median_s", "largest_s")),
         ]
+        build = f"{found['build_s'] * 1e3:.2f} ms"
+        yield [name, str(found["size"]), build, *calls, f"{found['peak_bytes'] / 2**20:.0f}"]
 
 
-def print_table(header: Sequence[str], widths: Sequence[int], num_texts: int, rows: Iterator[list[str]]) -> None:
-    """Print rows as they come: ``num_texts`` columns of text to the left, then numbers to the right."""
-    for row in itertools.chain([list(header), ["-" * width for width in widths]], rows):
-        cells = [
-            f"{text:<{width}}" if column < num_texts else f"{text:>{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        print("  ".join(cells).rstrip(), flush=True)
+def print_table(header: str, rows: Iterator[list[str]]) -> None:
+    """Print rows in Markdown as they come."""
+    columns = header.split(", ")
+    for row in itertools.chain([columns, ["---"] * len(columns)], rows):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def main() -> None:
@@ -227,19 +220,12 @@ def main() -> None:
         name, size = arguments.measure_large
         print(json.dumps(measure_large(name, int(size))))
     else:
-        print_table(
-            ("family", "n", "options", "build", "first", "row", "one rank", "B/edge", "describe", "MiB"),
-            (22, 4, 44, 9, 9, 8, 8, 6, 8, 5),
-            3,
-            table_rows(arguments.families, arguments.world_size, arguments.time_limit_s),
-        )
+        limits = {"time_limit_s": arguments.time_limit_s}
+        header = "family, n, options, build, first, row, one rank, B/edge, describe, MiB"
+        print_table(header, table_rows(arguments.families, arguments.world_size, **limits))
         print()
-        print_table(
-            ("family", "n", "build", "median", "largest", "MiB"),
-            (22, 7, 9, 8, 8, 5),
-            2,
-            large_rows(arguments.families, arguments.large_world_size, arguments.time_limit_s),
-        )
+        large = large_rows(arguments.families, arguments.large_world_size, **limits)
+        print_table("family, n, build, median, largest, MiB", large)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,106 @@
-"""The scripts that measure compressions, ways of exchange, memory, uneven ranks and virtual workers print a table."""
+"""The scripts that measure print their tables and draw their figures; times are never looked at."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
+import re
+from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
-from running import TIMEOUT_S, run_here
-
-
-def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / script, *options],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        check=False,
-    )
+from lab_hosts import why_no_hosts
+from report_documents import document, row
+from running import run, run_here
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "rows"),
     [
-        ("compression_speed.py", ["--numel", "5000", "--repetitions", "1"], ["none", "bf16", "int8", "int4", "choco"]),
-        ("virtual_speed.py", ["--world-sizes", "3", "8", "--repetitions", "1", "--loop-up-to", "3"], ["3", "8"]),
-        ("exchange_ways.py", ["--world-size", "2", "--repetitions", "1"], ["2 | 1", "2 | 64", "2 | 16800"]),
+        ("compression_speed.py", ["--numel=5000", "--repetitions=1"], ["none", "bf16", "int8", "int4", "choco"]),
+        ("virtual_speed.py", ["--world-sizes", "3", "8", "--repetitions=1", "--loop-up-to=3"], ["3", "8"]),
+        ("exchange_ways.py", ["--world-size=2", "--repetitions=1"], ["2 | 1", "2 | 64", "2 | 16800"]),
         (
             "sharded_memory.py",
-            ["--width", "16", "--depth", "2"],
+            ["--width=16", "--depth=2"],
             ["each rank a replica", "shard=none", "shard=optimizer, 4 ranks", "fully_shard, 4 ranks"],
         ),
         (
             "uneven_ranks.py",
-            ["--world-size", "2", "--steps", "4", "--compute-ms", "1", "--seeds", "1", "--width", "8"],
+            ["--world-size=2", "--steps=4", "--compute-ms=1", "--seeds=1", "--width=8"],
             ["local", "ddp", "adapt_while_communicating", "asynchronous"],
+        ),
+        (
+            "topology_scale.py",
+            ["--world-size=15", "--large-world-size=1000", "--families", "de_bruijn", "one_peer_hypercube"],
+            ["de_bruijn | 16 | p=2", "de_bruijn | 16 | p=4", "one_peer_hypercube | 16", "one_peer_hypercube | 1024"],
         ),
     ],
 )
-def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: list[str]) -> None:
-    done = run(script, *options)
-    assert done.returncode == 0, done.stderr
-    for row in rows:
-        assert f"\n| {row} |" in done.stdout
+def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: list[str], tmp_path: Path) -> None:
+    done = run(script, tmp_path, *options)
+    assert done.status == 0, done.stderr
+    for start in rows:
+        assert f"\n| {start} |" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["compression_speed.py", "exchange_ways.py", "virtual_speed.py"])
-def test_bad_numbers_are_refused_in_one_line(script: str) -> None:
-    done = run_here(script, "--repetitions", "0")
+def test_a_bad_number_is_refused_in_one_line() -> None:
+    done = run_here("exchange_ways.py", "--repetitions=0")
     assert done.status == 2
     assert "at least 1" in done.last_line
+
+
+NUM_PARAMETERS, NUM_TENSORS, BUCKET_BYTES = 250 * (8 * 8 + 8), 500, 10_000
+
+
+@pytest.mark.slow
+def test_overhead_counts_the_memory_of_the_update(tmp_path: Path) -> None:
+    cap = f"--bucket-cap-mb={BUCKET_BYTES / 2**20}"
+    options = ("--steps=2", "--models=small_tensors", "--modes", "control", "fused")
+    done = run("overhead.py", tmp_path, *options, "--differences", cap, "--output=overhead.json")
+    assert done.status == 0, done.stderr
+    content = json.loads((tmp_path / "overhead.json").read_text())
+    for rows, ratios in ((content["time"], True), (content["differences"], True), (content["memory_bytes"], False)):
+        assert all(f"\n| {each['model']} | {each['mode']} | " in done.stdout for each in rows)
+        assert not ratios or all(each["ratio_lower_quartile"] <= each["ratio_upper_quartile"] for each in rows)
+    plain, fused = content["memory_bytes"]
+    size = 4 * NUM_PARAMETERS
+    adamw = 2 * size + 4 * NUM_TENSORS  # the step counters are tensors
+    for each, num_messages in ((plain, 0), (fused, 2)):
+        assert (each["parameters"], each["state"], each["messages"]) == (size, adamw, num_messages * size)
+        assert each["total"] >= each["parameters"] + each["state"] + each["messages"] + each["gradients"]
+        assert each["total"] <= each["bound"] + BUCKET_BYTES
+    assert plain["gradients"] == size
+    assert 0 < fused["gradients"] <= BUCKET_BYTES  # the others come later or have been used up
+
+
+NUM_LAYERS, NUM_STEPS = 3, 3
+MESSAGE, WAIT = "#fd8d3c", "#de2d26"
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+    options = (f"--num-layers={NUM_LAYERS}", "--width=40", "--batch-size=2")
+    done = run("overlap_figure.py", tmp_path, "overlap.svg", *options, fresh=True)
+    assert done.status == 0, done.stderr
+    svg = (tmp_path / "overlap.svg").read_text()
+    gossip, ddp = re.split(r'id="axes_\d"', svg.partition('id="legend_1"')[0])[1:]
+    assert re.search(r"<!-- GossipDataParallel, one_peer_hypercube: 3 steps in \d+ ms -->", gossip)
+    assert re.search(r"<!-- torch's DistributedDataParallel: 3 steps in \d+ ms -->", ddp)
+    assert gossip.count(f"fill: {MESSAGE}") >= (NUM_STEPS - 1) * NUM_LAYERS  # those of the last step come later
+    assert ddp.count(f"fill: {MESSAGE}") >= NUM_STEPS * NUM_LAYERS
+    assert ddp.count(f"fill: {WAIT}") >= NUM_STEPS
+
+
+def test_both_distances_of_a_sweep_are_drawn_if_both_are_known(tmp_path: Path) -> None:
+    older = row("ring")
+    del older["curves"]["consensus_absolute"]
+    for known, num_expected in ((row("ring"), 1), (older, 0)):
+        (tmp_path / "results.json").write_text(json.dumps(document([known])), encoding="utf-8")
+        done = run_here("comparison_figure.py", tmp_path, tmp_path / "figure.svg")
+        assert done.status == 0, done.stderr
+        drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+        assert drawn.count("<!-- relative consensus distance -->") == 1
+        assert drawn.count("<!-- consensus distance -->") == num_expected

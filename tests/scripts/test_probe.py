@@ -6,39 +6,32 @@ import json
 from pathlib import Path
 
 import pytest
-from running import run, run_here
+from running import run
 
 TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_probe_measures_predicts_and_says_one_sentence(world_size: int, tmp_path: Path) -> None:
+def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
     output = tmp_path / "probe.json"
-    options = (f"--world-size={world_size}", f"--output={output}", "--bucket-cap-mb=0.01")
-    done = run("probe.py", tmp_path, *TINY, *options, fresh=world_size == 2)
+    options = ("--world-size=2", f"--output={output}", "--bucket-cap-mb=0.01")
+    done = run("probe.py", tmp_path, *TINY, *options, fresh=True)
     assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"Measured on {world_size} rank")
+    assert lines[0].startswith("Measured on 2 ranks")
     assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: "))
     content = json.loads(output.read_text())
     assert content["advice"] == lines[-1]
     assert content["cluster"]["num_nodes"] == 1  # one machine
-    assert content["cluster"]["local_size"] == world_size
+    assert content["cluster"]["local_size"] == 2
     assert content["cluster"]["local_bandwidth_gbps"] > 0
     assert content["workload"]["forward_s"] > 0
     assert 0 <= content["workload"]["contention"] <= 1
     assert len(content["workload"]["bucket_bytes"]) == 8
-    assert ("complete" in {row["method"] for row in content["predictions"]}) == (world_size > 1)
+    assert "complete" in {row["method"] for row in content["predictions"]}
 
 
 def test_probe_joins_torchrun_and_prints_once(tmp_path: Path) -> None:
     done = run("probe.py", tmp_path, *TINY, torchrun=2)
     assert done.status == 0, done.stderr
     assert done.stdout.count("Measured on 2 ranks, 1 node") == 1
-
-
-def test_probe_refuses_a_bad_number_in_one_line() -> None:
-    done = run_here("probe.py", "--parameters-mb=-1")
-    assert done.status == 2
-    assert done.last_line.endswith("parameters_mb must be greater than 0, got -1")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from repository import REPOSITORY
+from running import run_here
 from torch import nn
 
 import topologies
@@ -91,9 +90,8 @@ def test_limits_of_a_ring_are_those_of_its_eigenvalues(script: ModuleType) -> No
 @pytest.mark.slow
 def test_table_and_figure(tmp_path: Path) -> None:
     figure = tmp_path / "gain.svg"
-    command = [sys.executable, PATH, "--families", "one_peer_exponential,torus,pushed", "--sizes", "4"]
-    run = subprocess.run([*command, "--figure", figure], capture_output=True, text=True, check=True, timeout=120)
-    rows = [line.split("|")[1:-1] for line in run.stdout.splitlines()[2:]]
+    options = ("--families=one_peer_exponential,torus,pushed", "--sizes=4", "--figure", figure)
+    rows = [line.split("|")[1:-1] for line in run_here(PATH.name, *options).stdout.splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["one_peer_exponential", "torus"]
     assert all(0 < float(cell) <= 2 for row in rows for cell in row[2:])
     assert figure.stat().st_size > 1000

@@ -40,15 +40,9 @@ def test_settings_main_has_every_kind() -> None:
         assert len({row.label for row in each}) == len(each)
 
 
-@pytest.mark.parametrize("preset", ["topologies", "buckets", "stragglers"])
+@pytest.mark.parametrize("preset", ["topologies", "buckets", "stragglers", "compressors"])
 def test_settings_presets_can_be_built(preset: str) -> None:
     assert len(settings(f"bench/methods={preset}").methods) > 1
-
-
-def test_settings_compressors_are_given_to_the_wrapper() -> None:
-    preset = composed("bench/methods=compressors")["bench"]["methods"]
-    assert preset["gossip"]["compression"][0] == "none"
-    assert {"bf16", "int8", "int4"} <= set(preset["gossip"]["compression"])
 
 
 def test_settings_lists_are_combined_and_none_is_left_out() -> None:
@@ -77,24 +71,16 @@ def test_settings_of_a_case_have_one_link() -> None:
             "there is no bench.model=mpl; did you mean mlp? Available: mlp, wide_mlp, small_mlp, large_mlp, "
             "transformer, cnn",
         ),
-        ("bench.straggler=slow", "there is no bench.straggler=slow"),
         ("bench.rate=200", "bench.rate must be a number with kbit, mbit or gbit, such as 200mbit, got '200'"),
         ("bench.rate=[50mbit,1gbit]", "bench.network=loopback has no rate; set bench.network=lab"),
-        ("bench.rate=[]", "bench.rate must have at least 1 item"),
         ("bench.local_size=3", "bench.local_size=3 does not divide world_size=4; every host has as many"),
-        ("bench.world_size=1", "bench.world_size must be greater than or equal to 2, got 1"),
-        ("bench.steps=0", "bench.steps must be greater than or equal to 1, got 0"),
-        ("bench.warmup_steps=1", "bench.warmup_steps must be greater than or equal to 2, got 1"),
         ("bench.methods.gossip.topology=rong", "gossip: "),
         (
             "+bench.methods.gossip.bucket_cap_mb=[]",
             "bench.methods.gossip.bucket_cap_mb is an empty list; give it at least one value, or none",
         ),
-        ("bench.methods.gossip.bucket_cap_mb=-1", "gossip: bucket_cap_mb"),
         ("+bench.methods.gossip.momentum=1", "gossip has no option momentum"),
-        ("+bench.methods.ddp.bucket_cap=1", "ddp has no option bucket_cap; did you mean bucket_cap_mb?"),
         ("bench.methods.ddp.hook=int8", "ddp: hook must be none, bf16, fp16, got 'int8'"),
-        ("+bench.methods.local.lr=1", "local has no option lr. Available: shard"),
         ("+bench.methods.gosip={}", "there is no method gosip; did you mean gossip?"),
         ("bench.methods.ddp=1", "bench.methods.ddp must be a mapping of options, got 1"),
     ],
@@ -103,16 +89,6 @@ def test_settings_refusals_are_one_line(override: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(words)) as refusal:
         settings(override)
     assert "\n" not in str(refusal.value)
-
-
-def test_settings_lab_has_a_limit_on_hosts() -> None:
-    with pytest.raises(ConfigurationError, match=r"bench\.world_size must be at most 200 in the lab, got 256"):
-        settings("bench.network=lab", "bench.world_size=256")
-
-
-def test_settings_without_methods() -> None:
-    with pytest.raises(ConfigurationError, match=r"^methods must map names to options"):
-        expand([], 4)
 
 
 @pytest.mark.parametrize(

@@ -116,60 +116,48 @@ def test_far_hosts_have_cables_and_the_rate_and_lose_nothing(far_hosts: Lab) -> 
 
 
 CONTROLLER = """
-import signal, sys
+import sys
 from pathlib import Path
 from benchmark_cases import step_time_case
 from gossip.lab.benchmarks.harness import run_workers
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
-def terminate(number, frame):
-    raise SystemExit(128 + number)
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, terminate)
     lab = Lab(2, Link(200_000_000, float(sys.argv[1])))
-    print(lab._bridge.file, *([] if lab._cables is None else [lab._cables.pid]), flush=True)
+    print(lab._bridge.file, lab._cables.pid, flush=True)
     run_workers("step_time", step_time_case(network="lab", steps=100_000), lab, Path("records"))
 """
-ENDINGS = {"term": (signal.SIGTERM, 143), "kill": (signal.SIGKILL, -9)}
-DELAYS_S = {"term": 0.0, "kill": 0.001}
 
 
-@pytest.fixture(scope="module")
-def controllers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
-    """One for each way to end it, all started at the same time."""
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Running]:
+    """Has a lab with cables, and workers in it."""
     if missing := why_no_hosts():
         pytest.skip(missing)
-    script = tmp_path_factory.mktemp("controller") / "controller.py"
+    script = tmp_path / "controller.py"
     script.write_text(CONTROLLER)
-    with contextlib.ExitStack() as stack:
-        yield {
-            name: stack.enter_context(running(tmp_path_factory.mktemp(name), str(DELAYS_S[name]), script=script))
-            for name in ENDINGS
-        }
+    with running(tmp_path, "0.001", script=script) as started:
+        yield started
 
 
 @pytest.mark.root
-@pytest.mark.xdist_group("lab_controllers")
-@pytest.mark.parametrize("name", ENDINGS)
-def test_lab_ends_with_its_controller(name: str, controllers: dict[str, Running]) -> None:
-    number, status = ENDINGS[name]
-    controller = controllers[name].process
-    file, *cables = controllers[name].first_line().split()
-    records = Path(f"/proc/{controller.pid}/cwd/records/rank0.jsonl")
+def test_lab_ends_with_its_controller(controller: Running) -> None:
+    process = controller.process
+    file, *cables = controller.first_line().split()
+    records = Path(f"/proc/{process.pid}/cwd/records/rank0.jsonl")
     while not (records.exists() and records.read_bytes()):  # until the ranks are on their hosts, and measure
-        assert controller.poll() is None, controllers[name].finished()
+        assert process.poll() is None, controller.finished()
         time.sleep(0.05)
-    hosts = namespaces_of(controller.pid)
+    hosts = namespaces_of(process.pid)
     workers = [*hosts, *map(int, cables)]
-    assert len(workers) == 2 + bool(DELAYS_S[name])
+    assert len(workers) == 3
     assert len({*hosts.values(), here()}) == 3
-    bridge = os.open(f"/proc/{controller.pid}/fd/{file}", os.O_RDONLY)
+    bridge = os.open(f"/proc/{process.pid}/fd/{file}", os.O_RDONLY)
     try:
         assert ports(bridge) == ["port0", "port1"]
-        os.kill(controller.pid, number)
-        assert controller.wait(PATIENCE_S) == status
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
         deadline = time.monotonic() + PATIENCE_S
         # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
         while (ports(bridge) or any(map(is_alive, workers))) and time.monotonic() < deadline:
