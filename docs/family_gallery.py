@@ -37,10 +37,15 @@ def write_pictures(folder: Path) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    app.connect("builder-inited", lambda app: write_pictures(Path(app.outdir) / PICTURES))
+    app.connect("builder-inited", _draw)
     app.connect("env-get-outdated", lambda *_: [PAGE])  # its cards are made of docstrings
     app.connect("source-read", _insert)
     return {"parallel_read_safe": True}
+
+
+def _draw(app: Any) -> None:
+    if app.builder.format == "html":
+        write_pictures(Path(app.outdir) / PICTURES)
 
 
 def _insert(_: Any, page: str, source: list[str]) -> None:

@@ -116,21 +116,12 @@ def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_strange_home")
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("print(2)", "+2"),
-        ("print(1)\nprint(2)", "+print(2)"),
-        ("assert 1 == 2, 'not true'", "AssertionError: not true"),
-        ("import os; os._exit(1)", "does not run"),
-    ],
-    ids=["prints something else", "another source", "fails", "dies"],
+    ("source", "message"), [("print(1)\nprint(2)", "+print(2)"), ("import os; os._exit(1)", "does not run")]
 )
 def test_check_tells_what_is_wrong(source: str, message: str, tmp_path: Path) -> None:
     script = tmp_path / "small.py"
     script.write_text(f"# %%\n{source}\n")
-    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(2)" if message == "+2" else "print(1)")])
-    written.cells[0].outputs = [nbformat.v4.new_output("stream", text="1\n")]
-    nbformat.write(written, tmp_path / "small.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)")]), tmp_path / "small.ipynb")
     checked = run_here("notebooks.py", "--check", script)
     assert checked.status == 1
     assert "small" in checked.stderr

@@ -51,11 +51,6 @@ HUNG = {
         "go on from step 2 with resume=",
     ),
     "without checkpoints": ((), "the call that the main thread is in has not returned", NO_CHECKPOINT),
-    "all-reduce": (
-        ("method=ddp",),
-        "the call that the main thread is in has not returned",
-        "there is no checkpoint to go on",
-    ),
 }
 """The options of runs of which both ranks' calls hang, why nothing is saved then, and what is advised."""
 

@@ -115,17 +115,6 @@ def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_train_restarted_by_torchrun_goes_on_in_the_first_attempts_folder(tmp_path: Path, whole: list[Any]) -> None:
-    fails_once = ("+model.how=raise", f"+model.once={tmp_path}/stopped")
-    run = train(tmp_path, *RUN, *fails_once, torchrun=2, max_restarts=1)
-    assert run.status == 0, run.stderr
-    assert (tmp_path / "stopped").exists()
-    (folder,) = run_folders(tmp_path)
-    assert "step 10 is restored from" in run.stderr
-    assert result(folder) == whole
-
-
-@pytest.mark.slow
 def test_train_resume_auto_goes_on_with_the_newest_run_of_this_configuration(tmp_path: Path, whole: list[Any]) -> None:
     stops = ("+model.how=terminate", f"+model.once={tmp_path}/stopped")
     assert train(tmp_path, *RUN, *stops, "resume=auto").status == 143  # there is none: it begins

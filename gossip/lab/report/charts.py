@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Metric, Row, Value
-from gossip.lab.report.scales import Extent, Scale
+from gossip.lab.report.scales import Scale
 
 #: The end point of a row: x, y and the spread of y.
 End = tuple[float, float, float | None]
@@ -54,20 +54,20 @@ class Chart:
         ends = [(row, end) for row in rows if (end := self.end(row)) is not None]
         if not ends:
             return None
-        up = [
-            Extent(y, self._heights(row), row.method == "gossip", (y - spread, y + spread) if spread else ())
-            for row, (_, y, spread) in ends
-        ]
-        target = () if self.target is None else (self.target,)
-        y = Scale.without_outliers(up, self.y, may_be_log=self.y is not FRACTION, others=target)
+        up = [(row.method == "gossip", [y, *self._heights(row)]) for row, (_, y, _) in ends]
+        spreads = [[y - spread, y + spread] for _, (_, y, spread) in ends if spread]
+        compared, others = _divided(up)
+        y = Scale.without_outliers(
+            compared, [*others, *spreads], self.y, may_be_log=self.y is not FRACTION, target=self.target
+        )
         across = [
-            Extent(x, tuple(x for x, height in self._known(row) if height >= y.low), row.method == "gossip")
+            (row.method == "gossip", [x, *(x for x, height in self._known(row) if height >= y.low)])
             for row, (x, height, _) in ends
             if y.reaches(height) and not self.is_level(row)
         ]
         # If there are only levels, which span the whole x-axis, any range will do.
-        across = across or [Extent(1.0, (0.0, 1.0), is_compared=True)]
-        return Scale.without_outliers(across, self.x, may_be_log=self.x is not NUMBER), y
+        compared, others = _divided(across or [(True, [0.0, 1.0])])
+        return Scale.without_outliers(compared, others, self.x, may_be_log=self.x is not NUMBER), y
 
     def height_text(self, row: Row) -> str:
         """Format the final y-value of a row, with its spread; a dash if there is none."""
@@ -96,6 +96,13 @@ class Chart:
         """Return the y-values of a curve that the axis should show; for accuracy, without the initial part."""
         line = self._known(row)
         return tuple(y for _, y in line[math.floor(_START * len(line)) if self.higher_is_better else 0 :])
+
+
+def _divided(rows: Sequence[tuple[bool, list[float]]]) -> tuple[list[float], list[list[float]]]:
+    """Return the values of the compared rows, or of all if none is compared, and those of each other row."""
+    is_any = any(is_compared for is_compared, _ in rows)
+    compared = [value for is_compared, values in rows if is_compared or not is_any for value in values]
+    return compared, [values for is_compared, values in rows if is_any and not is_compared]
 
 
 def charts(document: Document) -> list[Chart]:

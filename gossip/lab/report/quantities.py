@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from gossip.lab.report.report_document import Value
-
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,12 @@ class Quantity:
         mean, spread = value.mean / unit.size, value.spread / unit.size
         if self.decimals is not None:
             return f"{mean:.{self.decimals}f} ± {spread:.{self.decimals}f}{unit.suffix}"
-        exponent = math.floor(math.log10(max(abs(mean), spread)))
-        if -4 < exponent < 6:
-            return f"{_with_spread(mean, spread)}{unit.suffix}"
-        scaled = _with_spread(mean / 10.0**exponent, spread / 10.0**exponent)
-        return f"({scaled})·{_power_of_ten(exponent)}{unit.suffix}"
+        if not 1e-3 <= max(abs(mean), spread) < 1e6:
+            return f"{mean:.3g} ± {spread:.1g}{unit.suffix}"
+        # One significant digit of the spread, two if the first is a 1; at most four decimals.
+        mantissa, exponent = f"{spread:.1e}".split("e")
+        decimals = min(max(mantissa.startswith("1") - int(exponent), 0), 4)
+        return f"{mean:.{decimals}f} ± {spread:.{decimals}f}{unit.suffix}"
 
     def round_text(self, value: float) -> str:
         """Format a value that a user chose, such as a target of 93 %, without trailing decimals."""
@@ -69,24 +67,8 @@ class Quantity:
 
 
 def _significant(number: float) -> str:
-    """Format a number with four significant digits, in the notation of a text: 0.0013, 52000, 2·10⁻⁵."""
-    if number and not 1e-3 <= abs(number) < 1e6:
-        mantissa, exponent = f"{number:.3e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        power = _power_of_ten(int(exponent))
-        return power if mantissa == "1" else f"{mantissa}·{power}"
-    return f"{number:.0f}" if abs(number) >= 10**4 else f"{number:.4g}"
-
-
-def _with_spread(mean: float, spread: float) -> str:
-    """Format mean ± spread with one significant digit of the spread, two if the first is a 1; at most four decimals."""
-    mantissa, exponent = f"{spread:.1e}".split("e")
-    decimals = min(max(mantissa.startswith("1") - int(exponent), 0), 4)
-    return f"{mean:.{decimals}f} ± {spread:.{decimals}f}"
-
-
-def _power_of_ten(exponent: int) -> str:
-    return "10" + str(exponent).translate(_SUPERSCRIPTS)
+    """Format a number with four significant digits: 0.0013, 52000, 2e-05."""
+    return f"{number:.0f}" if 1e4 <= abs(number) < 1e6 else f"{number:.4g}"
 
 
 FRACTION = Quantity((Unit(" %", 0.01),), decimals=2)

@@ -60,12 +60,6 @@ def test_malformed_document_is_refused_with_its_place(
     assert not (tmp_path / "folder").exists()
 
 
-def test_what_may_be_missing_is_empty() -> None:
-    read = read_document({"title": "sweep", "metric": {"name": "loss", "higher_is_better": False}, "rows": []})
-    assert (read.description, read.settings, read.cluster, read.drawings) == (None, {}, {}, {})
-    assert read.metric.target is None
-
-
 def test_settings_of_any_plain_kind_are_text() -> None:
     settings = {"a": 1, "b": 0.5, "c": [1, 2], "d": {"lr": 0.1}, "e": None, "f": True}
     read = read_document(document([], settings=settings))
@@ -124,20 +118,6 @@ def test_csv_and_page_have_intervals_trials_and_bars_where_there_are_any(tmp_pat
         "bars: average -0.2 met, loss_ratio 1.01 not met",
     ):
         assert said in text
-
-
-@pytest.mark.parametrize(
-    ("met", "verdict"),
-    [
-        ({}, ""),
-        ({"average": True, "worst": True}, "met"),
-        ({"average": True, "worst": None}, "not known: worst"),
-        ({"average": False, "worst": None, "loss_ratio": False}, "not met: average, loss_ratio"),
-    ],
-)
-def test_verdict_is_met_only_if_every_bar_is(met: dict[str, bool | None], verdict: str) -> None:
-    bars = {name: {"bar": 0.0, "met": value} for name, value in met.items()}
-    assert read_document(document([row("ring", bars=bars)])).rows[0].verdict == verdict
 
 
 def test_markdown_is_one_line_per_row(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import report_documents
 
-from gossip.lab.report.columns import best, columns, num_deciding
+from gossip.lab.report.columns import best, columns
 from gossip.lab.report.report_document import read_document
 from gossip.lab.report.report_markdown import markdown
 from gossip.lab.report.report_page import render_page
@@ -67,12 +67,6 @@ def test_each_number_of_ranks_partition_and_condition_has_a_sentence_and_is_rank
     assert best(document.rows, column) == {0, 3, 4, 7}
 
 
-def test_of_equal_settings_the_one_that_sends_least_is_named() -> None:
-    rows = [compared(label, -0.1, [-0.2, 0.1]) for label in ("complete", "one_peer_exponential", "ring")]
-    (sentence,) = sentences([*rows, compared("star", -2.0, [-3.0, -1.0])])
-    assert "of 4 gossip settings one_peer_exponential " in sentence
-
-
 @pytest.mark.parametrize(
     ("ends", "count", "said"),
     [
@@ -112,11 +106,3 @@ def test_page_and_markdown_begin_with_the_verdict() -> None:
     (sentence,) = verdict(document)
     assert sentence in render_page(document).replace("&#39;", "'")
     assert markdown(document).startswith(f"- {sentence}\n\n")
-
-
-def test_what_decides_stands_first() -> None:
-    document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
-    names = [column.name for column in columns(document)]
-    deciding = ["averaged_accuracy", "average_difference", "predicted_time_to_target_s", "bytes_to_target"]
-    assert names[:4] == deciding
-    assert num_deciding(columns(document), document.metric) == 4
