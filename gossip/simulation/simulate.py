@@ -8,9 +8,9 @@ import numpy as np
 
 from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, GossipSteps, LocalSteps, Steps
+from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, GossipSteps, Steps
 from gossip.simulation.workload import Workload, draw_steps
-from topologies import Topology
+from topologies import Round, Topology
 from topologies.matrix_storage import FloatArray
 from topologies.validation import check_integer, check_real
 
@@ -104,7 +104,7 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
     if method == "ddp":
         return AllReduceSteps(cluster, workload, ratio)
     if method == "none":
-        return LocalSteps(workload)
+        method = Topology.from_rounds([Round.identity(cluster.world_size)])
     if isinstance(method, Topology):
         if method.world_size != cluster.world_size:
             raise ValueError(

@@ -18,7 +18,6 @@ from topologies import Round
 from topologies.matrix_storage import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
-_MOST_REACHED = 64  # ranks reached by one rank in one pass, on average
 
 
 class Traffic(NamedTuple):
@@ -120,22 +119,18 @@ class Neighbourhoods:
         everybody = np.arange(world_size)
         one = np.concatenate((senders, receivers, everybody))
         other = np.concatenate((receivers, senders, everybody))
-        self._reaches = [_Reach.along(one, other, world_size)]
+        ranks, self._peers = np.divmod(np.unique(one * world_size + other), world_size)
+        self._starts = np.searchsorted(ranks, everybody)
         most_messages = np.bincount(np.concatenate((senders, receivers)), minlength=1).max()
         self._pieces_under_way = max(1, WINDOW_BYTES // (PIECE_BYTES * int(most_messages)))
 
     def latest(self, values: FloatArray, num_bytes: float) -> FloatArray:
         """Return the largest value that delays each rank, shape ``[n]``."""
-        num_edges = math.ceil(num_bytes / (self._pieces_under_way * PIECE_BYTES))
-        while num_edges > 0:
-            while 2 * self._reaches[-1].num_edges <= num_edges and self._reaches[-1].may_grow:
-                self._reaches.append(self._reaches[-1].twice())
-            reach = next(candidate for candidate in reversed(self._reaches) if candidate.num_edges <= num_edges)
-            latest = reach.latest(values)
+        for _ in range(math.ceil(num_bytes / (self._pieces_under_way * PIECE_BYTES))):
+            latest = self.latest_of_peers(values)
             if np.array_equal(latest, values):
                 break
             values = latest
-            num_edges -= reach.num_edges
         return values
 
     def num_turns(self, num_bytes: float) -> float:
@@ -144,41 +139,7 @@ class Neighbourhoods:
 
     def latest_of_peers(self, values: FloatArray) -> FloatArray:
         """Return the largest value of each rank and its peers, shape ``[n]``."""
-        return self._reaches[0].latest(values)
-
-
-@dataclass(frozen=True)
-class _Reach:
-    """The ranks at most ``num_edges`` away from each rank; rank i's are ``peers[starts[i]:starts[i + 1]]``."""
-
-    num_edges: int
-    peers: IntArray
-    starts: IntArray
-
-    @classmethod
-    def along(cls, one: IntArray, other: IntArray, world_size: int) -> _Reach:
-        """Return the reach of one edge along the given edges, which name every rank."""
-        ranks, peers = np.divmod(np.unique(one * world_size + other), world_size)
-        return cls(1, peers, np.searchsorted(ranks, np.arange(world_size)))
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether doubling the distance is worthwhile: fewer passes over more ranks."""
-        return len(self.peers) < _MOST_REACHED * len(self.starts)
-
-    def twice(self) -> _Reach:
-        """Return the ranks at up to twice the distance."""
-        from scipy import sparse  # takes 0.1 s, and pairs do not need it
-
-        n = len(self.starts)
-        starts = np.append(self.starts, len(self.peers))
-        near = sparse.csr_array((np.ones(len(self.peers)), self.peers, starts), shape=(n, n))
-        far = (near @ near).tocsr()
-        return _Reach(2 * self.num_edges, far.indices.astype(np.int64), far.indptr[:-1].astype(np.int64))
-
-    def latest(self, values: FloatArray) -> FloatArray:
-        """Return the largest value that each rank reaches, shape ``[n]``."""
-        return np.maximum.reduceat(values[self.peers], self.starts)
+        return np.maximum.reduceat(values[self._peers], self._starts)
 
 
 def plan_exchange(
@@ -203,44 +164,23 @@ def plan_exchange(
     """
     if round_.is_identity:
         return None
-    if round_.uniform_groups is not None:
-        return _plan_groups(round_.uniform_groups, cluster, all_reduces, reads_memory, present)
-    receivers, senders, _ = round_.edges()
-    if present is not None:
-        kept = present[senders] & present[receivers]
-        receivers, senders = receivers[kept], senders[kept]
-    if not len(senders):
+    n, is_here = cluster.world_size, np.ones(cluster.world_size, np.bool_) if present is None else present
+    groups = round_.uniform_groups
+    if groups is None:
+        receivers, senders, _ = round_.edges()
+        kept = is_here[senders] & is_here[receivers]
+        traffic = _messages(senders[kept], receivers[kept], cluster, reads_memory)
+        return _plan(Neighbourhoods(traffic.senders, traffic.receivers, n), traffic, cluster) if kept.any() else None
+    left = {group: members for group in groups if len(members := tuple(r for r in group if is_here[r])) > 1}
+    rings = {members for group, members in left.items() if group in all_reduces and len(members) > 2}
+    if not left:
         return None
-    traffic = _messages(senders, receivers, cluster, reads_memory)
-    return _plan(Neighbourhoods(senders, receivers, cluster.world_size), traffic, cluster)
-
-
-def _plan_groups(
-    all_groups: Sequence[tuple[int, ...]],
-    cluster: Cluster,
-    all_reduces: Collection[tuple[int, ...]],
-    reads_memory: bool,
-    present: Mask | None,
-) -> ExchangePlan | None:
-    groups, turns, rings = [], [], []
-    edges: list[tuple[int, int]] = []
-    for group in all_groups:
-        left = group if present is None else tuple(rank for rank in group if present[rank])
-        if len(left) < 2:
-            continue
-        groups.append(left)
-        is_ring = len(left) > 2 and group in all_reduces
-        turns.append(2 * (len(left) - 1) if is_ring else 1)
-        if is_ring:
-            rings.append(_ring(left))
-        else:
-            edges.extend(itertools.permutations(left, 2))
-    if not groups:
-        return None
+    edges = [pair for members in left.values() if members not in rings for pair in itertools.permutations(members, 2)]
     senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
-    messages = _messages(senders, receivers, cluster, reads_memory)
-    traffic = Traffic(*map(np.concatenate, zip(*rings, messages, strict=True)))
-    return _plan(Groups(groups, turns, cluster.world_size), traffic, cluster)
+    parts = [*map(_ring, rings), _messages(senders, receivers, cluster, reads_memory)]
+    turns = [2 * (len(members) - 1) if members in rings else 1 for members in left.values()]
+    coupling = Groups(list(left.values()), turns, n)
+    return _plan(coupling, Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)
 
 
 def _ring(group: tuple[int, ...]) -> Traffic:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Protocol
 
 import numpy as np
 
@@ -16,9 +16,22 @@ from topologies import Round, Topology
 from topologies.matrix_storage import FloatArray
 
 
-class Steps(Protocol):
-    """Moves the clocks of all ranks through their steps, in order."""
+def delayed(ends_s: FloatArray, clock: FloatArray, computing_s: FloatArray, contention: float) -> FloatArray:
+    """Return when transfers end while a rank computes for ``computing_s`` from ``clock`` on."""
+    return ends_s + contention * np.clip(ends_s - clock, 0.0, computing_s)
 
+
+class Steps(ABC):
+    """Moves the clocks of all ranks through their steps, in order.
+
+    ``free_s``, [n], is when each rank has sent all that it has posted.
+    """
+
+    def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
+        self._cluster, self._workload, self._ratio = cluster, workload, compression_ratio
+        self._free_s = np.zeros(cluster.world_size)
+
+    @abstractmethod
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
         """Make one step that the ranks begin at ``clock``, [n], in seconds.
 
@@ -26,32 +39,14 @@ class Steps(Protocol):
         """
 
 
-def delayed(ends_s: FloatArray, clock: FloatArray, computing_s: FloatArray, contention: float) -> FloatArray:
-    """Return when transfers end while a rank computes for ``computing_s`` from ``clock`` on."""
-    return ends_s + contention * np.clip(ends_s - clock, 0.0, computing_s)
-
-
-class LocalSteps:
-    """Steps without exchange."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
-        return clock + draw.delay_s + self._workload.compute_s * draw.factor, np.zeros_like(clock)
-
-
-class AllReduceSteps:
+class AllReduceSteps(Steps):
     """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last.
 
     If a rank drops out, the others continue as a smaller ring, which DDP itself could not.
     """
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
-        self._cluster = cluster
-        self._workload = workload
-        self._ratio = compression_ratio
-        self._free_s = np.zeros(cluster.world_size)
+        super().__init__(cluster, workload, compression_ratio)
         self._plan = self._plan_of(None)
 
     def _plan_of(self, present: Mask | None) -> ExchangePlan | None:
@@ -77,7 +72,7 @@ class AllReduceSteps:
         return clock + waits_s + workload.update_s * draw.factor, waits_s
 
 
-class GossipSteps:
+class GossipSteps(Steps):
     """The wrapper: each bucket waits for its messages, mixes, updates and posts, in backward.
 
     Parameters
@@ -89,23 +84,15 @@ class GossipSteps:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        cluster: Cluster,
-        workload: Workload,
-        compression_ratio: float,
-        algorithm: Algorithm,
+        self, topology: Topology, cluster: Cluster, workload: Workload, compression_ratio: float, algorithm: Algorithm
     ) -> None:
+        super().__init__(cluster, workload, compression_ratio)
         self._topology = algorithm.schedule(topology)
-        self._cluster = cluster
-        self._workload = workload
-        self._ratio = compression_ratio
         self._algorithm = algorithm
         self._all_reduces = _groups_on_wire(self._topology, cluster, compression_ratio)
         self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
-        n, num_buckets = cluster.world_size, len(workload.bucket_bytes)
-        self._free_s = np.zeros(n)
-        self._arrives_s = np.full((num_buckets, n), -np.inf)
+        num_buckets = len(workload.bucket_bytes)
+        self._arrives_s = np.full((num_buckets, cluster.world_size), -np.inf)
         self._posted_in = [-1] * num_buckets
         self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
 
