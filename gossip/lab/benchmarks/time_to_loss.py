@@ -19,7 +19,7 @@ from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.time_to_loss_prediction import VirtualRuns, VirtualTraining
+from gossip.lab.benchmarks.time_to_loss_prediction import VirtualTraining
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -84,7 +84,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
     explanation = EXPLANATION
 
     def __init__(self) -> None:
-        self._virtual: dict[str, VirtualRuns] = {}
+        self._virtual: dict[str, VirtualTraining] = {}
 
     def work(self, case: TimeToLossSettings, place: Place, write: Write) -> None:
         """Write what the probe measured, and then the curve of every method from every seed."""
@@ -121,12 +121,10 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         probe = TypeAdapter(Measured).validate_python(probed["probe"])
         predicted_s = {}
         if case.predict:
-            task = case.tasks[0]
-            if task not in self._virtual:
-                training = VirtualTraining(task, case.world_size, case.evaluate_every)
-                self._virtual[task] = VirtualRuns(training, methods[0], case.seeds[0], case.steps)
+            training = VirtualTraining(case.tasks[0], case.world_size, case.evaluate_every, case.seeds[0])
             usual = replace(probe.workload, stragglers=())
-            predicted_s = self._virtual[task].predicted_s(methods, probe.cluster, usual)
+            virtual = self._virtual.setdefault(case.tasks[0], training)
+            predicted_s = virtual.predicted_s(methods, case.steps, probe.cluster, usual)
         ends = [curve.points[-1] for curve in curves if curve.method == methods[0].label]
         return LossResult(
             task=case.tasks[0],

@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-import numpy as np
+import networkx as nx
 import torch
 import torch.distributed as dist
 
 from gossip.communication.host import daemon_threads
 from gossip.communication.json_gathering import all_gather_json
+from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.launching import DEFAULT_TIMEOUT
+from topologies.graphs.edge_colouring import edge_colouring
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
-_NUM_RANDOM_MATCHINGS = 3
-_PIECE_NUMEL = 2**17  # float32 elements: 512 KiB, the wrapper's piece size
 _NUM_UNDER_WAY = 2
 _NUM_SMALL_MESSAGES = 30
 _NUM_LARGE_MESSAGES = 2
 _NUM_CONTENDED_MESSAGES = 4
 
-Pairs = tuple[tuple[int, int], ...]
+Pieces = list[tuple[torch.Tensor, torch.Tensor]]
+"""The pieces of a message, and where those of the peer's go."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +51,25 @@ class Link:
     bytes_per_s: float
 
 
-def matchings(world_size: int) -> list[Pairs]:
+def matchings(world_size: int) -> list[list[list[int]]]:
     """Return matchings: lists of disjoint pairs of ranks that are measured at the same time.
 
-    Up to 8 ranks these contain all pairs; with more ranks, the neighbours on a ring and three random matchings.
+    Up to 8 ranks these contain all pairs; with more ranks, the neighbours on a ring and those a third and a half of it
+    away.
 
     Examples
     --------
     >>> matchings(4)
-    [((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 1), (2, 3))]
+    [[[0, 3], [1, 2]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
     """
     n = world_size
-    if n < 2:
-        return []
-    if n <= _MAX_RANKS_OF_ALL_PAIRS:
-        return _all_pairs(n)
-    ring = [tuple((rank, (rank + 1) % n) for rank in range(start, n - n % 2, 2)) for start in (0, 1)]
-    generator = np.random.default_rng(0)
-    orders = [generator.permutation(n).tolist() for _ in range(_NUM_RANDOM_MATCHINGS)]
-    return [*ring, *(tuple(zip(order[0::2], order[1::2], strict=False)) for order in orders)]
+    graph = nx.circulant_graph(n, range(1, n) if n <= _MAX_RANKS_OF_ALL_PAIRS else (1, n // 3, n // 2))
+    return [pairs.tolist() for pairs in edge_colouring(graph)]
 
 
-def _all_pairs(world_size: int) -> list[Pairs]:
-    """Return a round-robin tournament by the circle method; with an odd number, one rank pauses in each round."""
-    places = [*range(world_size), *[None] * (world_size % 2)]
-    found = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        met = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append(tuple(sorted((min(a, b), max(a, b)) for a, b in met if a is not None and b is not None)))
-        places = [places[0], places[-1], *places[1:-1]]
-    return found
+def _peer_in(pairs: Sequence[Sequence[int]]) -> int | None:
+    rank = dist.get_rank()
+    return next((sum(pair) - rank for pair in pairs if rank in pair), None)
 
 
 def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
@@ -94,15 +83,13 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
     device : torch.device
         The device on which the messages are.
     """
-    rank = dist.get_rank()
     own = []
     for number, pairs in enumerate(matchings(dist.get_world_size())):
-        peer = next((sum(pair) - rank for pair in pairs if rank in pair), None)
+        peer = _peer_in(pairs)
         dist.barrier()
-        if peer is None:
-            continue
-        latency_s = _latency_s(peer, device)
-        own.append(Link(rank, peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
+        if peer is not None:
+            latency_s = _latency_s(peer, device)
+            own.append(Link(dist.get_rank(), peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
     everyone = all_gather_json([asdict(link) for link in own], "gathering what the links took", DEFAULT_TIMEOUT)
     return [Link(**link) for links in everyone for link in links]
 
@@ -123,17 +110,10 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     device : torch.device
         The device on which the messages are.
     """
-    rank = dist.get_rank()
-    peer = next((sum(pair) - rank for pair in matchings(dist.get_world_size())[-1] if rank in pair), None)
-    message = torch.zeros(max(1, num_bytes // 4), device=device)
-    received = torch.empty_like(message)
-    pieces = list(zip(message.split(_PIECE_NUMEL), received.split(_PIECE_NUMEL), strict=True))
+    peer, pieces = _peer_in(matchings(dist.get_world_size())[-1]), _pieces(num_bytes, device)
 
     def exchange() -> float:
-        start = time.perf_counter()
-        if peer is not None:
-            _send(pieces * _NUM_CONTENDED_MESSAGES, peer, device)
-        return time.perf_counter() - start
+        return 0.0 if peer is None else _send(pieces * _NUM_CONTENDED_MESSAGES, peer, device)
 
     dist.barrier()
     if peer is not None:
@@ -141,13 +121,11 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     alone_s = exchange()
     dist.barrier()
     sending: Future[float] = Future()
-
-    def exchange_beside() -> None:
-        sending.set_result(exchange())
-
     start = time.perf_counter()
     # Not a thread of an executor: a program that exits would wait for it forever.
-    thread = daemon_threads.start("gossip-probe", exchange_beside, end=lambda: None, failed=sending.set_exception)
+    thread = daemon_threads.start(
+        "gossip-probe", lambda: sending.set_result(exchange()), end=lambda: None, failed=sending.set_exception
+    )
     make_step()
     num_steps = 1
     while not sending.done():
@@ -174,16 +152,20 @@ def _latency_s(peer: int, device: torch.device) -> float:
 
 def _bytes_per_s(peer: int, num_bytes: int, device: torch.device) -> float:
     """Measure the bandwidth as the wrapper sends: receives first, in pieces, two of which are in flight."""
-    message = torch.zeros(max(1, num_bytes // 4), device=device)
-    received = torch.empty_like(message)
-    pieces = list(zip(message.split(_PIECE_NUMEL), received.split(_PIECE_NUMEL), strict=True))
+    pieces = _pieces(num_bytes, device)
     _send(pieces, peer, device)
+    sent_bytes = _NUM_LARGE_MESSAGES * sum(piece.nbytes for piece, _ in pieces)
+    return sent_bytes / _send(pieces * _NUM_LARGE_MESSAGES, peer, device)
+
+
+def _pieces(num_bytes: int, device: torch.device) -> Pieces:
+    message, numel = torch.zeros(max(1, num_bytes // 4), device=device), PIECE_BYTES // 4
+    return list(zip(message.split(numel), torch.empty_like(message).split(numel), strict=True))
+
+
+def _send(pieces: Pieces, peer: int, device: torch.device) -> float:
+    """Exchange the pieces with a peer, and return the time in seconds."""
     start = time.perf_counter()
-    _send(pieces * _NUM_LARGE_MESSAGES, peer, device)
-    return _NUM_LARGE_MESSAGES * message.nbytes / (time.perf_counter() - start)
-
-
-def _send(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], peer: int, device: torch.device) -> None:
     under_way: list[list[dist.Work]] = []
     for piece, received in pieces:
         if len(under_way) == _NUM_UNDER_WAY:
@@ -191,6 +173,7 @@ def _send(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], peer: int, device
         under_way.append(_post(piece, received, peer))
     for works in under_way:
         _wait(works, device)
+    return time.perf_counter() - start
 
 
 def _post(message: torch.Tensor, received: torch.Tensor, peer: int) -> list[dist.Work]:

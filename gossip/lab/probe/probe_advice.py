@@ -13,7 +13,7 @@ from topologies import Topology, analysis
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
-from topologies.reports.units import bytes_text, seconds_text
+from topologies.reports.units import aligned, bytes_text, seconds_text
 
 TOLERANCE = 0.01
 #: A topology whose replicas need more than this factor times ceil(log2 n) rounds to agree is not recommended: its steps
@@ -149,26 +149,9 @@ class Advice:
         return lines
 
     def _table(self) -> list[str]:
-        header = (
-            "method",
-            "step, ms",
-            "waiting, ms",
-            "of ddp's step",
-            "messages",
-            "rounds to 1 %",
-            "time to 1 %",
-            "rate",
-        )
-        ddp_s = self.all_reduce.run.step_time_s
-        cells = [header, *(_cells(row, ddp_s) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return [
-            "  ".join(
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in cells
-        ]
+        titles = "method|step, ms|waiting, ms|of ddp's step|messages|rounds to 1 %|time to 1 %|rate"
+        header, ddp_s = titles.split("|"), self.all_reduce.run.step_time_s
+        return aligned([header, *(_cells(row, ddp_s) for row in self.rows)], "<" + ">" * (len(header) - 1))
 
     def _arithmetic(self) -> list[str]:
         cluster, workload = self.measured.cluster, self.measured.workload
