@@ -95,10 +95,6 @@ class Method(ABC):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def exposed_wait_s(self) -> float | None:
-        """Return how long the newest step was blocked waiting for peers, or None if the method does not report it."""
-        return None
-
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the module holds the mean of all replicas. Collective."""
         return averaged(self._module, self._group)
@@ -131,10 +127,6 @@ class Local(Method):
             self._group = mesh.get_group("gossip")
             _shard(self._module, mesh["shard"])
         return self._module
-
-    def exposed_wait_s(self) -> float | None:
-        """Return 0: there are no peers to wait for."""
-        return 0.0
 
 
 class AllReduce(Method):
@@ -222,11 +214,6 @@ class Gossip(Method):
             elif arguments["shard"] == _WHOLE:
                 arguments["shard"] = "none"  # in a benchmark's options, "none" means that the option is not given
         return GossipDataParallel(self._module, self._optimize, timeout=timeout, **arguments)
-
-    def exposed_wait_s(self) -> float | None:
-        """Return the exposed wait that the wrapper measured."""
-        stats = self._model.stats()
-        return None if stats is None else stats.exposed_wait_s
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Return :meth:`gossip.GossipDataParallel.averaged`."""

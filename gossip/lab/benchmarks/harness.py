@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from loguru import logger
 from pydantic import BaseModel, SerializeAsAny
 
+from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
-from gossip.lab.benchmarks.network.machine import machine
 from gossip.lab.benchmarks.network.networks import Link, Network
-from gossip.lab.benchmarks.network.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl
 from gossip.launching import find_placement, launch
 
@@ -79,7 +81,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         network = Network() if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
         with contextlib.closing(network):
             records = run_workers(name, case, network, folder / case_name)
-            said = [machine(network), *notes]
+            said = [_machine(network), *notes]
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
@@ -89,6 +91,15 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
         benchmark.draw(settings, results, folder)
     return results, report
+
+
+def _machine(network: Network) -> str:
+    """Describe versions, processors, the congestion control in the lab, and the quantizer of int8 and int4."""
+    tcp = "" if network.shared else f" TCP by {CONGESTION_CONTROL};"
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, kernel {platform.release()}, "
+        f"{os.cpu_count()} cores ({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
+    )
 
 
 class _Hosts(NamedTuple):

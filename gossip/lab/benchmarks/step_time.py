@@ -144,7 +144,6 @@ class Measurement:
         # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
         before, start_s = InterfaceBytes.read(place.interface), time.monotonic()
         step_s: list[float] = []
-        waits_s: list[float | None] = []
         for step in range(case.steps):
             delay_s = stragglers.delay_s(
                 case.straggler,
@@ -158,7 +157,6 @@ class Measurement:
             time.sleep(delay_s)
             running.step(self._batch(case.warmup_steps + step))
             step_s.append(time.perf_counter() - step_start_s)
-            waits_s.append(running.exposed_wait_s())
         end_s = time.monotonic()
         sent_bytes = InterfaceBytes.read(place.interface).since(before).sent / place.num_sharing
         peak_bytes = memory.bytes()
@@ -173,7 +171,6 @@ class Measurement:
             "start_s": start_s,
             "end_s": end_s,
             "step_s": step_s,
-            "exposed_wait_s": waits_s,
             "sent_bytes": sent_bytes,
             "peak_memory_bytes": peak_bytes,
             "final_loss": final_loss,

@@ -15,11 +15,10 @@ from gossip.lab.benchmarks.summaries import Spread, table
 REFERENCES = ("ddp", "decent_dp", "local")
 EXPLANATION = """\
 Step: median and quartiles over steps and ranks. Throughput: steps by the last rank's end, median over the repetitions.
-Compute is the step of `local`; exposed what the step takes longer than that; reported wait what the method itself
-counted. Sent: by the interface, per rank and step. Efficiency: max(compute, sent / goodput) / step. Memory: the most
-above what the process held before it made the model. Loss: of the averaged model on held-out data after equal steps.
-Ratios: median (lowest to highest) over pairs of the same repetition; a step ratio below 1 and a throughput ratio above
-1 mean faster."""
+Compute is the step of `local`; exposed what the step takes longer than that. Sent: by the interface, per rank and step.
+Efficiency: max(compute, sent / goodput) / step. Memory: the most above what the process held before it made the model.
+Loss: of the averaged model on held-out data after equal steps. Ratios: median (lowest to highest) over pairs of the
+same repetition; a step ratio below 1 and a throughput ratio above 1 mean faster."""
 
 
 class Row(BaseModel):
@@ -34,8 +33,6 @@ class Row(BaseModel):
         last rank's end, divided by the number of steps.
     compute_s, exposed_s : float or None
         The median step time of the method "local" in the same run, if the run has it, and what a step takes longer.
-    reported_wait_s : float or None
-        The median time spent waiting for peers, as the method itself reports it.
     sent_bytes : float
         Bytes per rank and step, as counted by the network interfaces.
     efficiency : float or None
@@ -54,7 +51,6 @@ class Row(BaseModel):
     step_s_by_repetition: list[float]
     whole_s_by_repetition: list[float]
     compute_s: float | None
-    reported_wait_s: float | None
     sent_bytes: float
     efficiency: float | None
     peak_memory_bytes: float
@@ -141,7 +137,6 @@ def _row(method: MethodSpecification, repetitions: Records, compute_s: float | N
     everything = [record for of_all in repetitions for record in of_all]
     step_s, num_steps = Spread.quartiles(_step_times(everything)), len(everything[0]["step_s"])
     sent_bytes = statistics.mean(record["sent_bytes"] for record in everything) / num_steps
-    waits = [wait for record in everything for wait in record["exposed_wait_s"] if wait is not None]
     return Row(
         label=method.label,
         kind=method.kind,
@@ -153,7 +148,6 @@ def _row(method: MethodSpecification, repetitions: Records, compute_s: float | N
             for of_all in repetitions
         ],
         compute_s=compute_s,
-        reported_wait_s=statistics.median(waits) if waits else None,
         sent_bytes=sent_bytes,
         efficiency=max(compute_s, sent_bytes / goodput) / step_s.median if compute_s and goodput else None,
         peak_memory_bytes=statistics.median(
@@ -191,7 +185,6 @@ _COSTS: Mapping[str, Callable[[Row], str]] = {
     "steps/s": lambda row: f"{row.steps_per_s.median:.3g}",
     "compute, ms": lambda row: _ms(row.compute_s),
     "exposed, ms": lambda row: _ms(row.exposed_s),
-    "reported wait, ms": lambda row: _ms(row.reported_wait_s),
     "sent, MB": lambda row: f"{row.sent_bytes / 1e6:.2f}",
     "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
     "peak memory, MB": lambda row: f"{row.peak_memory_bytes / 1e6:.0f}",

@@ -35,8 +35,6 @@ class Measured:
     workload : Workload
     is_regular : bool
         Whether all nodes hold the same number of consecutive ranks. If not, each rank is treated as a node of its own.
-    num_pairs : int
-        The number of pairs of ranks whose link was measured.
     coding_s : mapping of str to float
         By compression, the additional time to encode and mix the messages of a step compared with uncompressed ones;
         the mean over ranks. Empty if it was not measured.
@@ -45,7 +43,6 @@ class Measured:
     cluster: Cluster
     workload: Workload
     is_regular: bool
-    num_pairs: int
     coding_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -92,7 +89,7 @@ def measure(
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     coding_s = {name: statistics.fmean(times.coding_s[name] for times in steps) for name in steps[0].coding_s}
-    return Measured(cluster, workload, local_size is not None, len(links) // 2, coding_s)
+    return Measured(cluster, workload, local_size is not None, coding_s)
 
 
 def workload_of(steps: Sequence[StepTimes]) -> Workload:

@@ -29,7 +29,7 @@ _KERNEL_PARAMETERS = {
     "tcp_orphan_retries": 3,  # 3 seconds, not 100: connections to a dead peer must not keep the host for minutes
     "tcp_slow_start_after_idle": 0,  # as on hosts set up for long links
 }
-_USUAL_CONGESTION_CONTROL = "cubic"  # the kernel's default, not this machine's setting: all step times depend on it
+CONGESTION_CONTROL = "cubic"  # the kernel's default, not this machine's setting: all step times depend on it
 _BURST_S = 0.004  # the burst of an idle link, in seconds at its rate: one tick of the kernel's clock, but at least
 _MIN_BURST_BYTES = 1 << 17  # two packets of 64 KiB
 _QUEUE_S = 0.05  # the queue of a link before it drops packets, in seconds at its rate, or a round trip if longer; but
@@ -116,7 +116,7 @@ class Lab(Network):
             "link set lo up",
             f"address add {self.address(rank)}/24 dev {interface}",
             f"link set {interface} up",
-            f"route replace {route} congctl {_USUAL_CONGESTION_CONTROL}",
+            f"route replace {route} congctl {CONGESTION_CONTROL}",
         )
 
     def address(self, host: int) -> str:

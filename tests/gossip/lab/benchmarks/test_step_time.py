@@ -48,11 +48,10 @@ def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> No
         assert [each["repetition"] for each in found] == [0] * 3 + [1] * 3
         by_method = {each["method"]: each for each in found[:3]}
         for each in by_method.values():
-            assert len(each["step_s"]) == len(each["exposed_wait_s"]) == 3
+            assert len(each["step_s"]) == 3
             assert each["peak_memory_bytes"] > 3 * 6.2e6  # parameters, gradients, momentum
             assert 0 < each["final_loss"] < 10
         assert by_method["ddp"]["sent_bytes"] > 3 * 6e6 / 2
-        assert by_method["ddp"]["exposed_wait_s"] == [None] * 3
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_rows_compare_methods_of_the_same_seed() -> None:
 def test_table_says_what_was_not_reached() -> None:
     curves = [CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)]
     rows = rows_of((DDP, GOSSIP), curves, {})
-    probe = Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True, num_pairs=1)
+    probe = Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True)
     found = LossResult(
         task="digits_cnn",
         link="200mbit",

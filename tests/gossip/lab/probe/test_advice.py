@@ -18,7 +18,7 @@ WORKLOAD = Workload(0.03, 0.06, (25_000_000,) * 2, update_s=0.01, mix_s=0.005)
 
 def measured(n: int, gbps: float, workload: Workload = WORKLOAD, local_size: int = 1) -> Measured:
     cluster = Cluster(n // local_size, local_size, latency_us=50.0, bandwidth_gbps=gbps)
-    return Measured(cluster, workload, is_regular=True, num_pairs=n)
+    return Measured(cluster, workload, is_regular=True)
 
 
 def test_advice_on_a_slow_network_is_one_peer_per_round() -> None:
@@ -78,7 +78,7 @@ def test_what_hardly_agrees_is_not_recommended_however_short_its_steps() -> None
 def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
     workload = Workload(0.03, 0.06, (25_000_000,) * 2, stragglers=(SlowRank(3, 2.5),))
     cluster = Cluster(2, 4, latency_us=50.0, bandwidth_gbps=1.0, shares_memory=True)
-    text = str(advise(Measured(cluster, workload, is_regular=False, num_pairs=4), num_steps=5))
+    text = str(advise(Measured(cluster, workload, is_regular=False), num_steps=5))
     assert "Rank 3 computes 2.50 times as long as the others." in text
     assert "Between nodes: 50 us, 1 Gbit/s of a node each way." in text
     assert "gossip reads parameters in memory" in text
@@ -90,12 +90,12 @@ def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
 def test_one_node_is_not_told_to_be_idle_in_every_second_round() -> None:
     """On one node local_global is complete in every other round: the shortest step, and no topology of its own."""
     cluster = Cluster(1, 4, local_latency_us=50.0, local_bandwidth_gbps=1.0)
-    advice = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4))
+    advice = advise(Measured(cluster, WORKLOAD, is_regular=True))
     assert advice.best is not None
     assert advice.best.topology is not None
     assert not any(advice.best.topology.round(t).is_identity for t in range(advice.best.topology.period or 16))
     assert "local_global" not in str(advice)
-    asked = advise(Measured(cluster, WORKLOAD, is_regular=True, num_pairs=4), topologies=["complete", "local_global"])
+    asked = advise(Measured(cluster, WORKLOAD, is_regular=True), topologies=["complete", "local_global"])
     assert {row.title for row in asked.rows} == {"ddp", "complete", "local_global (local_size=4)"}
 
 
