@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +29,6 @@ class _Rank:
     have_asked: set[int] = field(default_factory=set)
     made: list[Average] = field(default_factory=list)  # averages that have not entered the parameters
     is_held_up: bool = False
-
-
-class _Event(NamedTuple):
-    """Something that happens to a rank at a time; simultaneous events are in the order in which they were planned."""
-
-    time_s: float
-    number: int
-    rank: int
-    kind: str  # "ends a step", "is asked", "is answered"
-    details: Any = None
 
 
 def simulate_averages(
@@ -115,31 +106,31 @@ class _Run:
         self._durations_s = np.stack([draw.delay_s + workload.compute_s * draw.factor for draw in draws])
         self._ranks = [_Rank() for _ in range(n)]
         self._averages: list[Average] = []
-        self._events: list[_Event] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
     def recording(self) -> Recording:
         """Run until all ranks have ended and nothing is in flight."""
         for rank in range(len(self._ranks)):
-            self._begin_step(rank, 0.0)
-        happen = {"ends a step": self._end_step, "is asked": self._on_question, "is answered": self._on_answer}
+            self._begin_step(0.0, rank)
         while self._events:
-            event = heapq.heappop(self._events)
-            happen[event.kind](event)
+            time_s, _, happen, details = heapq.heappop(self._events)
+            happen(time_s, *details)
         for state in self._ranks:
             self._enter(state, state.step, is_read=True)
         return Recording(self._averages, [state.step for state in self._ranks])
 
-    def _plan(self, time_s: float, rank: int, kind: str, details: Any = None) -> None:
-        heapq.heappush(self._events, _Event(time_s, next(self._numbers), rank, kind, details))
+    def _plan(self, time_s: float, happen: Callable[..., None], *details: Any) -> None:
+        """Let something happen at a time; simultaneous events are in the order in which they were planned."""
+        heapq.heappush(self._events, (time_s, next(self._numbers), happen, details))
 
-    def _begin_step(self, rank: int, now_s: float) -> None:
+    def _begin_step(self, now_s: float, rank: int) -> None:
         step = self._ranks[rank].step
         if step < len(self._durations_s) and now_s < self._seconds:
-            self._plan(now_s + self._durations_s[step, rank], rank, "ends a step")
+            self._plan(now_s + self._durations_s[step, rank], self._end_step, rank)
 
-    def _end_step(self, event: _Event) -> None:
-        rank, state = event.rank, self._ranks[event.rank]
+    def _end_step(self, now_s: float, rank: int) -> None:
+        state = self._ranks[rank]
         if state.asked is not None and state.asked[1] <= state.step - self._max_staleness:
             state.is_held_up = True
             return
@@ -149,9 +140,9 @@ class _Run:
             has_met, state.have_asked, state.shown = partner in state.have_asked, set(), state.step
             if partner is not None and not has_met:
                 state.asked = partner, state.step
-                self._plan(event.time_s + self._one_way_s(rank, partner), partner, "is asked", (rank, state.step))
+                self._plan(now_s + self._one_way_s(rank, partner), self._on_question, partner, rank, state.step)
         state.step += 1
-        self._begin_step(rank, event.time_s)
+        self._begin_step(now_s, rank)
 
     def _one_way_s(self, rank: int, partner: int) -> float:
         cluster, num_bytes = self._cluster, self._workload.model_bytes
@@ -159,38 +150,36 @@ class _Run:
             return cluster.local_latency_us * 1e-6 + cluster.local_seconds_per_byte * num_bytes
         return cluster.latency_us * 1e-6 + cluster.seconds_per_byte * num_bytes
 
-    def _on_question(self, event: _Event) -> None:
-        rank, (asking, asked_at), state = event.rank, event.details, self._ranks[event.rank]
+    def _on_question(self, now_s: float, rank: int, asking: int, asked_at: int) -> None:
+        state = self._ranks[rank]
         if state.asked is not None and state.asked[0] == asking:
             state.made.append(Average(rank, state.shown, 0, asking, asked_at))
-            self._end(event.time_s, rank)
+            self._end(now_s, rank)
         elif state.shown < 0 or (state.asked is not None and asking < rank):
-            latency_s = self._cluster.latency_us * 1e-6
-            self._plan(event.time_s + latency_s, asking, "is answered", (rank, None))
+            self._plan(now_s + self._cluster.latency_us * 1e-6, self._on_answer, asking, rank, None)
         elif state.asked is not None:
             state.waiting.append((asking, asked_at))
         else:
             state.made.append(Average(rank, state.shown, 0, asking, asked_at))
             state.have_asked.add(asking)
-            answers_s = event.time_s + self._one_way_s(rank, asking)
-            self._plan(answers_s, asking, "is answered", (rank, state.shown))
+            self._plan(now_s + self._one_way_s(rank, asking), self._on_answer, asking, rank, state.shown)
 
-    def _on_answer(self, event: _Event) -> None:
-        rank, (partner, shown), state = event.rank, event.details, self._ranks[event.rank]
+    def _on_answer(self, now_s: float, rank: int, partner: int, shown: int | None) -> None:
+        state = self._ranks[rank]
         if shown is not None:
             state.made.append(Average(rank, state.shown, 0, partner, shown))
-        self._end(event.time_s, rank)
+        self._end(now_s, rank)
 
     def _end(self, now_s: float, rank: int) -> None:
         """Handle a rank's reply."""
         state = self._ranks[rank]
         state.asked = None
         waiting, state.waiting = state.waiting, []
-        for question in waiting:
-            self._on_question(_Event(now_s, 0, rank, "is asked", question))
+        for asking, asked_at in waiting:
+            self._on_question(now_s, rank, asking, asked_at)
         if state.is_held_up:
             state.is_held_up = False
-            self._plan(now_s, rank, "ends a step")
+            self._plan(now_s, self._end_step, rank)
 
     def _enter(self, state: _Rank, step: int, *, is_read: bool) -> None:
         made, state.made = state.made, []
