@@ -37,14 +37,3 @@ def test_train_refuses_the_folder_of_a_running_run_until_that_is_killed(tmp_path
         third = train(tmp_path, "hydra.run.dir=run")
         assert third.status == 2
         assert f"already holds a run ({CONFIG_FILE})" in third.stderr
-
-
-def test_train_under_torchrun_refuses_the_folder_of_a_running_run_once(tmp_path: Path) -> None:
-    with lock(tmp_path / "run"):
-        run = train(tmp_path, "hydra.run.dir=run", torchrun=2)
-    assert run.status != 0
-    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert f"in use by the run with process id {os.getpid()}" in errors[0]
-    assert run.left_running == ()
-    assert not list((tmp_path / "run").iterdir())

@@ -98,9 +98,8 @@ def test_every_step_is_counted_whatever_the_mode_algorithm_and_topology(mode: st
     run_ranks(check_all, mode, world_size=WORLD_SIZE)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_world_of_one_sends_nothing_and_waits_for_nobody(mode: str) -> None:
-    model = wrap(make_module(), **MODES[mode])
+def test_world_of_one_sends_nothing_and_waits_for_nobody() -> None:
+    model = wrap(make_module())
     assert model.stats() is None
     train(model, range(2))
     stats = model.stats()
@@ -128,9 +127,6 @@ def test_gradient_norm_is_that_of_all_micro_batches_and_none_without_gradients(m
     assert model.stats().gradient_norm is None
 
 
-# ------------------------------------------------------------------ consensus distance
-
-
 def estimate_distance() -> None:
     for name in ("ring", "directed", "complete"):
         for algorithm in ALGORITHMS:
@@ -154,9 +150,6 @@ def estimate_distance() -> None:
 
 def test_consensus_distance_is_estimated_from_the_messages_alone() -> None:
     run_ranks(estimate_distance, world_size=WORLD_SIZE)
-
-
-# ------------------------------------------------------------------ what is said at the start
 
 
 class Wide(nn.Module):
@@ -205,14 +198,6 @@ WHEN = {"in backward": "bucket by bucket in backward", "all at once": "at the en
             "distributed",
             "2 communicators on rank 0; messages point-to-point, from 64 KiB on by all-reduce in 1 group",
         ),
-        (
-            "all at once",
-            "one_peer_exponential",
-            "period 2",
-            "distributed",
-            "1 communicator on rank 0; messages point-to-point",
-        ),
-        ("outside", "random_matching", "no period", "distributed", "1 communicator on rank 0; messages point-to-point"),
         ("in backward", "ring", "period 1", "debug", "debug: every round point-to-point, with headers; slow"),
     ],
 )

@@ -81,11 +81,6 @@ def test_report_efficiency_is_of_what_holds_a_step_up() -> None:
     assert all(row.efficiency is None for row in rows(goodput=None).values())
 
 
-def test_report_without_local_knows_no_compute() -> None:
-    found = rows(methods=METHODS[1:]).values()
-    assert {(row.compute_s, row.exposed_s, row.efficiency) for row in found} == {(None, None, None)}
-
-
 def test_report_ratios_are_to_the_fastest_that_does_not_compress_in_the_same_repetition() -> None:
     assert [row.label for row in references_of(result().rows)] == ["ddp 25 MiB", "local"]
     ratios = {(ratio.label, ratio.reference): ratio for ratio in result().ratios}

@@ -230,13 +230,6 @@ def test_clock_stops_when_what_was_under_way_has_arrived(wire: Wire) -> None:
     assert training_clock.TrainingClock(Place(0, "lo", 1), quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
 
 
-def test_clock_does_not_wait_for_ever(wire: Wire) -> None:
-    wire._until = math.inf
-    assert training_clock.TrainingClock(
-        Place(0, "eth0", 1), quiet_s=0.5, timeout_s=3.0
-    )._quiet_since() == pytest.approx(3, abs=0.1)
-
-
 def test_prediction_of_decent_dp_knows_its_topologies() -> None:
     if pytest.importorskip("decent_dp"):
         from decent_dp.topo import TopologyReg

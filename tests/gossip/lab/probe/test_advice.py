@@ -48,7 +48,7 @@ def test_advice_for_one_rank() -> None:
     assert "there is one rank" in str(advice).splitlines()[-1]
 
 
-@pytest.mark.parametrize(("n", "local_size"), [(2, 1), (3, 1), (5, 1), (8, 4)])
+@pytest.mark.parametrize(("n", "local_size"), [(3, 1), (8, 4)])
 def test_rows_are_ddp_and_every_topology_that_serves_the_ranks(n: int, local_size: int) -> None:
     advice = advise(measured(n, 1.0, local_size=local_size), num_steps=5)
     serving = without_disguises(t for t in chosen_topologies(None, n, local_size) if t.doubly_stochastic)
@@ -99,7 +99,7 @@ def test_one_node_is_not_told_to_be_idle_in_every_second_round() -> None:
     assert {row.title for row in asked.rows} == {"ddp", "complete", "local_global (local_size=4)"}
 
 
-@pytest.mark.parametrize(("jitter", "is_weak"), [(0.1, False), (0.39, False), (0.4, True), (1.7, True)])
+@pytest.mark.parametrize(("jitter", "is_weak"), [(0.39, False), (0.4, True)])
 @pytest.mark.parametrize("gbps", [1.0, 400.0])
 def test_a_busy_machine_makes_a_weak_answer(jitter: float, gbps: float, is_weak: bool) -> None:
     workload = Workload(0.03, 0.06, (25_000_000,) * 2, jitter=jitter)

@@ -20,7 +20,7 @@ from report_documents import document, failed_row, row, value
 
 import gossip.lab.report
 import topologies
-from gossip.lab.report import read_document, write_report
+from gossip.lab.report import write_report
 from topologies.drawing import draw_compact
 
 
@@ -58,12 +58,6 @@ def test_malformed_document_is_refused_with_its_place(
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         write_report(whole, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
-
-
-def test_settings_of_any_plain_kind_are_text() -> None:
-    settings = {"a": 1, "b": 0.5, "c": [1, 2], "d": {"lr": 0.1}, "e": None, "f": True}
-    read = read_document(document([], settings=settings))
-    assert read.settings == {"a": "1", "b": "0.5", "c": "1, 2", "d": "lr=0.1", "f": "True"}
 
 
 def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> None:

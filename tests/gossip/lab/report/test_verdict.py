@@ -95,12 +95,6 @@ def test_a_loss_is_better_below_one() -> None:
     assert "its loss as a part of all-reduce's: 0.970 (0.950 to 0.990), significantly better" in sentence
 
 
-def test_without_a_comparison_there_is_no_verdict() -> None:
-    whole = report_documents.comparison()
-    assert sentences(whole["rows"]) == []
-    assert 'class="verdict"' not in render_page(read_document(whole))
-
-
 def test_page_and_markdown_begin_with_the_verdict() -> None:
     document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
     (sentence,) = verdict(document)
