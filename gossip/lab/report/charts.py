@@ -39,11 +39,10 @@ class Chart:
     def end(self, row: Row) -> End | None:
         """Return the end point of a row; None if it is not known."""
         known = self._known(row)
-        if self.y_value is None or row.values.get(self.y_value) is None:
-            return (*known[-1], None) if known else None
-        value = row.values[self.y_value]
-        x = known[-1][0] if known else _end_of(self.x_curve, row)
-        return None if x is None or value is None else (x, value.mean, value.spread)
+        value = None if self.y_value is None else row.values.get(self.y_value)
+        if not known:
+            return None
+        return (*known[-1], None) if value is None else (known[-1][0], value.mean, value.spread)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
         """Return the axes that all rows share; None if there is nothing to draw.
@@ -134,11 +133,3 @@ def beyond(chart: Chart, row: Row, x: Scale, y: Scale) -> bool:
     """Whether a row ends beyond the axes, such as at zero on a logarithmic one."""
     end = chart.end(row)
     return end is not None and not (y.reaches(end[1]) and (chart.is_level(row) or x.reaches(end[0])))
-
-
-def _end_of(x_curve: str, row: Row) -> float | None:
-    """Return the final x-value of a row, computed from its values rather than its curves."""
-    if x_curve == "time_s":
-        return row.mean("predicted_total_time_s")
-    per_step, steps = row.mean("bytes_per_step"), row.mean("steps")
-    return None if per_step is None or steps is None else per_step * steps

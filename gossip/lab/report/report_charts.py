@@ -57,7 +57,7 @@ def legend_of(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> dict[str, Ent
 
 
 def _every(divided: Sequence[Panel]) -> list[Series]:
-    return list({series.index: series for panel in divided for series in panel.series}.values())
+    return [series for panel in divided for series in panel.series]
 
 
 def chart_data(document: Document, divided: Sequence[Panel], drawn: Sequence[Drawn]) -> str:

@@ -10,12 +10,8 @@ from gossip.lab.report.report_document import Row
 NUM_COLOURS = 8
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
-#: A panel with more lines than this is divided further if the rows differ in a suitable setting.
-_MOST_LINES = 12
-_ALWAYS_DIVIDE = ("world_size", "partition", "condition")
-_DIVIDE_IF_CROWDED = ("algorithm", "compression", "engine")
-
-Key = tuple[str | None, ...]
+_DIVIDING = ("world_size", "partition", "condition")
+_TOLD_APART = ("algorithm", "compression", "engine")
 
 
 @dataclass(frozen=True)
@@ -71,44 +67,15 @@ def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Divide the rows into panels by ranks, partition and condition, and further if a panel had too many lines."""
-    dividing = varying(rows, _ALWAYS_DIVIDE)
-    crowding = varying(rows, _DIVIDE_IF_CROWDED)
-    while crowding and _most_lines(rows, dividing) > _MOST_LINES:
-        dividing.append(crowding.pop(0))
-    series = _named(rows, crowding)
+    """Divide the rows into panels by ranks, partition and condition; the names tell the other settings apart."""
+    dividing = varying(rows, _DIVIDING)
+    divided: dict[tuple[str | None, ...], list[Series]] = {}
+    for series in _named(rows, varying(rows, _TOLD_APART)):
+        divided.setdefault(tuple(setting(series.row, name) for name in dividing), []).append(series)
     return [
-        Panel(
-            ", ".join(_facet_text(name, text) for name, text in zip(dividing, key, strict=True) if text is not None),
-            tuple(series[index] for index in members),
-        )
-        for key, members in _divide(rows, dividing).items()
+        Panel(", ".join(_facet_text(*pair) for pair in zip(dividing, key, strict=True) if pair[1]), tuple(members))
+        for key, members in divided.items()
     ]
-
-
-def _divide(rows: Sequence[Row], names: Sequence[str]) -> dict[Key, list[int]]:
-    """Group the indices of the rows by their settings.
-
-    A row to which a setting does not apply, such as all-reduce without an algorithm, is in every group that agrees
-    with it in the other settings.
-    """
-    keys: list[Key] = []
-    for row in rows:
-        texts = [setting(row, name) for name in names]
-        # Baselines, which are not compressed, join every compression.
-        keys.append(tuple(None if text == "none" and row.method != "gossip" else text for text in texts))
-    divided: dict[Key, list[int]] = {key: [] for key in keys if None not in key}
-    for index, key in enumerate(keys):
-        fitting = [
-            whole for whole in divided if all(own in (None, text) for own, text in zip(key, whole, strict=True))
-        ] or [key]
-        for whole in fitting:
-            divided.setdefault(whole, []).append(index)
-    return divided
-
-
-def _most_lines(rows: Sequence[Row], names: Sequence[str]) -> int:
-    return max(sum(rows[index].method == "gossip" for index in members) for members in _divide(rows, names).values())
 
 
 def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
@@ -123,7 +90,5 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     return series
 
 
-def _facet_text(name: str, text: str) -> str:
-    if name == "world_size":
-        return "1 rank" if text == "1" else f"{text} ranks"
-    return f"compression {text}" if name == "compression" else text
+def _facet_text(name: str, text: str | None) -> str:
+    return f"{text} rank{'' if text == '1' else 's'}" if name == "world_size" else str(text)

@@ -79,17 +79,6 @@ def test_panels_divide_by_ranks_and_partition_and_keep_names_and_styles() -> Non
     assert len({style for _, style in looks[0]}) == 12
 
 
-def test_crowded_panels_divide_further_with_the_baselines_in_each() -> None:
-    algorithms = ("adapt_while_communicating", "gradient_tracking")
-    more = [row(label, world_size=n, algorithm=each) for n in (16, 64) for each in algorithms for label in TOPOLOGIES]
-    baselines = [row("all-reduce", world_size=n) for n in (16, 64)]
-    divided = panels(read_document(document([*more, *baselines])).rows)
-    assert [panel.title for panel in divided] == [
-        f"{n} ranks, {algorithm}" for n in (16, 64) for algorithm in ("adapt while communicating", "gradient tracking")
-    ]
-    assert all([series.name for series in panel.series] == [*TOPOLOGIES, "all-reduce"] for panel in divided)
-
-
 def test_best_is_marked_among_rows_that_can_be_compared() -> None:
     read = read_document(comparison())
     by_name = {column.name: column for column in columns(read)}
@@ -106,7 +95,7 @@ def test_best_is_marked_among_rows_that_can_be_compared() -> None:
 
 @pytest.mark.parametrize(("accuracy", "is_beyond"), [(0.2, True), (0.96, False)])
 def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_beyond: bool, tmp_path: Path) -> None:
-    alone = row("no communication", curves=None)
+    alone = row("no communication")
     alone["values"]["averaged_accuracy"] = value(accuracy)
     whole = document([row("ring"), row("torus"), alone])
     read = read_document(whole)
@@ -145,12 +134,3 @@ def test_the_absolute_distance_is_drawn_beside_the_relative_one_if_it_is_known()
         read = read_document(document([known]))
         drawn = [chart.identifier for chart in charts(read) if chart.scales(read.rows) is not None]
         assert drawn == ["bytes", "time", "consensus", *["consensus_absolute"] * is_drawn]
-
-
-def test_end_of_a_row_without_curves_comes_from_its_values() -> None:
-    read = read_document(document([row("ring", curves=None)]))
-    ends = {chart.identifier: chart.end(read.rows[0]) for chart in charts(read)}
-    values = read.rows[0].values
-    assert ends["bytes"] == (75_000.0 * 440, values["averaged_accuracy"].mean, 0.0021)  # type: ignore[union-attr]
-    assert ends["time"] is not None
-    assert ends["consensus"] is None

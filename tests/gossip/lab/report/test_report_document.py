@@ -207,7 +207,7 @@ def test_page_escapes_everything(tmp_path: Path) -> None:
         ([row("ring")], "1 setting, 3 runs, none failed."),
         ([failed_row("ring")], "Nothing to draw"),
         ([row("ring", values=dict.fromkeys(row("ring")["values"]), curves=None)], "Nothing to draw"),
-        ([row("ring", curves=None), row("all-reduce", curves=None)], "Accuracy against bytes"),
+        ([row("ring", curves=None), row("all-reduce", curves=None)], "Nothing to draw"),
         ([row("ring", seeds=[0], commands=[], values={"averaged_accuracy": value(0.5, None, 1)})], "50.00 %"),
     ],
     ids=["empty", "one row", "failed", "all null", "no curves", "no commands"],
