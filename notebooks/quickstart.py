@@ -15,6 +15,8 @@ from torch import nn
 
 from gossip import VirtualWorkers
 
+torch.set_num_threads(1)  # faster for so small a model
+
 # %% [markdown]
 # ## 1. Data of which every worker sees a part
 #
