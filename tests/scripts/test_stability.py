@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from repository import REPOSITORY
-from running import run_here
 from torch import nn
 
 import topologies
@@ -85,16 +83,6 @@ def test_limits_of_a_ring_are_those_of_its_eigenvalues(script: ModuleType) -> No
     assert script.largest_rate(ring, "awc", script.Gain()) == pytest.approx(2 / 3, abs=1e-3)
     assert script.largest_rate(ring, "awc", script.default_gain(ring, "awc")) == pytest.approx(1, abs=1e-3)
     assert script.largest_rate(ring, "atc", script.Gain()) == pytest.approx(2, abs=0.003)
-
-
-@pytest.mark.slow
-def test_table_and_figure(tmp_path: Path) -> None:
-    figure = tmp_path / "gain.svg"
-    options = ("--families=one_peer_exponential,torus,pushed", "--sizes=4", "--figure", figure)
-    rows = [line.split("|")[1:-1] for line in run_here(PATH.name, *options).stdout.splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == ["one_peer_exponential", "torus"]
-    assert all(0 < float(cell) <= 2 for row in rows for cell in row[2:])
-    assert figure.stat().st_size > 1000
 
 
 def test_documented_table_is_what_is_computed(script: ModuleType) -> None:

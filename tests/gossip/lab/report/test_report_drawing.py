@@ -129,33 +129,6 @@ def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browse
     assert page.evaluate("document.querySelector('#chart-time .readout').textContent") == ""
 
 
-def test_pointing_at_a_line_says_what_was_measured_there(page: browser.Browser, pages: dict[str, Path]) -> None:
-    page.open_report(pages["ordinary"])
-    page.evaluate("document.querySelector('#chart-bytes').scrollIntoView()")
-    # A point that no other one covers, in the middle of the frame.
-    x, y = page.evaluate(
-        """(() => {
-            const points = [...document.querySelectorAll("#chart-bytes .mark-symbol[aria-hidden] path")];
-            for (const point of points) {
-                const { x, y, width, height } = point.getBoundingClientRect();
-                const place = [x + width / 2, y + height / 2];
-                if (document.elementFromPoint(...place) === point) return place;
-            }
-        })()"""
-    )
-    page.point(x, y)
-    tooltip = "document.querySelector('#vg-tooltip-element.visible')"
-    page.wait_for(f"{tooltip} !== null")
-    keys = page.evaluate(f"[...{tooltip}.querySelectorAll('.key')].map((key) => key.textContent)")
-    assert keys == ["accuracy of the averaged model, %", "sent per rank, MiB", "steps"]
-    values = page.evaluate(f"[...{tooltip}.querySelectorAll('.value')].map((value) => Number(value.textContent))")
-    shown = page.evaluate(f"{tooltip}.querySelector('h2').textContent")
-    curves = row(shown)["curves"]
-    index = curves["step"].index(values[2])
-    assert values[0] == pytest.approx(100 * curves["metric"][index], rel=1e-3)
-    assert values[1] == pytest.approx(curves["bytes"][index] / 2**20, rel=1e-3)
-
-
 def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     every = ["all-reduce", "no communication", *TOPOLOGIES]
