@@ -76,46 +76,34 @@ class Advice:
     @property
     def helps(self) -> bool:
         """Whether all-reduce takes more than 5 % longer than the choice to reach a loss."""
-        return self.choice is not None and self._ratio > _HELPS
-
-    @property
-    def _ratio(self) -> float:
-        assert self.choice is not None
-        return self.all_reduce.run.step_time_s / self.choice.worth_s if self.choice.worth_s else 1.0
+        return self.choice is not None and self.all_reduce.run.step_time_s > _HELPS * self.choice.worth_s
 
     @property
     def sentence(self) -> str:
         """Whether gossip helps here, what to use and why, and whether the machine was too busy for a firm answer."""
-        return self._choice + self._doubt
-
-    @property
-    def _doubt(self) -> str:
+        n, ddp_s = self.measured.cluster.world_size, self.all_reduce.run.step_time_s
         jitter_percent = round(100 * self.measured.workload.jitter)
-        if jitter_percent < _BUSY_PERCENT or self.measured.cluster.world_size == 1:
-            return ""
-        return (
-            f" The machine is busy (the same step's computation varies by {jitter_percent} %), so this answer is weak: "
-            f"measure again when nothing else runs."
-        )
-
-    @property
-    def _choice(self) -> str:
-        n = self.measured.cluster.world_size
         if n == 1:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
-        ddp_s = seconds_text(self.all_reduce.run.step_time_s)
         if self.best is None or self.choice is None:
-            return f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
-        what = f"{self.best.title}, {self.choice.words}"
-        if self.helps:
-            return (
-                f"Gossip helps here: take {what}. {self.choice.reason} All-reduce's step takes {ddp_s}, "
-                f"{self._ratio:.2f} times as long as this needs to learn as much."
+            found = f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
+        elif self.helps:
+            found = (
+                f"Gossip helps here: take {self.best.title}, {self.choice.words}. {self.choice.reason} All-reduce's "
+                f"step takes {seconds_text(ddp_s)}, {ddp_s / self.choice.worth_s:.2f} times as long as this needs to "
+                f"learn as much."
             )
+        else:
+            found = (
+                f"Gossip does not help here: the best of it, {self.best.title}, {self.choice.words}, is predicted to "
+                f"take {seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of "
+                f"{seconds_text(ddp_s)}, whose mean is exact; take all-reduce."
+            )
+        if jitter_percent < _BUSY_PERCENT:
+            return found
         return (
-            f"Gossip does not help here: the best of it, {what}, is predicted to take "
-            f"{seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of {ddp_s}, whose mean is "
-            f"exact; take all-reduce."
+            f"{found} The machine is busy (the same step's computation varies by {jitter_percent} %), so this answer "
+            "is weak: measure again when nothing else runs."
         )
 
     def __str__(self) -> str:
@@ -243,20 +231,17 @@ def _cells(row: Predicted, ddp_s: float) -> tuple[str, ...]:
 
 def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
     """Return a line with the time on the wire and the computation that can hide it."""
-    between = cluster.num_nodes > 1
-    seconds_per_byte = cluster.seconds_per_byte if between else cluster.local_seconds_per_byte
-    bandwidth_gbps = cluster.bandwidth_gbps if between else cluster.local_bandwidth_gbps
-    wire_s = row.messages * workload.model_bytes * seconds_per_byte
+    between, is_gossip = cluster.num_nodes > 1, row.topology is not None
+    gbps = cluster.bandwidth_gbps if between else cluster.local_bandwidth_gbps
+    wire_s = 8e-9 * row.messages * workload.model_bytes / gbps
     on_wire = (
-        f"{row.messages:.3g} x {bytes_text(workload.model_bytes)} / {bandwidth_gbps:.3g} Gbit/s = "
-        f"{seconds_text(wire_s)} on the link of a {'node' if between else 'rank'}"
+        f"{row.messages:.3g} x {bytes_text(workload.model_bytes)} / {gbps:.3g} Gbit/s = {seconds_text(wire_s)} on the "
+        f"link of a {'node' if between else 'rank'}"
     )
-    if row.topology is not None and cluster.shares_memory and not between:
+    if is_gossip and cluster.shares_memory and not between:
         on_wire = "read in memory, nothing is sent"
-    hidden_s, beside, computing_s = workload.backward_s, "backward", workload.compute_s
-    if row.topology is not None:
-        computing_s += workload.mix_s
-        hidden_s, beside = computing_s, "a whole step"
+    computing_s = workload.compute_s + (workload.mix_s if is_gossip else 0.0)
+    hidden_s, beside = (computing_s, "a whole step") if is_gossip else (workload.backward_s, "backward")
     late = " (for late ranks too)" * bool(workload.jitter or workload.stragglers)
     return (
         f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)} + "
