@@ -8,7 +8,7 @@ import platform
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,11 +102,8 @@ def _machine(network: Network) -> str:
     )
 
 
-class _Hosts(NamedTuple):
-    """Where the workers of a case in the lab go: to namespaces of hosts, and to the store by which they meet."""
-
-    namespaces: list[str]
-    store: tuple[str, int]
+Hosts = tuple[list[str], tuple[str, int]]
+"""Where the workers of a case in the lab go: to namespaces of hosts, and to the store by which they meet."""
 
 
 def run_workers(name: str, case: BenchmarkSettings, network: Network, folder: Path) -> list[list[Record]]:
@@ -119,7 +116,7 @@ def run_workers(name: str, case: BenchmarkSettings, network: Network, folder: Pa
     hosts, store = None, None
     if isinstance(network, Lab):
         store = network.start_store(timeout)
-        hosts = _Hosts(network.namespaces(), (store.host, store.port))
+        hosts = network.namespaces(), (store.host, store.port)
     place = Place(0, network.interface, case.world_size if network.shared else case.local_size)
     options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
     options |= BENCHMARKS[name]().launch_options(case)
@@ -129,7 +126,7 @@ def run_workers(name: str, case: BenchmarkSettings, network: Network, folder: Pa
     return [read_jsonl(path) for _, path in sorted(found.items())]
 
 
-def _work(name: str, case: BenchmarkSettings, place: Place, hosts: _Hosts | None, folder: Path) -> None:
+def _work(name: str, case: BenchmarkSettings, place: Place, hosts: Hosts | None, folder: Path) -> None:
     """Measure on one rank. Collective."""
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=LEVELS)
@@ -137,10 +134,11 @@ def _work(name: str, case: BenchmarkSettings, place: Place, hosts: _Hosts | None
     if hosts is not None:
         dist.barrier()
         dist.destroy_process_group()
-        namespaces.enter(hosts.namespaces[rank // case.local_size])
+        paths, address = hosts
+        namespaces.enter(paths[rank // case.local_size])
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface
         timeout = timedelta(seconds=case.timeout_s)
-        store = dist.TCPStore(*hosts.store, is_master=False, timeout=timeout)
+        store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=timeout)
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local_size)
     num_written = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 from dataclasses import dataclass
@@ -30,18 +29,6 @@ class Network:
     name = "loopback"
     interface = "lo"
     shared = True
-
-    def address(self, host: int) -> str:  # noqa: ARG002
-        """Return the IPv4 address of a host."""
-        return "127.0.0.1"
-
-    def start_store(self, timeout: timedelta) -> dist.TCPStore:
-        """Start a key-value store in this process that every worker can reach."""
-        return store_at("127.0.0.1", timeout)
-
-    def entered(self, host: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager within which this thread, and the processes that it starts, are on the host."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Release all resources."""

@@ -124,7 +124,7 @@ class Lab(Network):
         return f"{_NETWORK}.{host + 1}"
 
     def start_store(self, timeout: timedelta) -> dist.TCPStore:
-        """Start the store on the bridge itself, which has a link to every host."""
+        """Start a key-value store in this process, on the bridge itself, which has a link to every host."""
         with self._bridge.entered():
             return store_at(_BRIDGE_ADDRESS, timeout)
 
