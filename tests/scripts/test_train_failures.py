@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import socket
 from pathlib import Path
 
-import pytest
-from running import Finished, run_folders, running, train
+from running import run_folders, train
 
 FAULTY = (
     "model._target_=faulty_models.FailingModel",
@@ -42,48 +39,6 @@ def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> No
     reason = json.loads((folder / "summary.json").read_text())["reason"]
     assert reason == "rank 1 failed: ArithmeticError: injected at step 3"
     assert run.stderr.splitlines().count(NO_CHECKPOINT) == 1
-
-
-HUNG = {
-    "with checkpoints": (
-        ("checkpoint.every=2",),
-        "step 4, after which all stop, has not ended",
-        "go on from step 2 with resume=",
-    ),
-    "without checkpoints": ((), "the call that the main thread is in has not returned", NO_CHECKPOINT),
-}
-"""The options of runs of which both ranks' calls hang, why nothing is saved then, and what is advised."""
-
-
-@pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Finished]]:
-    """Their folders and ends: they wait most of their time, side by side."""
-    folders = {name: tmp_path_factory.mktemp("hung") for name in HUNG}
-    both_ranks = ("+model.rank=null", "+model.step=3", "+model.how=stuck")
-    with contextlib.ExitStack() as stack:
-        runs = {
-            name: stack.enter_context(running(folders[name], *FAULTY, *both_ranks, *options, torchrun=2))
-            for name, (options, _, _) in HUNG.items()
-        }
-        return {name: (folders[name], run.finished()) for name, run in runs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("train_hangs")
-@pytest.mark.parametrize("name", HUNG)
-def test_train_under_torchrun_ends_and_says_how_to_go_on_though_a_call_hangs(
-    name: str, hung: dict[str, tuple[Path, Finished]]
-) -> None:
-    _, why, advice = HUNG[name]
-    path, run = hung[name]
-    assert run.status != 0
-    said = run.stderr.splitlines()
-    assert sum(line.startswith(advice) for line in said) == 1
-    assert any(line.startswith("rank ") and line.endswith("nothing is saved") for line in said)
-    (folder,) = run_folders(path)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert re.fullmatch(rf"rank [01] failed: 5 s after SIGTERM: {why}; nothing is saved", summary["reason"])
 
 
 def test_train_ctrl_c_ends_everything(tmp_path: Path) -> None:
