@@ -188,8 +188,8 @@ def lines_at_the_start(carrier: str) -> list[str]:
     [
         (
             "distributed",
-            "backend gloo, 2 communicators on rank 0; messages point-to-point, from 64 KiB on by all-reduce in 1 group; "
-            "with 3 ranks on this machine messages from 64 KiB on go through memory",
+            "backend gloo, 2 communicators on rank 0; messages point-to-point, from 64 KiB on by all-reduce in 1 "
+            "group; with 3 ranks on this machine messages from 64 KiB on go through memory",
         ),
         ("debug", "backend gloo; debug: every round point-to-point, with headers; slow"),
     ],
