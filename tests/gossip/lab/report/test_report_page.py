@@ -35,7 +35,13 @@ def compared(**changes: Any) -> list[dict[str, Any]]:
 DOCUMENTS = {
     "comparison": comparison(drawings={"ring, 16 ranks": DRAWING, "torus, 16 ranks": DRAWING}),
     "heterogeneity": heterogeneity(),
-    "compared": document([*compared(condition="data=digits"), *compared(condition="data=my_module:make, model=cnn")]),
+    "compared": document(
+        [
+            each
+            for data in ("digits", "my_module:make, model=cnn")
+            for each in compared(condition=f"data={data}", curves=None)
+        ]
+    ),
     "empty": document([]),
     "failed": document([failed_row("ring"), failed_row("all-reduce", world_size=25)]),
     "mixed": document(
