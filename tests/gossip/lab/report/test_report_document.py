@@ -222,12 +222,11 @@ def test_page_of_an_unusual_sweep(rows: list[dict[str, Any]], expected: str, tmp
     "curves",
     [
         {"step": [1], "bytes": [10], "time_s": [0.5], "metric": [0.9], "consensus": [0.1]},
-        {"step": [], "bytes": [], "time_s": [], "metric": [], "consensus": []},
         {"step": [1, 2, 3], "bytes": [5] * 3, "time_s": [1.0] * 3, "metric": [0.5] * 3, "consensus": [0.2] * 3},
         {"step": [1, 2], "bytes": [None, None], "time_s": [1, None], "metric": [None, 1], "consensus": [None, 1]},
         {"step": [1, 2], "bytes": [1, 2], "time_s": [1e-9, 1e9], "metric": [1e30, -3], "consensus": [1e-300, 9]},
     ],
-    ids=["one point", "no point", "constant", "gaps", "extreme"],
+    ids=["one point", "constant", "gaps", "extreme"],
 )  # fmt: skip
 @pytest.mark.parametrize("metric", ["accuracy", "loss"])
 def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: Path) -> None:
