@@ -310,7 +310,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         engine = self._engine
         if engine is None:
             return self.module(*args, **kwargs)
-        self.check_outermost(is_sharded_inside=engine.shards is not None)
+        self.check_outermost(is_sharded_inside=engine.group.is_sharded_inside)
         engine.begin_forward()
         call = engine.watched(self.module)
         with fast_range("gossip::forward"):
@@ -368,8 +368,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Local."""
         super().zero_grad(set_to_none)
-        if self._engine is not None and self._engine.shards is not None:
-            self._engine.shards.replica.zero_grad(set_to_none)
+        if self._engine is not None and self._engine.module is not self.module:
+            self._engine.module.zero_grad(set_to_none)
 
     # ------------------------------------------------------------------ values and copies
 

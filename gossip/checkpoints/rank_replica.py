@@ -1,8 +1,9 @@
-"""The replica of one rank, held by one process of a distributed run."""
+"""The replica of one rank, or the shard of it that a rank of a group holds, in one process of a distributed run."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ from gossip.checkpoints.model_description import (
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import Mean, means_over_ranks
 from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.shard_gathering import gather_shards, whole_shape
 from gossip.optimizers.schedule_free import check_evaluated
+from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
+from gossip.parameters.serializable_state import compact
 from gossip.sharding.resharding import reshard
 from gossip.step.collective_operations import settle
 from gossip.step.state.replica_state import module_state, optimizer_state, restore_replica
@@ -29,16 +33,18 @@ from gossip.wrapper import GossipDataParallel
 
 
 class RankReplica(Replicas):
-    """The replica of a model and its optimizers."""
+    """That of a model and its optimizers; with ``mesh=`` the ranks are all ranks of all groups, group by group."""
 
     def __init__(self, model: GossipDataParallel) -> None:
         self._model = model
         self.kept = model._kept
         self._engine = model._live()
         self._world = world = model._world  # the ranks that take part: one that has just joined may not
-        self.ranks = range(world.rank, world.rank + 1)
-        self.world_size = self.num_processes = world.world_size
-        self.process = world.rank
+        self._group = group = self._engine.group
+        self.num_shards, self.place, self.group_size = group.num_shards, group.place, group.size
+        self.process = world.rank * group.size + group.rank
+        self.ranks = range(self.process, self.process + 1)
+        self.world_size = self.num_processes = world.world_size * group.size
 
     @functools.cached_property
     def step(self) -> int:
@@ -56,7 +62,11 @@ class RankReplica(Replicas):
 
     def gather(self, payload: bytes, what: str) -> list[bytes]:
         with self._engine.fatal():
-            return self._world.gather_bytes(payload, what)
+            if self._group.size == 1:
+                return self._world.gather_bytes(payload, what)
+            joined = json.dumps([each.hex() for each in self._group.gather_bytes(payload, what)]).encode()
+            everyone = self._world.gather_bytes(joined, what)
+        return [bytes.fromhex(each) for of_group in everyone for each in json.loads(of_group)]
 
     def check_between_steps(self) -> None:
         self._engine.check_between_steps()
@@ -69,6 +79,7 @@ class RankReplica(Replicas):
             (type(optimizer).__name__, [group["params"] for group in optimizer.param_groups])
             for optimizer in self._optimizers
         ]
+        shard = {"shard": describe_module(self._engine.module)} if self._group.is_shared else {}
         return {
             "module": describe_module(self._model.module),
             "optimizers": describe_optimizers(groups, named_parameters(self._engine.module)),
@@ -76,6 +87,7 @@ class RankReplica(Replicas):
             "unfrozen": [list(names) for names in self._engine.unfrozen],
             "topology": describe_topology(self._model.topology),
             "compression": self._model.compression.describe(),
+            **shard,
         }
 
     @functools.cached_property
@@ -101,11 +113,12 @@ class RankReplica(Replicas):
             "scaler": None if scaler is None else scaler.scaler.state_dict(),
             "engine": self._engine.state_dict(),
             "rng": rng_states(),
+            "unreduced": {name: compact(gradient, name) for name, gradient in self._group.unreduced().items()},
         }
 
     def _lengths(self) -> Mapping[str, tuple[int, int]]:
         """By a divided parameter's name the dimension along which it is, and its length there."""
-        return {}
+        return self._group.lengths() if self.num_shards > 1 else {}
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in named_parameters(self._engine.module)}
@@ -121,15 +134,38 @@ class RankReplica(Replicas):
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         (state,) = states
-        return restore_replica(self._engine, self._optimizers, state)
+        left_out = restore_replica(self._engine, self._optimizers, state)
+        self._group.restore_unreduced(state.get("unreduced", {}))
+        self._group.changed()
+        return left_out
 
     def exported(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.to("meta") for name, tensor in exported_tensors(self._engine.module)}
+        lengths = self._lengths()
+        tensors = {name: tensor.to("meta") for name, tensor in exported_tensors(self._engine.module)}
+        return {
+            name: tensor.new_empty(whole_shape(tensor.shape, *lengths[name])) if name in lengths else tensor
+            for name, tensor in tensors.items()
+        }
 
     def averages(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((mean.name, mean.assemble(is_kept=self.process == 0)) for mean in self._means())
-
-    def _means(self) -> Iterator[Mean]:
+        """Rank 0 holds the result; the others a chunk of their shard, and of all shards a chunk altogether."""
         check_evaluated(self._optimizers, "export()")
         settle(self._engine, self._world)
-        return means_over_ranks(self, self._engine, self._world)
+        means, lengths = means_over_ranks(self, self._engine, self._world), self._lengths()
+        return ((mean.name, self._whole(mean, lengths.get(mean.name))) for mean in means)
+
+    def _whole(self, mean: Mean, divided: tuple[int, int] | None) -> torch.Tensor | None:
+        """Return the mean of a tensor, whole, on rank 0; ``divided`` says along which dimension it is, and its length.
+
+        The ranks of the first group have the means of all shards together, and buffers of their own.
+        """
+        is_first, is_buffer = self.process == 0, mean.name in dict(persistent_buffers(self._engine.module))
+        if self._world.rank or not (self._group.is_shared and (divided or is_buffer)):
+            return mean.assemble(is_kept=is_first)
+        with self._engine.fatal():
+            if divided is not None:
+                return gather_shards(mean, *divided, self._group)
+            tensor = mean.assemble(is_kept=True)
+            assert tensor is not None
+            self._group.average_(mean.name, tensor)
+        return tensor if is_first else None

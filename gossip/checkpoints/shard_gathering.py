@@ -27,7 +27,7 @@ def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) ->
     dimension, length : int
         The dimension along which the tensor is divided, and its length there.
     """
-    num_shards, is_first = group.num_shards, group.world.rank == 0
+    num_shards, is_first = group.num_shards, group.rank == 0
     shape = mean.tensor.shape
     whole = torch.empty(whole_shape(shape, dimension, length) if is_first else [0], dtype=mean.tensor.dtype)
     rows = whole.view(math.prod(shape[:dimension]), -1) if whole.numel() else whole

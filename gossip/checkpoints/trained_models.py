@@ -7,7 +7,6 @@ from typing import TypeVar, cast
 
 from gossip.checkpoints.rank_replica import RankReplica
 from gossip.checkpoints.replicas import Replicas
-from gossip.checkpoints.sharded_replica import ShardedReplica
 from gossip.checkpoints.virtual_replicas import VirtualReplicas
 from gossip.virtual.workers import VirtualWorkers
 from gossip.wrapper import GossipDataParallel
@@ -16,30 +15,20 @@ _Result = TypeVar("_Result")
 TrainedModel = GossipDataParallel | VirtualWorkers
 
 
-def replicas_of(model: TrainedModel) -> Replicas:
-    """Return the replicas of ``model`` that this process holds.
-
-    Raises TypeError: ``model`` is neither a GossipDataParallel nor VirtualWorkers.
-    """
-    if isinstance(model, GossipDataParallel):
-        return RankReplica(model) if model._live().shards is None else ShardedReplica(model)
-    if isinstance(model, VirtualWorkers):
-        return VirtualReplicas(model)
-    raise TypeError(
-        f"model must be a GossipDataParallel or VirtualWorkers, got {type(model).__name__}; wrap the module first"
-    )
-
-
 def collectively(model: TrainedModel, operation: Callable[[Replicas], _Result]) -> _Result:
     """Run ``operation`` on the replicas here; if a rank is lost meanwhile, the remaining ranks may repeat it.
 
     Raises TypeError: ``model`` is neither a GossipDataParallel nor VirtualWorkers.
     """
+    if isinstance(model, VirtualWorkers):
+        return operation(VirtualReplicas(model))
     if not isinstance(model, GossipDataParallel):
-        return operation(replicas_of(model))
+        raise TypeError(
+            f"model must be a GossipDataParallel or VirtualWorkers, got {type(model).__name__}; wrap the module first"
+        )
 
     def operate() -> tuple[_Result | None, Exception | None]:
-        replicas = replicas_of(model)
+        replicas = RankReplica(model)
         try:
             return operation(replicas), None
         except Exception as error:

@@ -66,6 +66,11 @@ def check_arguments(args: Any, model: Any) -> None:
             "ranks receive the signal at different steps, but a checkpoint is of one step; pass save_steps",
         ),
         (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True",
+            "a rank that runs out of memory would start over alone; pass a per_device_train_batch_size that fits",
+        ),
+        (
             "lomo" in optim or "layerwise" in optim,
             f"optim={optim!r}",
             "it updates in its own hooks, where nothing is exchanged; choose another",
@@ -86,8 +91,8 @@ def check_arguments(args: Any, model: Any) -> None:
             raise ValueError(f"GossipTrainer does not train with {what}: {remedy}")
 
 
-def check_waiting(args: Any, accelerator: Any, with_what: str) -> None:
-    """Refuse what would have all ranks wait in every step for one without batches or memory. Local."""
+def check_joining(args: Any, accelerator: Any) -> None:
+    """Refuse what would have all ranks wait in every step for one without batches. Local."""
     seen = args.include_num_input_tokens_seen
     refused = {
         "average_tokens_across_devices=True": args.average_tokens_across_devices,
@@ -97,8 +102,8 @@ def check_waiting(args: Any, accelerator: Any, with_what: str) -> None:
     for what, is_refused in refused.items():
         if is_refused:
             raise ValueError(
-                f"{what} with {with_what}=True: all ranks would wait in every step, also for one that has no more "
-                "batches or memory; leave one of the two out"
+                f"{what} with join=True: all ranks would wait in every step, also for one that has no more batches; "
+                "leave one of the two out"
             )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
 from gossip.integrations.common_checks import check_accelerator, steps_in_backward
-from gossip.integrations.trainer_batch_size import BatchSizeSearch
-from gossip.integrations.trainer_checks import check_arguments, check_lengths, check_trainer_options, check_waiting
+from gossip.integrations.trainer_checks import check_arguments, check_joining, check_lengths, check_trainer_options
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
 
@@ -80,7 +78,6 @@ class GossipTrainer(Trainer):
         self._gossip_model: GossipDataParallel | None = None
         self._training = contextlib.ExitStack()
         self._epoch: UnevenEpoch | None = None
-        self._search: BatchSizeSearch | None = None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -99,27 +96,10 @@ class GossipTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, with a model that ends up equal on all ranks. Collective."""
-        for name, is_set in {"join": self._joins, "auto_find_batch_size": self.args.auto_find_batch_size}.items():
-            if is_set:
-                check_waiting(self.args, self.accelerator, name)
-        self._search = None
+        if self._joins:
+            check_joining(self.args, self.accelerator)
         with contextlib.ExitStack() as self._training:
             return super().train(*args, **kwargs)
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        train = functools.partial(super()._inner_training_loop, *args, **kwargs)
-        if not self.args.auto_find_batch_size:
-            return train()
-        if self._search is None:
-            self._search = BatchSizeSearch(self, self._timeout)
-        return self._search.attempt(train, self._give_up)
-
-    def _give_up(self, error: BaseException) -> bool:
-        """End communication after an error of an attempt, unless it has not begun or has been ended. Local."""
-        if self._gossip_model is None:
-            return False
-        self._training.__exit__(type(error), error, error.__traceback__)
-        return True
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return the Trainer's values, after comparing the ranks' numbers of batches. Collective."""
@@ -167,11 +147,6 @@ class GossipTrainer(Trainer):
         return None if self._steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)
 
     @property
-    def _timeout(self) -> timedelta:
-        timeout: timedelta = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
-        return timeout
-
-    @property
     def _steps_in_backward(self) -> bool:
         return steps_in_backward(self._gossip_options)
 
@@ -179,8 +154,6 @@ class GossipTrainer(Trainer):
         if self._epoch is not None:
             self._epoch.put_off(self.control, (tr_loss, grad_norm, *args), kwargs)
             return
-        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._await_all("logging, evaluating or saving")
         if self._steps_in_backward and self.control.should_log and self._gossip_model is not None:
             grad_norm = self._gossip_model.grad_norm  # read only where it is logged, since reading waits for the GPU
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
@@ -198,13 +171,7 @@ class GossipTrainer(Trainer):
             )
         return int(done), 0  # the steps of a rank with more batches are counted on all
 
-    def _await_all(self, what: str) -> None:
-        """Before a collective of the Trainer's own, see that no rank has run out of memory: it would not come."""
-        if self._search is not None and self._gossip_model is not None:
-            self._gossip_model.world.gather_bytes(b"", what)
-
     def _run_epoch(self, model: GossipDataParallel, **kwargs: Any) -> None:
-        self._await_all("beginning an epoch")
         if not self._joins:
             super()._run_epoch(model=model, **kwargs)
             return
@@ -260,7 +227,8 @@ class GossipTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        with contextlib.closing(World(self._timeout)) as world:  # a rank might not see the checkpoint's folder
+        timeout = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
+        with contextlib.closing(World(timeout)) as world:  # a rank might not see the checkpoint's folder
             tensors = itertools.chain(self.model.parameters(), self.model.buffers())
             world.broadcast_(tensors, "broadcasting the best model from rank 0")
 

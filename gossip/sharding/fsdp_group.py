@@ -29,6 +29,7 @@ class FSDPGroup(PartitionedGroup):
         Sharded by ``fully_shard`` over ``mesh["shard"]``.
     """
 
+    is_sharded_inside = True
     replica: FSDPShards
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:

@@ -16,6 +16,7 @@ from gossip.compression.codec import Compression
 from gossip.exchange.transport import Transport
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import is_averaged
+from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.names import named_buffers
 from gossip.sharding.shard_mesh import DIMENSIONS
 
@@ -39,42 +40,39 @@ class Steps(Protocol):
 class LocalGroup:
     """The group of this rank, and what of its replica this rank trains and exchanges.
 
-    The methods here are those of a group whose ranks each have the whole replica and equal gradients.
+    The methods here are those of a rank that trains its replica alone.
 
     Attributes
     ----------
     module : Module
         The module that is wrapped.
+    replica : Module
+        What this rank trains of it.
+    rank, size : int
+        The place of this rank among those that train the replica, and how many they are.
     num_shards, place : int
         Into how many shards the replica is divided, and which of them this rank holds.
-    rows : RowCollectives
-        Gathers and sums rows of the ranks, from :meth:`start_equal_` on.
+    is_shared : bool
+        Whether there is a mesh that says which ranks train the replica, if only one.
+    is_sharded_inside : bool
+        Whether ``fully_shard`` has divided the module.
     averages_gradients : bool
         Whether :meth:`reduce_` has anything to do.
     """
 
+    rank, size = 0, 1
     num_shards, place = 1, 0
-    rows: RowCollectives
+    is_shared: ClassVar[bool] = False
+    is_sharded_inside: ClassVar[bool] = False
     averages_gradients: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
-        self.module = module
-        self.replica = replica
-        self.world = world
+    def __init__(self, module: nn.Module, replica: nn.Module) -> None:
+        self.module, self.replica = module, replica
 
     # ------------------------------------------------------------------ construction
 
     def start_equal_(self) -> None:
         """Copy what every rank has whole from the group's first rank to the others. Collective over the group."""
-        shares_memory = all(parameter.is_cpu for parameter in self.module.parameters())
-        self.rows = RowCollectives(self.world, shares_memory=shares_memory)
-        self.world.broadcast_(
-            [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
-        )
-
-    def _wholes(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that every rank has whole. Local."""
-        return (parameter.data for parameter in self.module.parameters())
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         """Begin to train ``buckets``, in launch order, by these ``steps``. Collective over the group."""
@@ -95,10 +93,10 @@ class LocalGroup:
     def before_forward(self, step: int) -> None:
         """Prepare the module for a forward pass before this step. Local."""
 
-    def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
+    def complete_gradients(self, step: int, *, is_idle: bool = False) -> None:
         """Give the replica the gradients of a backward pass that has ended. Collective over the group.
 
-        ``is_idle``: this rank has made none for the step. ``where`` names the step in error texts.
+        ``is_idle``: this rank has made none for the step.
         """
 
     def drop_gradients(self) -> bool:
@@ -117,8 +115,8 @@ class LocalGroup:
     def changed(self) -> None:
         """React to values that were replaced outside a step. Collective over the group."""
 
-    def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
-        """Replace gradients by their means over the group, where nothing else has done so. Collective over the group.
+    def reduce_(self, parameters: Iterable[nn.Parameter], step: int, index: int) -> None:
+        """Replace a bucket's gradients by their means over the group, unless something else does. Collective over it.
 
         Parameters
         ----------
@@ -160,28 +158,76 @@ class LocalGroup:
         On the CPU. Collective over the group; ``what`` it is done for goes into error texts.
         """
         del what
-        return piece[None] if self.world.rank == 0 else None
+        return piece[None] if self.rank == 0 else None
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Return the payload of each rank of the group. Collective over the group."""
+        del what
+        return [payload]
+
+    def average_(self, name: str, buffer: torch.Tensor) -> None:
+        """Replace a buffer by its mean over the group, or its first rank's values. Collective over the group."""
 
     def average_buffers_(self) -> None:
-        """Replace buffers by their means over the group, or its first rank's values. Collective over the group."""
-        for name, buffer in named_buffers(self.module):
-            if is_averaged(buffer):
-                values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                self.world.average_(values, f"averaging buffer {name!r} over the shard group")
-            else:
-                self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
+        """Do so for all buffers; extra states become the first rank's. Collective over the group."""
 
     def close(self) -> None:
         """End communication within the group. Local."""
+
+
+class SharedGroup(LocalGroup):
+    """A group of the ranks of a mesh, each with the whole replica and, in the end, equal gradients.
+
+    Attributes
+    ----------
+    rows : RowCollectives
+        Gathers and sums rows of the ranks, from :meth:`start_equal_` on.
+    """
+
+    is_shared = True
+    rows: RowCollectives
+
+    def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
+        super().__init__(module, replica)
+        self.world = world
+        self.rank, self.size = world.rank, world.world_size
+
+    def start_equal_(self) -> None:
+        shares_memory = all(parameter.is_cpu for parameter in self.module.parameters())
+        self.rows = RowCollectives(self.world, shares_memory=shares_memory)
+        self.world.broadcast_(
+            [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
+        )
+
+    def _wholes(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that every rank has whole. Local."""
+        return (parameter.data for parameter in self.module.parameters())
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        return self.world.gather_bytes(payload, what)
+
+    def average_(self, name: str, buffer: torch.Tensor) -> None:
+        if is_averaged(buffer):
+            values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+            self.world.average_(values, f"averaging buffer {name!r} over the shard group")
+        else:
+            self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
+
+    def average_buffers_(self) -> None:
+        for name, buffer in named_buffers(self.module):
+            self.average_(name, buffer)
+        broadcast_extra_states(self.module, self.world)
+
+    def close(self) -> None:
         self.world.close()
 
 
-class PartitionedGroup(LocalGroup):
+class PartitionedGroup(SharedGroup):
     """A group whose ranks each train and exchange a shard, the ``replica``, with its gradients and optimizer state."""
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
         super().__init__(module, replica, world)
-        self.num_shards, self.place = world.world_size, world.rank
+        self.num_shards, self.place = self.size, self.rank
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
         if not order > 0:

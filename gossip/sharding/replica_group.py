@@ -10,22 +10,16 @@ from torch import nn
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import Compression
 from gossip.exchange.transport import Transport
-from gossip.private_torch import fsdp_modules
-from gossip.sharding.local_group import LocalGroup
+from gossip.sharding.local_group import SharedGroup
 from gossip.sharding.partitioned_messages import GatheringTransport, PartitionedCompression
 
 
-class ReplicaGroup(LocalGroup):
+class ReplicaGroup(SharedGroup):
     """A group whose ranks hold equal replicas and make equal updates, each from the group's mean gradient."""
 
     averages_gradients = True
 
     def __init__(self, module: nn.Module, world: World) -> None:
-        if fsdp_modules(module):
-            raise ValueError(
-                'shard="none" keeps the whole module on every rank, but fully_shard was applied to it; leave out '
-                "one of them"
-            )
         super().__init__(module, module, world)
 
     def divided(self, compression: Compression) -> Compression:
@@ -39,7 +33,7 @@ class ReplicaGroup(LocalGroup):
         return GatheringTransport(transport, self.world, self.rows)
 
     @torch.no_grad()
-    def reduce_(self, parameters: Iterable[nn.Parameter], what: str) -> None:
+    def reduce_(self, parameters: Iterable[nn.Parameter], step: int, index: int) -> None:
         parameters = list(parameters)
         if self.world.is_alone or not parameters:
             return
@@ -54,7 +48,8 @@ class ReplicaGroup(LocalGroup):
             else:
                 means[index].view(parameter.shape).copy_(parameter.grad)
                 counts[index] = 1.0
-        self.world.sum_(flat, f"{what}: averaging gradients over the ranks of the group", holds_host=flat.is_cpu)
+        what = f"step {step}, bucket {index}: averaging gradients over the ranks of the group"
+        self.world.sum_(flat, what, holds_host=flat.is_cpu)
         flat[:num_values].div_(self.world.world_size)
         is_found = [True] * len(parameters) if has_all else (counts > 0).tolist()
         for parameter, mean, found in zip(parameters, means, is_found, strict=True):

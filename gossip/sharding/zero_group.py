@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossip.communication.world import World, accumulation_dtype
 from gossip.parameters.buckets import Bucket, check_parameters
-from gossip.private_torch import call_gradient_hooks, fsdp_modules
+from gossip.private_torch import call_gradient_hooks
 from gossip.sharding.local_group import PartitionedGroup, Steps
 from gossip.sharding.zero_shards import ZeroShards, rows_of
 
@@ -32,11 +32,6 @@ class ZeroGroup(PartitionedGroup):
     _steps: Steps
 
     def __init__(self, module: nn.Module, world: World) -> None:
-        if fsdp_modules(module):
-            raise ValueError(
-                'shard="optimizer" divides a module that is not sharded, but fully_shard was applied to it; leave out '
-                "one of them"
-            )
         check_parameters(module)
         super().__init__(module, ZeroShards(module, world), world)
         self._buckets: list[Bucket] = []
@@ -83,12 +78,12 @@ class ZeroGroup(PartitionedGroup):
         while self._num_begun < len(self._buckets) and not self._awaited[self._num_begun]:
             self._reduce_next()
 
-    def complete_gradients(self, where: str, *, is_idle: bool = False) -> None:
+    def complete_gradients(self, step: int, *, is_idle: bool = False) -> None:
         """Those that this rank does not have are zeros. A backward pass that reached no parameter is no step."""
         if not self._has_gradients and not is_idle:
             return
         while self._num_begun < len(self._buckets):
-            self._reduce_next(where)
+            self._reduce_next(f"step {step}")
         _end(self._reductions)
         self._begin_pass()
 

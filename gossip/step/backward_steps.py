@@ -127,7 +127,7 @@ class BucketwiseSteps(BackwardSteps):
         progress.num_launched += 1
         bucket.reclaim()
         self._check_was_combined(bucket)
-        self._reduce(bucket.parameters, bucket.index)
+        self.group.reduce_(bucket.parameters, self.step, bucket.index)
         norm = self.updater.measure_bucket(bucket, self.step, progress.meter)  # while messages may still be in flight
         indices = (bucket.index,)
         with self._lock:  # another thread's forward pass may be combining: wait for it
@@ -135,8 +135,7 @@ class BucketwiseSteps(BackwardSteps):
         with self._watch.pause():
             self.updater.update_bucket(bucket, norm, progress.meter, partial(self._order.direct, indices, self.step))
         self._order.end(indices, self.step, progress.meter)
-        if self.shards is not None:
-            self.shards.updated(bucket.index)
+        self.group.updated(bucket.index)
 
     def _make_rest(self) -> None:
         while self._progress.num_launched < len(self.buckets):  # some buckets wait for gradients that were not computed
@@ -153,7 +152,7 @@ class GatheredSteps(BackwardSteps):
 
     def _make_rest(self) -> None:
         for bucket in self.buckets:
-            self._reduce(bucket.parameters, bucket.index)
+            self.group.reduce_(bucket.parameters, self.step, bucket.index)
         self._begin_all()
         with self._stepping_optimizers():
             self.updater.update_all(self.step, self._progress.meter, self._direct_all)

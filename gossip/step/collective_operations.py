@@ -13,7 +13,6 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.optimizers.schedule_free import check_evaluated, evaluate
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.building.construction import make_flag
 from gossip.step.engine import StepEngine
@@ -138,8 +137,7 @@ class CollectiveOperations:
             def average() -> None:
                 self._catch_up()
                 engine.frozen.compare()
-                if engine.shards is not None:
-                    before.callback(engine.shards.changed)
+                before.callback(engine.group.changed)
                 before.callback(snapshot(self.module, self._buckets))
                 before.callback(engine.frozen.snapshot())
                 before.callback(evaluate(engine.updater.optimizers))
@@ -170,8 +168,8 @@ class CollectiveOperations:
         def measure() -> tuple[float, float]:
             engine.frozen.compare()
             distance, norm = consensus_distance(self._buckets, engine.frozen, self._world, engine.weights())
-            if engine.shards is not None:
-                squares = engine.shards.sums((distance**2, norm**2), "consensus distance over the shard group")
+            if engine.group.is_shared:
+                squares = engine.group.sums((distance**2, norm**2), "consensus distance over the shard group")
                 distance, norm = map(math.sqrt, squares)
             return distance, distance / norm if norm else 0.0
 
@@ -208,10 +206,8 @@ class CollectiveOperations:
         average_module_(
             self.module, self._buckets, engine.frozen, self._world, engine.weights(), is_put_back=is_put_back
         )
-        if engine.shards is not None:
-            engine.shards.average_buffers_()
-            broadcast_extra_states(self.module, engine.shards.world)
-            engine.shards.changed()
+        engine.group.average_buffers_()
+        engine.group.changed()
 
 
 def settle(engine: StepEngine, world: World) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
+from gossip.sharding.local_group import LocalGroup
 from gossip.step.backward_pass import BackwardPass, refuse_compiled_autograd, tensors_in
 from gossip.step.forward_waits import ForwardWaits, refuse_if_read
 from gossip.step.health_checks import HealthChecks
@@ -33,9 +35,6 @@ from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_st
 from gossip.step.step_order import StepOrder
 from gossip.step.step_progress import StepProgress
 from topologies import Topology
-
-if TYPE_CHECKING:
-    from gossip.sharding.local_group import LocalGroup
 
 #: After this number of consecutive steps with values that are not finite, training has failed permanently.
 MAX_NON_FINITE_STEPS = 16
@@ -62,7 +61,7 @@ class StepEngine(HealthChecks, ABC):
         rank: int,
         bucket_cap_bytes: int,
         watch: OptimizerWatch,
-        shards: LocalGroup | None = None,
+        group: LocalGroup,
     ) -> None:
         self.module = module
         self.buckets = list(buckets)
@@ -80,7 +79,7 @@ class StepEngine(HealthChecks, ABC):
         self.on_step_begin: Callable[[], None] = do_nothing
         self.on_step_end: Callable[[], None] = do_nothing  # the number of steps has been incremented
         self.on_close: Callable[[], None] = do_nothing
-        self.shards = shards
+        self.group = group  # the ranks that train a replica together
         self.error: BaseException | None = None  # ended training here, so that the ranks are no longer in step
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
@@ -92,7 +91,7 @@ class StepEngine(HealthChecks, ABC):
         self._optimizer_step_calls = OptimizerStepCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = 0.0
-        self._places = ParameterSlots(module, None if shards is None else shards.module)
+        self._places = ParameterSlots(module, group.module)
         self._hook_parameters(buckets)
         self._forward_waits = self._make_forward_waits()
 
@@ -117,12 +116,12 @@ class StepEngine(HealthChecks, ABC):
 
     def _prepare_group(self) -> None:
         """Prepare the ranks with which this one holds a replica for a step."""
-        if self.shards is not None:
+        if self.group.is_shared:
             with self.fatal():
-                self.shards.take_edits()
+                self.group.take_edits()
             self.combine_if_due()  # before anything is gathered
             with self.fatal():
-                self.shards.before_forward(self.step)
+                self.group.before_forward(self.step)
 
     def check_places(self) -> None:
         """Adopt parameters that were replaced in the module, or raise."""
@@ -199,8 +198,7 @@ class StepEngine(HealthChecks, ABC):
 
     def _complete_gradients(self, *, is_idle: bool = False) -> None:
         """Average the gradients that a backward pass has left unaveraged over the ranks that hold this replica."""
-        if self.shards is not None:
-            self.shards.complete_gradients(f"step {self.step}", is_idle=is_idle)
+        self.group.complete_gradients(self.step, is_idle=is_idle)
 
     def end_step(self) -> None:
         """Make the step or its remaining part."""
@@ -229,8 +227,7 @@ class StepEngine(HealthChecks, ABC):
             self._places.check_added()  # again, for loops that call the module directly
             self.updater.check_held()
             self._exchange_unfrozen()
-            if self.shards is not None:
-                self.shards.take_edits()
+            self.group.take_edits()
             self.on_step_begin()
 
     def _exchange_unfrozen(self) -> None:
@@ -277,11 +274,6 @@ class StepEngine(HealthChecks, ABC):
         with self._lock:  # another thread's forward pass may be combining: wait for it
             self._order.begin(range(len(self.buckets)), self.step, self._progress.meter)
 
-    def _reduce(self, parameters: Iterable[nn.Parameter], index: int) -> None:
-        """Average the gradients of a bucket over the ranks with which this one trains a replica."""
-        if self.shards is not None:
-            self.shards.reduce_(parameters, f"step {self.step}, bucket {index}")
-
     def _direct_all(self) -> None:
         self._order.direct(range(len(self.buckets)), self.step)
 
@@ -289,9 +281,8 @@ class StepEngine(HealthChecks, ABC):
     def _end_all(self) -> None:
         """Send all buckets."""
         self._order.end(range(len(self.buckets)), self.step, self._progress.meter)
-        if self.shards is not None:
-            for bucket in self.buckets:
-                self.shards.updated(bucket.index)
+        for bucket in self.buckets:
+            self.group.updated(bucket.index)
 
     def _check_was_combined(self, bucket: AnyBucket) -> None:
         if self.exchanges.algorithm.before_forward and self.exchanges.in_flight[bucket.index] is not None:
@@ -299,8 +290,8 @@ class StepEngine(HealthChecks, ABC):
 
     def _has_gradients(self) -> bool:
         """Return whether there are gradients that no step has applied. Local."""
-        modules = (self.module,) if self.shards is None else (self.module, self.shards.module)
-        return any(parameter.grad is not None for module in modules for parameter in module.parameters())
+        parameters = itertools.chain(self.module.parameters(), self.group.module.parameters())
+        return any(parameter.grad is not None for parameter in parameters)
 
     @contextlib.contextmanager
     def _stepping_optimizers(self) -> Iterator[None]:
@@ -312,8 +303,7 @@ class StepEngine(HealthChecks, ABC):
             self._optimizer_steps = False
 
     def _finish_step(self) -> None:
-        if self.shards is not None:
-            self.shards.finish_step()
+        self.group.finish_step()
         progress = self._progress
         progress.meter.generation = self.generation
         self.last_meter = progress.meter
@@ -352,8 +342,7 @@ class StepEngine(HealthChecks, ABC):
         with self.fatal(), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reclaim()
-            if self.shards is not None:
-                self.shards.take_edits()
+            self.group.take_edits()
         self.combine_if_due()
         if closes:
             self.settle_late()
@@ -378,8 +367,8 @@ class StepEngine(HealthChecks, ABC):
             for index in due:
                 self.buckets[index].reclaim()
                 self.exchanges.combine_(index, self._progress.meter)
-            if due and self.shards is not None:
-                self.shards.changed()
+            if due:
+                self.group.changed()
 
     @torch.no_grad()
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -14,12 +13,10 @@ from gossip.communication.host import forks
 from gossip.errors import GenerationEndedError, GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.private_torch import is_in_backward
+from gossip.sharding.local_group import LocalGroup
 from gossip.step.backward_pass import DEAD_BACKWARD
 from gossip.step.local_update import Updater
 from gossip.step.step_progress import StepProgress
-
-if TYPE_CHECKING:
-    from gossip.sharding.local_group import LocalGroup
 
 _LETTING_GO = timedelta(milliseconds=100)
 
@@ -37,7 +34,7 @@ class HealthChecks:
     step: int
     buckets: list[AnyBucket]
     updater: Updater
-    shards: LocalGroup | None
+    group: LocalGroup
     is_averaged: bool
     is_in_join: bool
     error: BaseException | None
@@ -118,7 +115,7 @@ class HealthChecks:
 
     def _drop_shared_gradients(self) -> None:
         """Drop the gradients that were to be averaged over the ranks of a group, or raise if that has begun."""
-        if self.shards is not None and not self.shards.drop_gradients():
+        if not self.group.drop_gradients():
             with self.fatal():
                 raise GossipError(
                     f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception when some "

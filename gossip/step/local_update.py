@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
@@ -21,9 +21,7 @@ from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters
 from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors
-
-if TYPE_CHECKING:
-    from gossip.sharding.local_group import LocalGroup
+from gossip.sharding.local_group import LocalGroup
 
 Direct = Callable[[], None]
 """Called right before the optimizers step with gradients that are complete, clipped and finite."""
@@ -49,9 +47,9 @@ class Updater:
         clip: str,
         scaler: SharedScaler | None,
         rank: int,
-        shards: LocalGroup | None = None,
+        group: LocalGroup,
     ) -> None:
-        self._shards = shards
+        self._group = group
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self._buckets: list[AnyBucket] = []
@@ -89,7 +87,7 @@ class Updater:
         if not gradients:
             return None
         with _timed(meter):
-            norm = self._of_replica(_norm(gradients, bucket))
+            norm = self._group.norm(_norm(gradients, bucket))
             return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
@@ -107,7 +105,7 @@ class Updater:
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop the gradients."""
         with fast_range("gossip::update"), _timed(meter):
-            overflowed = self.scaler is not None and self._anywhere(self.scaler.unscale_(self.optimizers))
+            overflowed = self.scaler is not None and self._group.any(self.scaler.unscale_(self.optimizers))
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
                 if gradients:
@@ -143,7 +141,7 @@ class Updater:
         for bucket in self._buckets:
             gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
             if gradients:
-                norm = self._of_replica(_norm(gradients, bucket))
+                norm = self._group.norm(_norm(gradients, bucket))
                 if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                     return False
         return True
@@ -177,7 +175,7 @@ class Updater:
         if found is None:
             return False
         optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
-        if self._anywhere(bool(found)):
+        if self._group.any(bool(found)):
             self._has_overflowed = True
             return True
         if scale is not None:
@@ -188,7 +186,7 @@ class Updater:
         return False
 
     def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
-        norm = self._of_replica(_total_norm([_values(gradient) for gradient in gradients]))
+        norm = self._group.norm(_total_norm([_values(gradient) for gradient in gradients]))
         if not self._is_finite(norm, gradients, f"step {step}", meter):
             return False
         if self._clip_grad_norm is None:
@@ -197,7 +195,7 @@ class Updater:
             for bucket in self._buckets:
                 gradients = _gradients(bucket.parameters)
                 if gradients:
-                    _clip_(bucket.parameters, self._clip_grad_norm, self._of_replica(_norm(gradients, bucket)))
+                    _clip_(bucket.parameters, self._clip_grad_norm, self._group.norm(_norm(gradients, bucket)))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)
         return True
@@ -206,15 +204,9 @@ class Updater:
         """Clip all gradients to this norm; the norm before."""
         held = [parameter for parameter in self._parameters if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in held if parameter.grad is not None], norm_type)
-        norm = norm if self._shards is None else self._shards.norm(norm, norm_type)
+        norm = self._group.norm(norm, norm_type)
         clip_grads_with_norm_(held, max_norm, norm)
         return norm
-
-    def _of_replica(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm if self._shards is None else self._shards.norm(norm)
-
-    def _anywhere(self, found: bool) -> bool:
-        return found if self._shards is None else self._shards.any(found)
 
     def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:
         if not norm.is_cpu:  # reading it would block the host until the device is done
@@ -223,7 +215,7 @@ class Updater:
         value = float(norm)
         meter.gradient_norms.append(value)
         if value - value == 0.0 or (
-            self._shards is None and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
+            not self._group.is_shared and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
         ):
             return True
         meter.num_skipped += 1

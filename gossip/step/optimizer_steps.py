@@ -26,7 +26,7 @@ class OptimizerSteps(StepEngine):
 
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         """Watch for gradients only if they must be averaged over the ranks that train a replica together."""
-        if self.shards is None or not self.shards.averages_gradients:
+        if not self.group.averages_gradients:
             return
         if self._gradient_hooks is None:
             self._gradient_hooks = GradientHooks(lambda _, __: self._on_gradient)
@@ -42,8 +42,8 @@ class OptimizerSteps(StepEngine):
         had_gradients = is_idle and self._has_gradients()
         super()._complete_gradients(is_idle=is_idle)
         for bucket in self.buckets:
-            self._reduce(bucket.parameters, bucket.index)
-        self._progress.was_reduced |= self.shards is not None and self._has_gradients()
+            self.group.reduce_(bucket.parameters, self.step, bucket.index)
+        self._progress.was_reduced |= self.group.is_shared and self._has_gradients()
         if is_idle and self._has_gradients() and not had_gradients:
             raise self.refusal(
                 "idle_step() on this rank, but other ranks of its group have made "
@@ -78,17 +78,17 @@ class OptimizerSteps(StepEngine):
             return result
 
     def _check_reduced(self) -> None:
-        shards = self.shards
-        if shards is None:
+        group = self.group
+        if not group.is_shared:
             return
-        if self._progress.is_unreduced and not shards.world.is_alone:
+        if self._progress.is_unreduced and group.size > 1:
             raise self.refusal(
                 "the last backward pass before optimizer.step() was under no_sync(), so its gradients have not been "
                 "averaged over the ranks of the group; make the last pass of each step outside of it"
             )
         # A backward pass hands the gradients of a divided module over to the parameters that are exchanged.
-        divided = shards.module is not self.module
-        if (divided or not self._progress.was_reduced) and any(p.grad is not None for p in shards.module.parameters()):
+        divided = group.module is not self.module
+        if (divided or not self._progress.was_reduced) and any(p.grad is not None for p in group.module.parameters()):
             raise self.refusal(
                 "there are gradients that did not come from a backward pass, so "
                 "they have not been averaged over the ranks of the group; in place of writing them to .grad, have a "

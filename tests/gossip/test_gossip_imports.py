@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from repository import GOSSIP
 
-from gossip import ExchangeError, StepStats
-
 FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "rich"}
 FORBIDDEN |= {"mlflow", "tensorboard", "wandb"}
 TRAINERS = {"accelerate", "lightning", "transformers"}
@@ -68,12 +66,3 @@ def test_no_module_loads_what_only_its_functions_need(path: Path) -> None:
     is_integration = path.is_relative_to(GOSSIP / "integrations")
     forbidden = FORBIDDEN - TRAINERS if is_integration else FORBIDDEN
     assert not forbidden & set(imported(ast.parse(path.read_text()).body))
-
-
-def test_renamed_attributes_are_found_by_their_old_names_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"culprits=\.\.\.\) is deprecated; use failed_ranks"):
-        error = ExchangeError("rank 0: rank 1 is gone", culprits=[1])
-    with pytest.warns(DeprecationWarning, match="use failed_ranks"):
-        assert error.culprits == error.failed_ranks == (1,)
-    with pytest.warns(DeprecationWarning, match="use generation"):
-        assert StepStats(step=0, exposed_wait_s=0.0, bytes_sent=0, generation=3).epoch == 3

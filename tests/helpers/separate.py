@@ -13,7 +13,7 @@ from torch import nn
 
 import topologies
 from gossip import VirtualWorkers
-from gossip.checkpoints.trained_models import replicas_of
+from gossip.checkpoints.virtual_replicas import VirtualReplicas
 from topologies import Topology
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -152,4 +152,4 @@ def stacked(workers: VirtualWorkers) -> dict[str, torch.Tensor]:
 
 def everything(workers: VirtualWorkers) -> list[dict[str, Any]]:
     """What a checkpoint would have of each rank."""
-    return list(replicas_of(workers).states())
+    return list(VirtualReplicas(workers).states())

@@ -51,6 +51,7 @@ def wrapped(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
 CASES: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]], str]] = {
     "DeepSpeed": (of_arguments(deepspeed={"zero_optimization": {"stage": 2}}), r"deepspeed=\{.*a whole replica"),
     "just in time": (of_arguments(enable_jit_checkpoint=True), r"enable_jit_checkpoint=True.*save_steps"),
+    "batch size": (of_arguments(auto_find_batch_size=True), "auto_find_batch_size=True.*per_device_train_batch_size"),
     "unused parameters": (of_arguments(ddp_find_unused_parameters=False), "ddp_find_unused_parameters=False.*no flag"),
     "LOMO": (of_arguments(optim="lomo"), "optim='lomo'.*choose another"),
     "DataParallel": (of_arguments(_n_gpu=2), r"DataParallel for 2 GPUs.*torchrun --nproc-per-node"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from loguru import logger
@@ -27,19 +27,23 @@ from gossip.errors import GossipError
 from gossip.exchange.clipping import clips_above
 from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
-from gossip.exchange.transport import TransportFactory, make_transport
+from gossip.exchange.transport import Transport, TransportFactory, make_transport
 from gossip.exchange.transport_names import resolve_transport
 from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
-from gossip.parameters.buckets import check_dense, check_parameters, make_buckets
+from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
+from gossip.private_torch import fsdp_modules
+from gossip.sharding.fsdp_group import FSDPGroup
+from gossip.sharding.local_group import LocalGroup, check_mesh
+from gossip.sharding.replica_group import ReplicaGroup
+from gossip.sharding.zero_group import ZeroGroup
 from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
-from gossip.step.building.announcement import announce
 from gossip.step.building.compilation import keep_out_of_graphs
 from gossip.step.building.wrapper_arguments import (
     Arguments,
@@ -55,8 +59,7 @@ from gossip.step.local_update import Updater
 from gossip.step.optimizer_steps import OptimizerSteps
 from topologies import Topology
 
-if TYPE_CHECKING:
-    from gossip.sharding.local_group import LocalGroup
+_MAX_BUCKETS_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -74,41 +77,35 @@ class Parts:
 @limit_named()
 def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
     """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective."""
-    shards: LocalGroup | None = None
     local = World(world.timeout, arguments.mesh.get_group("shard")) if arguments.mesh is not None else None
     has_compared = False
     try:
         check_mesh_arguments(arguments)
         check_not_wrapped(module, may_be_sharded=local is not None)
-        if local is not None:
-            shards = _make_local_group(module, arguments, local)
-            module = shards.replica
+        group = LocalGroup(module, module) if local is None else _make_local_group(module, arguments, local)
+        module = group.replica
         topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
-        if shards is not None:
+        if local is not None:
             has_compared = True
-            compare_manifests(shards.world, manifest)
+            compare_manifests(local, manifest)
     except Exception as error:
         # The other ranks are about to compare manifests: tell them, so that they do not wait.
         refusal = {CONSTRUCTION: f"refused ({error})"}
-        if local is not None and not has_compared:
+        for ranks in (None if has_compared else local, world):
             with contextlib.suppress(GossipError):
-                compare_manifests(local, refusal)
-        with contextlib.suppress(GossipError):
-            compare_manifests(world, refusal)
-        if shards is not None:
-            shards.close()
-        elif local is not None:
+                if ranks is not None:
+                    compare_manifests(ranks, refusal)
+        if local is not None:
             local.close()
         raise
     compare_manifests(world, manifest)
 
     trained = [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in named_parameters(module) if not parameter.requires_grad]
-    bucket_cap_bytes = arguments.bucket_cap_bytes // (1 if shards is None else shards.num_shards)
+    bucket_cap_bytes = arguments.bucket_cap_bytes // group.num_shards
     buckets = make_buckets(trained, bucket_cap_bytes)
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
-    if shards is not None:
-        shards.start_equal_()
+    group.start_equal_()
     world.broadcast_(values, "broadcasting parameters and buffers from rank 0")
     schedule = algorithm.schedule(topology)
     everything: tuple[AnyBucket, ...] = buckets
@@ -130,20 +127,18 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         clip=arguments.clip,
         scaler=scaler,
         rank=world.member,
-        shards=shards,
+        group=group,
     )
     # The position among the ranks at the beginning, even if some have been lost since.
     place = world.rank if world.is_alone else world.member
-    encoding = compression
-    if shards is not None:
-        transport, encoding = shards.carried(transport), shards.divided(compression)
+    transport = group.carried(transport)
     exchanges = RankExchanges(
         everything,
         optimizers,
         schedule,
         transport,
         algorithm,
-        encoding,
+        group.divided(compression),
         place,
         watches=arguments.max_difference is not None,
         clips_above=clips_above(arguments.max_difference),
@@ -162,16 +157,15 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         rank=world.member,
         bucket_cap_bytes=bucket_cap_bytes,
         watch=OptimizerWatch(named_parameters(module), optimizers),
-        shards=shards,
+        group=group,
     )
-    if shards is not None:
-        shards.attach(buckets, engine)
+    group.attach(buckets, engine)
     if not world.is_alone:
         forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
-    if world.rank == 0 and (shards is None or shards.world.rank == 0):
-        announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
+    if world.rank == group.rank == 0:
+        _announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
     return Parts(topology, algorithm, compression, optimizers, engine, manifest)
 
 
@@ -179,8 +173,6 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
     """Return the ranks that train together. Collective."""
     if arguments.mesh is not None:
-        from gossip.sharding.local_group import check_mesh
-
         if process_group is not None:
             raise ValueError(
                 "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
@@ -213,14 +205,15 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
 
 def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> LocalGroup:
     """Return the group of the ranks ``world``, with which this one trains a replica. Local."""
-    from gossip.sharding.fsdp_group import FSDPGroup
-    from gossip.sharding.replica_group import ReplicaGroup
-    from gossip.sharding.zero_group import ZeroGroup
-
     assert arguments.mesh is not None
     check_dense(module, "but sparse gradients cannot be averaged over the ranks of a group")
     if arguments.shard is None:
         return FSDPGroup(module, arguments.mesh, world)
+    if fsdp_modules(module):
+        raise ValueError(
+            f'shard="{arguments.shard}" is for a module that is not sharded, but fully_shard was applied to it; leave '
+            "out one of them"
+        )
     return ZeroGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
 
 
@@ -238,8 +231,7 @@ def make_flag(world: World, what: str) -> Flag:
 def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...]) -> None:
     """Undo what :func:`construct` set up: hooks, threads, communicators, and the optimizers' own ``step()``."""
     engine.close()
-    if engine.shards is not None:
-        engine.shards.close()
+    engine.group.close()
     if engine.updater.scaler is not None:
         engine.updater.scaler.close()
     world.close()
@@ -287,3 +279,46 @@ def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: 
         clips = clips_above(arguments.max_difference) is not None
         return functools.partial(DistributedTransport, sums_on_wire=adds_on_wire and not clips)
     return factory
+
+
+def _announce(
+    topology: Topology,
+    algorithm: Algorithm,
+    compression: Compression,
+    arguments: Arguments,
+    buckets: Sequence[AnyBucket],
+    frozen: FrozenParameters,
+    transport: Transport | None,
+) -> None:
+    """Log ranks, schedule, algorithm, compression, buckets, frozen parameters and transport at level INFO."""
+    size, shards = topology.world_size, arguments.mesh
+    ranks = f"{size} rank{'s' * (size != 1)}"
+    if shards is not None:
+        ranks = f"{size} group{'s' * (size != 1)} of {shards.size(1)} ranks"
+    when = "bucket by bucket in backward" if arguments.updates_by_bucket else "at the end of backward"
+    logger.info(
+        "{}, topology {} ({}), {}, compression {}, steps {}",
+        ranks,
+        topology.name,
+        "no period" if topology.period is None else f"period {topology.period}",
+        algorithm.describe(),
+        compression.describe(),
+        when if arguments.step_in_backward else "in optimizer.step()",
+    )
+    listed = [_describe_bucket(bucket) for bucket in buckets]
+    hidden = len(listed) - _MAX_BUCKETS_LISTED
+    text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
+    silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
+    logger.info("{} bucket{}: {}{}", len(listed), "s" * (len(listed) != 1), text or "nothing to train", silent)
+    if transport is not None:
+        logger.info("{}", transport.describe())
+
+
+def _describe_bucket(bucket: AnyBucket) -> str:
+    kind = "" if isinstance(bucket, Bucket) else "buffers "
+    dtype = str(bucket.block.dtype).removeprefix("torch.")
+    return f"{kind}{_size(bucket.block.nbytes)} {dtype} on {bucket.block.device}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.3g} KiB"

@@ -25,6 +25,7 @@ from gossip.exchange.transport import TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
+from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters
 from topologies import Topology
 
@@ -136,7 +137,7 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                 f"clip_grad_norm={arguments.clip_grad_norm} is for steps in backward; with step_in_backward=False call "
                 "model.clip_grad_norm_(...) before model.optimizer.step()"
             )
-        _refuse_sparse(module)
+        check_dense(module, "and sparse gradients cannot be clipped to clip_grad_norm")
     if not isinstance(arguments.scaler, GradScaler | None):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(arguments.scaler).__name__}")
     if arguments.open_scaler is not None and arguments.step_in_backward:
@@ -392,12 +393,3 @@ def check_positive(name: str, value: object, what: str) -> None:
         raise TypeError(f"{name} must be a {what}, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be a positive {what}, got {value}")
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True:
-            raise ValueError(
-                f"clip_grad_norm: module {name!r} has sparse=True, and sparse gradients cannot be clipped; build it "
-                "with sparse=False, or train without clipping"
-            )

@@ -53,7 +53,7 @@ def own_options(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, in
 
 def restore_replica(engine: StepEngine, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> list[str]:
     """Restore module, optimizers and engine in place, and return what could not be restored, in words. Local."""
-    left_out = _restore_module(engine.module, state) + load_extra_states(_whole(engine), state.get("extra", {}))
+    left_out = _restore_module(engine.module, state) + load_extra_states(engine.group.module, state.get("extra", {}))
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         _restore_optimizer(optimizer, saved)
     if (scale := state.get("scaler")) is not None:
@@ -76,13 +76,8 @@ def module_state(engine: StepEngine) -> dict[str, dict[str, Any]]:
         "parameters": {name: compact(parameter, name) for name, parameter in parameters.items()},
         "buffers": {name: compact(buffer, name) for name, buffer in named_buffers(module)},
         "gradients": {name: compact(grad, name) for name, grad in gradients.items() if grad is not None},
-        "extra": extra_states(_whole(engine)),
+        "extra": extra_states(engine.group.module),
     }
-
-
-def _whole(engine: StepEngine) -> nn.Module:
-    """Return the module itself, of which a rank of a shard group trains only a part."""
-    return engine.module if engine.shards is None else engine.shards.module
 
 
 @torch.no_grad()

@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
         {"shard": "optimizer"},
         "parameter 'scale' is a scalar, which cannot be divided among ranks",
     ),
-    "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of them"),
+    "kept whole": (whole, {"shard": "none"}, "fully_shard was applied to it; leave out one of"),
     "sparse": (
         lambda _: nn.Sequential(nn.Embedding(4, 4, sparse=True)),
         {"shard": "optimizer"},
@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
         {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
         "algorithm SparseLoCo.* needs the whole message",
     ),
-    "sharded twice": (whole, {"shard": "optimizer"}, "fully_shard was applied to it; leave out one of them"),
+    "sharded twice": (whole, {"shard": "optimizer"}, "fully_shard was applied to it; leave out one of"),
     "unknown": (whole, {"shard": "parameters"}, 'shard must be "optimizer" or "none", got .parameters.'),
     "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
     "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
