@@ -1,4 +1,4 @@
-"""Every private part of torch that this package uses, in one place; the tests exercise each.
+"""Every private part of torch that this package uses, in one place.
 
 Changes that torch makes without notice affect only this module.
 """

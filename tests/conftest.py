@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item.module):
             item.add_marker(pytest.mark.processes)
+        if isinstance(item, pytest.Function) and shares_a_fixture(item) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))  # so that one worker makes it, once
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # xdist puts large groups before all
 
 
@@ -63,6 +65,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if hasattr(item, "_id") and hasattr(item, "_nodeid"):
             item._id = type(item._id).parse(item._nodeid)  # where pytest 9.2 reads the group that pytest-xdist 3.8 adds
     gc.freeze()
+
+
+def shares_a_fixture(item: pytest.Function) -> bool:
+    """Whether something that is made once for its module is made for this test."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return any(fixture.scope == "module" for defined in fixtures for fixture in defined)
 
 
 @functools.cache

@@ -1,18 +1,17 @@
-"""What users do to a model between steps: edits, copies, pickles, compilation, other wrappers."""
+"""What users do to a model between steps: edits, copies, pickles, other wrappers."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
-import itertools
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -183,42 +182,3 @@ def test_state_dict_of_a_larger_module_and_of_ddp_load() -> None:
     assert all(bool((value == 2).all()) for value in model.state_dict().values())
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({"module.nothing": torch.zeros(1)})
-
-
-# ------------------------------------------------------------------ compilation
-
-
-def compiled_module(algorithm: str) -> GossipDataParallel:
-    module = torch.compile(make_module(), backend="aot_eager")
-    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
-
-
-def module_with_a_compiled_part(algorithm: str) -> GossipDataParallel:
-    """It is awaited before the whole."""
-    module = make_module()
-    module[3].compile(backend="aot_eager")
-    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, algorithm=algorithm)
-
-
-def compiled_wrapper(algorithm: str) -> nn.Module:
-    return torch.compile(wrap(algorithm=algorithm), backend="aot_eager")
-
-
-def train_compiled() -> None:
-    for make, algorithm in itertools.product(
-        (compiled_module, module_with_a_compiled_part, compiled_wrapper), ALGORITHMS
-    ):
-        eager, compiled = wrap(algorithm=algorithm), make(algorithm)
-        for step in range(4):
-            for each in (eager, compiled):
-                each(batch(step, eager.rank)).square().mean().backward()
-        assert compiled.step == 4
-        compiled.state_dict()  # torch's own wrapper does not ask ours for its parameters
-        for actual, wanted in zip(compiled.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(actual, wanted, msg=lambda text, make=make: f"{make.__name__}: {text}")
-        eager.close()
-        compiled.close()
-
-
-def test_compiled_model_trains_as_the_eager_one() -> None:
-    launch(train_compiled, world_size=2)

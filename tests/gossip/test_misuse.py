@@ -6,16 +6,16 @@ import copy
 import functools
 import gc
 import weakref
-from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError
+from topologies import Round, Topology, build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TINY_BUCKETS = 71 / 2**20
@@ -28,6 +28,61 @@ def make_module() -> nn.Sequential:
 
 def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+
+
+# ------------------------------------------------------------------ construction
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "reason"),
+    [
+        ({"topology": 3}, TypeError, "topology must be a name or a topologies.Topology, got int"),
+        ({"topology": build("ring", 4)}, ValueError, "is for 4 ranks, but there are 1"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got 0"),
+        ({"optimizer": 3}, TypeError, "several in a tuple, or a factory"),
+        (
+            {"optimizer": functools.partial(torch.optim.LBFGS), "clip_grad_norm": 1.0},
+            ValueError,
+            r"LBFGS .*step_in_backward=F",
+        ),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "that the module does not have"),
+    ],
+)
+def test_construction_refuses_arguments_with_the_reason(kwargs: dict, error: type, reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        GossipDataParallel(nn.Linear(2, 2), **{"optimizer": None} | kwargs)
+
+
+def test_construction_without_process_group_refuses_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"init_process_group first, or start the function with gossip\.launch"):
+        GossipDataParallel(nn.Linear(2, 2), None)
+
+
+def check_biased_weights_are_refused() -> None:
+    rows = np.array([[0.5, 0.5, 0.0], [0.25, 0.5, 0.25], [0.0, 0.5, 0.5]])
+    topology = Topology.from_rounds([Round.from_matrix(rows)], stochasticity="row")
+    with pytest.raises(ValueError, match="only row-stochastic"):
+        GossipDataParallel(nn.Linear(2, 2), SGD, topology)
+
+
+def test_construction_refuses_weights_that_bias_the_mean() -> None:
+    run_ranks(check_biased_weights_are_refused, world_size=3)
+
+
+def half_precision_mixing() -> np.ndarray:
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    model = GossipDataParallel(module, None, "complete")
+    with torch.no_grad():
+        module.weight.fill_(1 + 2**-7 * model.rank)  # the sum of four has no place in bfloat16
+    for _ in range(2):
+        model.idle_step()
+    return module.weight.detach().float().numpy()
+
+
+def test_half_precision_is_mixed_in_float32() -> None:
+    for weight in run_ranks(half_precision_mixing, world_size=4):
+        assert np.all(weight == float(torch.tensor(1 + 2**-7 * 1.5).bfloat16()))
 
 
 # ------------------------------------------------------------------ optimizers
@@ -93,10 +148,9 @@ def test_group_that_changes_place_keeps_its_own_constants() -> None:
     model.close()
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_scaler_that_steps_in_a_fused_loop_is_refused(knows: bool) -> None:
+def test_scaler_that_steps_in_a_fused_loop_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    model = GossipDataParallel(make_module(), SGD, scaler=scaler if knows else None)
+    model = GossipDataParallel(make_module(), SGD)
     scaler.scale(model(batch()).sum()).backward()
     with pytest.raises(ValueError, match=r"scaler\.step\(\) cannot work here"):
         scaler.step(model.optimizer)
@@ -143,43 +197,6 @@ def test_buffers_replaced_inside_averaged_are_put_back() -> None:
     model.close()
 
 
-@dataclass
-class Inner:
-    logits: torch.Tensor
-
-
-@dataclass
-class Outer:
-    inner: Inner
-    unset: int = field(init=False)
-    itself: object = None
-
-
-class Hiding(nn.Module):
-    """Its output hides the tensor two objects deep, in one that knows itself; two segments are checkpointed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> Outer:
-        hidden = checkpoint(self.first, x, use_reentrant=True)
-        output = Outer(Inner(checkpoint(self.second, hidden, use_reentrant=True)))
-        output.itself = output
-        return output
-
-
-def test_output_hidden_in_objects_makes_one_step() -> None:
-    model, plain = GossipDataParallel(Hiding(), SGD), Hiding()
-    for module in (model, plain):
-        module(batch().requires_grad_()).inner.logits.square().mean().backward()
-    SGD(plain.parameters()).step()
-    assert model.step == 1
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    model.close()
-
-
 def test_backward_that_steps_two_models_is_pointed_out_once(warnings_told: list[str]) -> None:
     """As in a GAN: the generator's loss goes through the critic."""
     generator, critic = (GossipDataParallel(module, SGD) for module in (nn.Linear(3, 3), nn.Linear(3, 1)))
@@ -201,6 +218,19 @@ def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GossipError, match="compiled_autograd is on"):
         model(batch())
     model.close()
+
+
+def test_second_gradient_for_an_updated_bucket_is_refused() -> None:
+    model = GossipDataParallel(nn.Linear(3, 1), SGD)
+    first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()
+    first.backward()
+    second.backward()
+    assert model.step == 2  # a linear layer's weight is not needed again: nothing is corrupted
+    model = GossipDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), SGD)
+    first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
 
 
 # ------------------------------------------------------------------ among ranks

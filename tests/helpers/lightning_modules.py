@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from loops_by_hand import Case
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -45,28 +44,11 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
 
 
-@dataclass(frozen=True)
-class Case:
-    """How a model is trained."""
-
-    step_in_backward: bool = True
-    clip: float | None = None
-    accumulates: int = 1
-    half: torch.dtype | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.half is None else torch.float32
-
-    def scaler(self) -> GradScaler:
-        """That overflows at first."""
-        return GradScaler("cpu", init_scale=2.0**18, growth_interval=3, enabled=self.half is torch.float16)
-
-    def precision(self, mixed: Callable[..., Any]) -> dict[str, Any]:
-        """Of the Trainer or Fabric, whose class of plugin is given."""
-        if self.half is torch.float16:
-            return {"plugins": mixed("16-mixed", "cpu", self.scaler())}
-        return {"precision": "32-true" if self.half is None else "bf16-mixed"}
+def precision(case: Case, mixed: Callable[..., Any]) -> dict[str, Any]:
+    """Of the Trainer or Fabric, whose class of plugin is given."""
+    if case.half is torch.float16:
+        return {"plugins": mixed("16-mixed", "cpu", case.scaler())}
+    return {"precision": "32-true" if case.half is None else "bf16-mixed"}
 
 
 def module_of(library: Any = pl) -> type[Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
+from loops_by_hand import Case, train_by_hand
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,51 +50,28 @@ def flat(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
-@dataclass(frozen=True)
-class Case:
-    """How a model is trained."""
-
-    step_in_backward: bool = True
-    clip: float | None = None
-    accumulates: int = 1
-    bf16: bool = False
-    algorithm: str = "awc"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.bf16 else torch.float64
-
-    @property
-    def options(self) -> dict[str, Any]:
-        fused = {"clip_grad_norm": self.clip} if self.step_in_backward and self.clip else {}
-        return {
-            "topology": "one_peer_exponential",
-            "algorithm": self.algorithm,
-            "step_in_backward": self.step_in_backward,
-            **fused,
-        }
-
-
 CASES = {
     "fused": Case(),
     "fused, clipped": Case(clip=0.5),
     "fused, accumulated with a remainder": Case(accumulates=3),
     "plain, accumulated with a remainder": Case(step_in_backward=False, accumulates=3, clip=0.5),
-    "fused, bfloat16": Case(bf16=True),
-    "atc": Case(algorithm="atc"),
+    "fused, bfloat16": Case(half=torch.bfloat16),
 }
 
 
-def by_accelerate(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int, list[str]]:
-    del rank
+def options_of(case: Case) -> dict[str, Any]:
+    return {"topology": "one_peer_exponential", "step_in_backward": case.step_in_backward, **case.clipping}
+
+
+def by_accelerate(case: Case) -> tuple[torch.Tensor, list[float], int, list[str]]:
     accelerator = accelerator_of(
-        mixed_precision="bf16" if case.bf16 else "no", gradient_accumulation_steps=case.accumulates
+        mixed_precision="no" if case.half is None else "bf16", gradient_accumulation_steps=case.accumulates
     )
     module = make_module(case.dtype)
     optimizer = SGD(module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     loader = DataLoader(data(dtype=case.dtype), batch_size=3)
-    model, optimizer, loader, scheduler = prepare(accelerator, module, optimizer, loader, scheduler, **case.options)
+    model, optimizer, loader, scheduler = prepare(accelerator, module, optimizer, loader, scheduler, **options_of(case))
     norms: list[float] = []
     batches = iter(loader)
     first = next(batches)  # an iterator begins with a collective for the random numbers
@@ -115,35 +91,29 @@ def by_accelerate(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int
     return outcome
 
 
-def by_hand(case: Case, rank: int) -> tuple[torch.Tensor, list[float], int]:
+def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
     module = make_module(case.dtype)
-    model = GossipDataParallel(module, SGD(module.parameters()), **case.options)
+    model = GossipDataParallel(module, SGD(module.parameters()), **options_of(case))
     scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 3, gamma=0.5)
-    norms: list[float] = []
-    batches = list(DataLoader(data(dtype=case.dtype), batch_size=3))[rank::2]
-    for number, (x, y) in enumerate(batches, 1):
-        is_step = number % case.accumulates == 0 or number == len(batches)
-        with contextlib.nullcontext() if is_step else model.no_sync():
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
-                output = model(x)
-            (nn.functional.mse_loss(output.to(case.dtype), y) / case.accumulates).backward()
-        if not is_step:
-            continue
-        if case.clip is not None:
-            fused = model.grad_norm if case.step_in_backward else None
-            norms.append(float(model.clip_grad_norm_(case.clip)) if fused is None else fused)
-        model.optimizer.step()
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.half is not None):
+            output = model(x)
+        return nn.functional.mse_loss(output.to(case.dtype), y)
+
+    def end_step() -> None:
         for _ in range(2):  # accelerate's schedulers count the steps of all ranks
             scheduler.step()
-        model.optimizer.zero_grad()
+
+    batches = list(DataLoader(data(dtype=case.dtype), batch_size=3))[model.rank :: 2]
+    norms = train_by_hand(case, model, batches, loss_of, case.scaler(), end_step)
     outcome = flat(model), norms, model.step
     model.close()
     return outcome
 
 
 def trained_both_ways() -> dict[str, tuple[Any, Any]]:
-    rank = dist.get_rank()
-    return {name: (by_accelerate(case, rank), by_hand(case, rank)) for name, case in CASES.items()}
+    return {name: (by_accelerate(case), by_hand(case)) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +127,12 @@ def test_it_is_the_loop_by_hand(both_ways: list[dict[str, tuple[Any, Any]]], nam
     for outcomes in both_ways:
         (parameters, norms, step, called), (expected, expected_norms, expected_step) = outcomes[name]
         assert torch.equal(parameters, expected)
-        assert step == expected_step == -(-NUM_STEPS // case.accumulates), "one exchange for each optimizer step"
+        assert step == expected_step == case.num_steps(NUM_STEPS), "one exchange for each optimizer step"
         assert norms == expected_norms
         assert len(norms) == (step if case.clip is not None else 0)
         assert called == [], "a step needs none of all ranks"
     first, second = (outcomes[name][0][0] for outcomes in both_ways)
-    assert torch.equal(first, second) == (case.algorithm == "atc"), "replicas of their own, until they are averaged"
+    assert not torch.equal(first, second), "replicas of their own, until they are averaged"
 
 
 # ---------------------------------------------------------------------- checkpoints, evaluation

@@ -39,7 +39,7 @@ def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     programs = tmp_path / "venv" / "bin"
     run(sys.executable, "-m", "venv", tmp_path / "venv")
-    pip = (programs / "python", "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt")
+    pip = (programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", REPOSITORY / "constraints.txt")
     run(*pip, "setuptools")
     run(*pip, "--no-build-isolation", f"{wheel}[lab]")
     run(programs / "python", "-c", "import gossip, topologies")

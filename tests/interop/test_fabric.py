@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -16,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
-from lightning_modules import NUM_BATCHES, Case, batches, batches_of, flat, network
+from lightning_modules import NUM_BATCHES, batches, batches_of, flat, network, precision
+from loops_by_hand import Case, train_by_hand
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS
@@ -35,13 +35,11 @@ class FabricCase(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        fused = {"clip_grad_norm": self.clip} if self.step_in_backward else {}
-        return {"topology": "ring", "step_in_backward": self.step_in_backward, **fused}
+        return {"topology": "ring", "step_in_backward": self.step_in_backward, **self.clipping}
 
 
 CASES = {
     "fused": FabricCase(),
-    "fused, clipped": FabricCase(clip=0.5),
     "fused, accumulated": FabricCase(accumulates=2),
     "plain, accumulated": FabricCase(step_in_backward=False, accumulates=2, clip=0.5),
     "fused, bfloat16": FabricCase(half=torch.bfloat16),
@@ -62,12 +60,12 @@ def fabric_of(strategy: Any, library: Any = lightning.fabric, **options: Any) ->
 def by_fabric(
     case: FabricCase, strategy: Any, library: Any = lightning.fabric
 ) -> tuple[torch.Tensor, int, torch.Tensor]:
-    fabric = fabric_of(strategy, library, **case.precision(MixedPrecision))
+    fabric = fabric_of(strategy, library, **precision(case, MixedPrecision))
     module = network(case.dtype)
     model, optimizer = fabric.setup(module, case.optimizer(module.parameters()))
     loader = fabric.setup_dataloaders(batches(case.dtype))
     for number, (x, y) in enumerate(loader, 1):
-        is_step = number % case.accumulates == 0
+        is_step = case.is_step(number, NUM_BATCHES)
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             optimizer.zero_grad()
@@ -101,7 +99,10 @@ def by_hand(case: FabricCase) -> tuple[torch.Tensor, int]:
             output = model(x if case.half is None else x.to(case.half))
         return mse_loss(output.to(y.dtype), y)
 
-    for number, (x, y) in enumerate(batches_of(dist.get_rank(), 0, case.dtype, shuffles=False), 1):
+    dealt = batches_of(dist.get_rank(), 0, case.dtype, shuffles=False)
+    if not case.closure:
+        train_by_hand(case, model, dealt, loss_of, scaler)
+    for x, y in dealt if case.closure else ():
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             model.optimizer.zero_grad()
@@ -109,23 +110,11 @@ def by_hand(case: FabricCase) -> tuple[torch.Tensor, int]:
             loss.backward()
             return loss
 
-        if case.closure:
-            if case.step_in_backward:
-                closure()
-                model.optimizer.step()
-            else:
-                model.optimizer.step(closure)
-            continue
-        is_step = number % case.accumulates == 0
-        with contextlib.nullcontext() if is_step else model.no_sync():
-            scaler.scale(loss_of(x, y) / case.accumulates).backward()
-        if is_step and not case.step_in_backward:
-            scaler.unscale_(model.optimizer)
-            if case.clip is not None:
-                model.clip_grad_norm_(case.clip)
-            scaler.step(model.optimizer)
-            scaler.update()
-            model.optimizer.zero_grad()
+        if case.step_in_backward:
+            closure()
+            model.optimizer.step()
+        else:
+            model.optimizer.step(closure)
     outcome = flat(model), model.step
     model.close()
     return outcome
@@ -227,7 +216,7 @@ def test_fabric_is_the_loop_by_hand(outcomes: list[dict[str, Any]], name: str) -
     for ranks in outcomes:
         (parameters, step, _), (expected, expected_step) = ranks[name]
         assert torch.equal(parameters, expected)
-        assert step == expected_step == NUM_BATCHES // case.accumulates, "one exchange for each step"
+        assert step == expected_step == case.num_steps(NUM_BATCHES), "one exchange for each step"
     (first, _, average), (second, _, of_second) = (ranks[name][0] for ranks in outcomes)
     assert not torch.equal(first, second)
     assert torch.equal(average, of_second)

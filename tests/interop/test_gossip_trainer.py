@@ -99,13 +99,10 @@ class Case:
 PLAIN = {"step_in_backward": False}
 CASES = {
     "fused": Case(),
-    "fused, clipped by bucket": Case(max_norm=MAX_NORM, options={"clip": "bucket", "bucket_cap_mb": 0.001}),
     "fused, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3),
     "plain, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3, options=PLAIN),
     "fused, bfloat16": Case(max_norm=MAX_NORM, bf16=True, trains=2),
     "label smoothing": Case(smoothing=0.1),
-    "atc, trained twice": Case(trains=2, options={"algorithm": "atc", "topology": "ring"}),
-    "plain, trained twice": Case(trains=2, options=PLAIN),
     "fused, scaled": Case(max_norm=MAX_NORM, scales=True),
     "plain, scaled": Case(options=PLAIN, scales=True),
     "compiled, trained twice": Case(compiles=True, trains=2),

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_modules import NUM_BATCHES, Case, Net, batches, batches_of, flat, module_of, network, trainer_of
+from lightning_modules import NUM_BATCHES, Net, batches, batches_of, flat, module_of, network, precision, trainer_of
+from loops_by_hand import Case, train_by_hand
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -43,28 +44,21 @@ class Collectives(pl.Callback):
 
 @dataclass(frozen=True)
 class TrainerCase(Case):
-    algorithm: str = "awc"
     interval: str = "step"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {
-            "topology": "one_peer_exponential",
-            "algorithm": self.algorithm,
-            "step_in_backward": self.step_in_backward,
-        }
+        return {"topology": "one_peer_exponential", "step_in_backward": self.step_in_backward}
 
 
 FUSED = TrainerCase()
 CASES = {
     "fused": FUSED,
-    "fused, clipped": TrainerCase(clip=0.5),
     "fused, accumulated with a remainder": TrainerCase(accumulates=3),
     "plain, accumulated with a remainder": TrainerCase(step_in_backward=False, accumulates=3, clip=0.5),
     "fused, bfloat16": TrainerCase(half=torch.bfloat16),
     "fused, float16": TrainerCase(half=torch.float16, clip=0.5),
     "plain, float16": TrainerCase(half=torch.float16, clip=0.5, step_in_backward=False),
-    "fused, atc": TrainerCase(algorithm="atc"),
     "rates by epoch": TrainerCase(interval="epoch"),
 }
 
@@ -83,7 +77,7 @@ def by_trainer(
         gradient_clip_val=case.clip,
         accumulate_grad_batches=case.accumulates,
         callbacks=[collectives],
-        **case.precision(MixedPrecision),
+        **precision(case, MixedPrecision),
     )
     trainer.fit(module, batches(case.dtype))
     assert trainer.model is module
@@ -95,30 +89,17 @@ def by_trainer(
 
 def by_hand(case: TrainerCase) -> tuple[torch.Tensor, int]:
     scaler = case.scaler()
-    fused = {"clip_grad_norm": case.clip} if case.step_in_backward else {}
     module = network(case.dtype)
-    model = GossipDataParallel(module, SGD(module.parameters()), scaler=scaler, **case.options, **fused)
+    model = GossipDataParallel(module, SGD(module.parameters()), scaler=scaler, **case.options, **case.clipping)
     scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 2, gamma=0.7)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", case.half, enabled=case.half is not None, cache_enabled=False):
+            return mse_loss(model(x), y)
+
     for epoch in range(NUM_EPOCHS):
-        for number, (x, y) in enumerate(batches_of(dist.get_rank(), epoch, case.dtype), 1):
-            is_step = number % case.accumulates == 0 or number == NUM_BATCHES
-            with contextlib.nullcontext() if is_step else model.no_sync():
-                with torch.autocast("cpu", case.half, enabled=case.half is not None, cache_enabled=False):
-                    loss = mse_loss(model(x), y)
-                scaler.scale(loss / case.accumulates).backward()
-            if not is_step:
-                continue
-            if not case.step_in_backward:
-                scaler.unscale_(model.optimizer)
-                if case.clip is not None:
-                    model.clip_grad_norm_(case.clip)
-                scaler.step(model.optimizer)
-                scaler.update()
-                model.optimizer.zero_grad()
-            else:
-                model.optimizer.step()
-            if case.interval == "step":
-                scheduler.step()
+        dealt = batches_of(dist.get_rank(), epoch, case.dtype)
+        train_by_hand(case, model, dealt, loss_of, scaler, scheduler.step if case.interval == "step" else int)
         if case.interval == "epoch":
             scheduler.step()
     outcome = flat(model), model.step
@@ -253,12 +234,10 @@ def test_trainer_is_the_loop_by_hand(both_ways: list[dict[str, Any]], name: str)
     for outcomes in both_ways:
         (parameters, step, called, _), (expected, expected_step) = outcomes[name]
         assert torch.equal(parameters, expected)
-        assert step == expected_step == NUM_EPOCHS * -(-NUM_BATCHES // case.accumulates), "one exchange for each step"
+        assert step == expected_step == NUM_EPOCHS * case.num_steps(NUM_BATCHES), "one exchange for each step"
         assert called == [], "a step needs none of all ranks"
     (first, *_, plain), (second, *_, of_second) = (outcomes[name][0] for outcomes in both_ways)
-    assert torch.allclose(first, second, rtol=1e-12) == (case.algorithm == "atc"), (
-        "replicas of their own, until they are averaged"
-    )
+    assert not torch.equal(first, second), "replicas of their own, until they are averaged"
     assert torch.equal(plain, of_second)
     torch.testing.assert_close(plain, (first + second) / 2)
 

@@ -75,7 +75,6 @@ class Run:
 
 RUNS = {
     "plain": Run({"step_in_backward": False}, {"gradient_clip_val": 0.5}),
-    "fused, accumulated and clipped": Run({}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
     "fused, float16": Run({}, {}, half=True),
     "weights averaged": Run({}, {}, averages=True),
 }

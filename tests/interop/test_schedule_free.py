@@ -81,10 +81,13 @@ def points(model: GossipDataParallel) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
+def trained_both_ways(name: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return trained(name, True, folder), trained(name, False, folder)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_average_is_that_of_what_is_evaluated(name: str, tmp_path: Path) -> None:
-    looked = launch(trained, name, True, str(tmp_path), world_size=2)
-    unseen = launch(trained, name, False, str(tmp_path), world_size=2)
+    looked, unseen = zip(*launch(trained_both_ways, name, str(tmp_path), world_size=2), strict=True)
     average = torch.stack([seen["x"] for seen in looked]).mean(0)
     assert not torch.equal(looked[0]["z"], looked[1]["z"])
     exported = load_file(tmp_path / "exported.safetensors")

@@ -51,7 +51,7 @@ def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [None, (2, 2), (1, 4), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [None, (1, 4)], ids=str)
 def test_rank_0_holds_a_tensor_and_the_others_chunks(shape: tuple[int, int] | None, tmp_path: Path) -> None:
     world_size = 2 if shape is None else shape[0] * shape[1]
     peaks = run_ranks(export_from_ranks, tmp_path, shape, "fsdp", world_size=world_size)

@@ -51,11 +51,10 @@ ADDED: dict[str, tuple[Callable[[Adapted], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("step_in_backward", [True, False])
 @pytest.mark.parametrize("way", ADDED)
-def test_parameter_added_after_wrapping_is_refused_at_the_next_forward(way: str, step_in_backward: bool) -> None:
+def test_parameter_added_after_wrapping_is_refused_at_the_next_forward(way: str) -> None:
     module = Adapted()
-    model = GossipDataParallel(module, SGD, step_in_backward=step_in_backward)
+    model = GossipDataParallel(module, SGD)
     model(batch()).sum().backward()
     add, name = ADDED[way]
     add(module)

@@ -31,24 +31,6 @@ def test_dtypes_have_buckets_of_their_own() -> None:
     assert [bucket.block.dtype for bucket in buckets] == [torch.bfloat16, torch.float64, torch.float32]
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
-        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
-        torch.randn(6, 4).t(),
-        torch.randn(6, 8)[:, ::2],
-        torch.randn(3, 1).expand(3, 1),
-    ],
-)
-def test_strides_are_kept(tensor: torch.Tensor) -> None:
-    parameter = nn.Parameter(tensor)
-    wanted, strides = parameter.detach().clone(), parameter.stride()
-    make_buckets([("before", nn.Parameter(torch.ones(3))), ("p", parameter)], cap_bytes=10**6)
-    assert parameter.stride() == strides
-    assert torch.equal(parameter, wanted)
-
-
 def test_write_to_the_block_is_seen_by_autograd() -> None:
     parameter = nn.Parameter(torch.ones(3))
     (bucket,) = make_buckets([("p", parameter)], cap_bytes=100)

@@ -241,9 +241,3 @@ def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:
         assert "frozen parameter '2.weight' is float64 [4, 8]" in text
         assert "but float32 [4, 8]" in text
         assert "on rank 1" in text
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-# ---------------------------------------------------------------- virtual workers

@@ -33,19 +33,15 @@ def odd_one_out(what: str) -> str:
     odd = dist.get_rank() == 2
     module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     topology: Topology | str = "ring"
-    bucket_cap_mb, optimizer, compression = 25.0, SGD, None
+    optimizer, compression = SGD, None
     if odd and what == "shape":
         module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     if odd and what == "buffer":
         module.register_buffer("mean", torch.zeros(2))
-    if odd and what == "frozen":
-        module[0].weight.requires_grad_(False)
     if odd and what == "topology":
         topology = "complete"
     if what == "phases":
         topology = three_phases(odd)
-    if odd and what == "bucket_cap_mb":
-        bucket_cap_mb = 1.0
     if odd and what == "compression":
         compression = "bf16"
     if odd and what == "optimizer":
@@ -53,7 +49,7 @@ def odd_one_out(what: str) -> str:
     if odd and what == "refused":
         topology = "hypercube"
     with pytest.raises((ManifestError, ValueError)) as caught:
-        GossipDataParallel(module, optimizer, topology, bucket_cap_mb=bucket_cap_mb, compression=compression)
+        GossipDataParallel(module, optimizer, topology, compression=compression)
     return str(caught.value)
 
 
@@ -62,10 +58,8 @@ def odd_one_out(what: str) -> str:
     [
         ("shape", ["parameter 1 is '0.weight' float32 [3, 4]", "on rank 0, but '0.weight' float32 [5, 4]"]),
         ("buffer", ["buffer 1 is nothing on rank 0, but 'mean' float32 [2]"]),
-        ("frozen", ["parameter 1 is '0.weight'", "frozen on rank 2"]),
         ("topology", ["topology is", "ring", "on rank 0, but", "complete"]),
         ("phases", ["topology is from round 0, every 1: {", "from round 50, every 1: Topology('own'", "[[0, 1]]"]),
-        ("bucket_cap_mb", ["bucket_cap_mb is 25 on rank 0, but 1 on rank 2"]),
         ("compression", ["compression is none on rank 0, but bf16 on rank 2"]),
         ("optimizer", ["optimizer 1 is SGD on rank 0, but AdamW on rank 2"]),
     ],

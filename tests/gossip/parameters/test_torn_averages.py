@@ -88,7 +88,6 @@ def torn() -> Torn:
         return {case: ranks.results() for case, ranks in worlds.items()}
 
 
-@pytest.mark.xdist_group("torn_averages")
 @pytest.mark.parametrize("number", [0, 3, NUM_SUMS - 1])
 def test_average_that_fails_changes_nothing(torn: Torn, number: int) -> None:
     for rank, (num_changed, num_values, text) in enumerate(
@@ -100,7 +99,6 @@ def test_average_that_fails_changes_nothing(torn: Torn, number: int) -> None:
             assert text.endswith("; on this rank parameters and buffers are as they were before")
 
 
-@pytest.mark.xdist_group("torn_averages")
 def test_large_average_that_fails_leaves_means_and_own_values_only(torn: Torn) -> None:
     """With room for 32 values a piece, the third sum comes after the first pieces were assigned."""
     for rank, (num_changed, num_values, text) in enumerate(torn[6, 128, "global_avg"]):
@@ -109,7 +107,6 @@ def test_large_average_that_fails_leaves_means_and_own_values_only(torn: Torn) -
             assert "values of parameters and buffers are the mean, all others its own" in text
 
 
-@pytest.mark.xdist_group("torn_averages")
 def test_looking_at_an_average_that_fails_puts_all_back(torn: Torn) -> None:
     for rank, (num_changed, _, text) in enumerate(torn[6, 128, "averaged"]):
         assert num_changed == 0

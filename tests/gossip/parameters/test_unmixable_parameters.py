@@ -123,12 +123,3 @@ def test_codes_that_are_unfrozen_are_refused_by_name(is_virtual: bool, dtype: st
     text = rf"parameter 'codes.{dtype}' was unfrozen, but has the dtype torch.{dtype}; only float64, .* leave it frozen"
     with pytest.raises(GossipError, match=text):
         one_step(model)
-
-
-def test_a_parameter_that_is_trained_must_be_mixable() -> None:
-    module = Quantized()
-    module.codes["complex64"].requires_grad_(True)
-    with pytest.raises(
-        ValueError, match=r"'codes.complex64' has the dtype torch.complex64; .*: convert it, or freeze it"
-    ):
-        GossipDataParallel(module, SGD)

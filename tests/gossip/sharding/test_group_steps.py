@@ -192,40 +192,6 @@ def test_accumulated_gradients_are_in_a_checkpoint(way: str, tmp_path: Path) -> 
     run_ranks(resume_accumulated, way, tmp_path, world_size=4)
 
 
-def train_and_save(way: str | None, folder: Path) -> torch.Tensor:
-    module = Net()
-    model = GossipDataParallel(module, SGD, "ring") if way is None else wrap(module, way)
-    for step in range(3):
-        loss_of(model, inputs(step)).backward()
-    gossip.save(model, folder)
-    model.global_avg()
-    values = values_of(module)
-    model.close()
-    return values
-
-
-def load_otherwise(way: str | None, shape: tuple[int, int], folder: Path) -> torch.Tensor:
-    module = Net()
-    model = GossipDataParallel(module, SGD, "ring") if way is None else wrap(module, way, shape)
-    gossip.load(model, folder)
-    values = values_of(module)
-    model.close()
-    return values
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "shape"),
-    [("none", "none", (1, 4)), (None, "none", (2, 2)), ("none", None, (4, 1))],
-)
-def test_groups_of_another_size_start_from_the_mean(
-    before: str | None, after: str | None, shape: tuple[int, int], tmp_path: Path
-) -> None:
-    """Also where the number of ranks is the same, and each has a whole replica."""
-    wanted = run_ranks(train_and_save, before, tmp_path, world_size=4)
-    for values in run_ranks(load_otherwise, after, shape, tmp_path, world_size=4):
-        torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-15)
-
-
 class Failing(Net):
     """Whose backward pass fails on request, before or after the gradients of the last layer."""
 

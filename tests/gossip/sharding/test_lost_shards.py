@@ -21,7 +21,7 @@ from gossip import ExchangeError, GossipDataParallel, GossipError, World
 from gossip.private_torch import guard_collectives
 from gossip.sharding.fsdp_group import watch_collectives
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost shards")]  # all worlds wait at the same time
+pytestmark = pytest.mark.slow
 
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 PLACES = ("before the forward", "before the backward", "in the backward")

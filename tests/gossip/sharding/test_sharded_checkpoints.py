@@ -124,10 +124,21 @@ def test_other_numbers_of_groups_and_shards_start_from_the_mean(
     torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [("none", "fsdp"), ("optimizer", "none"), ("fsdp", "optimizer")])
-def test_groups_that_share_a_replica_otherwise_start_from_the_mean(before: str, after: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "shape"),
+    [
+        ("none", "fsdp", (2, 2)),
+        ("optimizer", "none", (2, 2)),
+        ("fsdp", "optimizer", (2, 2)),
+        ("none", "none", (1, 4)),
+        ("none", "none", (4, 1)),
+    ],
+)
+def test_groups_that_share_a_replica_otherwise_start_from_the_mean(
+    before: str, after: str, shape: MeshShape, tmp_path: Path
+) -> None:
     saved = run_ranks(save_and_go_on, (2, 2), "adapt_while_communicating", tmp_path, before, world_size=4)
-    for values, _ in run_ranks(load, (2, 2), tmp_path, after, world_size=4):
+    for values, _ in run_ranks(load, shape, tmp_path, after, world_size=4):
         torch.testing.assert_close(values, saved[0][1], rtol=0, atol=1e-6)
 
 

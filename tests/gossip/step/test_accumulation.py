@@ -186,16 +186,3 @@ def test_an_optimizer_that_was_stepped_in_turn_is_not_blamed() -> None:
     module = make_module()
     model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[3].parameters())))
     assert warnings_of(loop, model) == []
-
-
-def test_two_losses_with_two_optimizers_are_pointed_out_where_both_come_first() -> None:
-    def loop(model: GossipDataParallel) -> None:
-        for _ in range(2):
-            backward(model, 2)
-            for optimizer in model.optimizer:
-                optimizer.step()
-
-    module = make_module()
-    model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[3].parameters())))
-    (line,) = warnings_of(loop, model)
-    assert "2 steps were made" in line

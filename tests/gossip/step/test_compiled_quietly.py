@@ -1,4 +1,4 @@
-"""torch.compile of a model, its module or a training step: the module is compiled, and nothing of ours warns."""
+"""torch.compile of a model, its module or a training step: trained as the eager one, and nothing of ours warns."""
 
 from __future__ import annotations
 
@@ -60,13 +60,15 @@ def compile_what(what: str, graphs: Graphs, **arguments: object) -> tuple[Gossip
         module = torch.compile(module, backend=graphs)
     elif what == "module in place":
         module.compile(backend=graphs)
+    elif what == "part":  # which is awaited before the whole
+        module.layers[3].compile(backend=graphs)
     model = GossipDataParallel(module, SGD, "ring", bucket_cap_mb=71 / 2**20, **arguments)
     if what == "model in place":
         model.compile(backend=graphs)
     return model, torch.compile(model, backend=graphs) if what == "model" else model
 
 
-def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int]:
+def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int, torch.Tensor]:
     torch._dynamo.reset()
     handler, graphs = Lines(), Graphs()
     loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch._inductor")]
@@ -85,20 +87,24 @@ def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int
         for number in range(4):
             compiled_step(torch.full((2, 3), float(number)))
         assert model.step == 4
+        model.state_dict()  # by now all is combined
+        values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         model.close()
     for each in loggers:
         each.removeHandler(handler)
-    return [*map(str, caught), *handler.lines], graphs.num_graphs, graphs.num_operations
+    return [*map(str, caught), *handler.lines], graphs.num_graphs, graphs.num_operations, values
 
 
 def train_in_all_ways(algorithm: str) -> None:
-    for what in ("model", "model in place", "module", "module in place", "step"):
-        said, num_graphs, num_operations = train_listening(what, algorithm=algorithm)
+    *_, eager = train_listening("nothing", algorithm=algorithm)
+    for what in ("model", "model in place", "module", "module in place", "part", "step"):
+        said, num_graphs, num_operations, values = train_listening(what, algorithm=algorithm)
         assert said == [], what
+        torch.testing.assert_close(values, eager)
         assert num_graphs > 0
-        if algorithm == "adapt_while_communicating" and what != "step":  # the whole module, once
+        if algorithm == "adapt_while_communicating" and what not in ("part", "step"):  # the whole, once
             assert (num_graphs, num_operations) == (1, 2 * NUM_LAYERS), what
-    said, _, _ = train_listening("model", algorithm=algorithm, step_in_backward=False)
+    said, *_ = train_listening("model", algorithm=algorithm, step_in_backward=False)
     assert said == []
 
 

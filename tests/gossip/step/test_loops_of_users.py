@@ -25,7 +25,7 @@ from small_runs import (
 )
 from torch import nn
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel, GossipError, launch
 
 # ------------------------------------------------------------------ what comes before a step and leaves no trace
 
@@ -235,6 +235,8 @@ def end_in_every_way() -> None:
                 train(model, range(2))
             if how == "close":
                 model.close()
+                with pytest.raises(GossipError, match="has been closed"):
+                    model(batch(0, 0))
             optimizer = model.optimizer
             del model
             gc.collect()

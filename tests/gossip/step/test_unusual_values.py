@@ -53,7 +53,6 @@ ON_WIRE: Mapping[str, Any] = {
 }
 FAULTS: Mapping[str, Mapping[str, Any]] = {
     "pairs": {"topology": "one_peer_exponential"},
-    "two sources": {"topology": "ring"},
     "int8": {"topology": "ring", "compression": "int8"},
     "choco": {"topology": "ring", "compression": "choco"},
     "all-reduce": ON_WIRE,
@@ -117,18 +116,13 @@ def test_values_whose_squares_overflow_are_finite() -> None:
 
 CLEAN: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
     "atc, ring": (multilayer_perceptron, {"algorithm": "atc", "topology": "ring"}),
-    "random matching": (multilayer_perceptron, {"topology": "random_matching"}),
     "local steps": (multilayer_perceptron, {"topology": topologies.build("complete", 4).every(10)}),
     "all-reduce": (wide, ON_WIRE),
     "batch norm": (normalised, {"buffers": "average"}),
-    "from zero": (linear, {"topology": "ring"}),
     "restarts": (linear, {"schedule": cosine_with_restarts, "topology": "ring"}),
     "int4": (wide, {"compression": "int4", "topology": "ring", "optimizer": partial(torch.optim.AdamW, lr=3e-3)}),
-    "choco": (multilayer_perceptron, {"compression": "choco", "topology": "ring"}),
     "powergossip": (multilayer_perceptron, {"compression": "powergossip", "topology": "ring"}),
     "tracking": (multilayer_perceptron, {"algorithm": "gradient_tracking", "topology": "ring"}),
-    "push-sum": (multilayer_perceptron, {"algorithm": "push_sum"}),
-    "integral": (normalised, {"algorithm": "integral_correction", "step_in_backward": False}),
 }
 
 
