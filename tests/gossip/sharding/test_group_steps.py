@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gossip
-from gossip import GossipDataParallel, GossipError, ManifestError
+from gossip import GossipDataParallel, GossipError
 
 WAYS = ("fsdp", "optimizer", "none")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -240,26 +240,3 @@ def test_a_backward_pass_that_fails_leaves_no_gradients(options: dict[str, Any])
     wanted = run_ranks(partial(fail_and_go_on, **options), "optimizer", "", world_size=4)
     for rank, found in enumerate(run_ranks(partial(fail_and_go_on, **options), "optimizer", "before", world_size=4)):
         assert torch.equal(found, wanted[rank])
-
-
-def share_otherwise() -> None:
-    module = nn.Linear(2, 2)
-    with pytest.raises(ManifestError, match=r"replica is a group's, with shard='none' on rank 0, but .*'optimizer' on"):
-        wrap(module, "none" if dist.get_rank() < 2 else "optimizer")
-
-
-def test_groups_that_share_a_replica_in_another_way_are_named() -> None:
-    run_ranks(share_otherwise, world_size=4)
-
-
-def update_otherwise() -> str:
-    with pytest.raises(ManifestError) as caught:
-        wrap(Net(), "none", optimizer=partial(torch.optim.SGD, lr=0.1 + 0.1 * (dist.get_rank() == 3)))
-    return str(caught.value)
-
-
-def test_ranks_of_equal_replicas_whose_learning_rates_differ_are_refused() -> None:
-    texts = run_ranks(update_otherwise, world_size=4)
-    assert "optimizer 1 group 1 is" in texts[2]
-    assert "lr=0.1" in texts[2]
-    assert "lr=0.2" in texts[2]

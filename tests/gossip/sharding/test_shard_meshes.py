@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,9 @@ def sharded(mesh: DeviceMesh, dimension: str = "shard") -> nn.Module:
 
 
 def wrap(module: nn.Module, mesh: DeviceMesh, **options: Any) -> GossipDataParallel:
-    return GossipDataParallel(module, ADAMW, **{"topology": "ring", "mesh": mesh, "timeout": TIMEOUT, **options})
+    return GossipDataParallel(
+        module, **{"optimizer": ADAMW, "topology": "ring", "mesh": mesh, "timeout": TIMEOUT, **options}
+    )
 
 
 def over_a_transposed_mesh() -> None:
@@ -104,6 +107,16 @@ def not_sharded() -> None:
     wrap(nn.Linear(4, 4) if dist.get_rank() == ODD_RANK else module, mesh)
 
 
+def other_shards() -> None:
+    shard = "none" if dist.get_rank() < 2 else "optimizer"
+    wrap(nn.Linear(2, 2), make_mesh(2, 2), shard=shard)
+
+
+def other_rates() -> None:
+    rate = 0.1 + 0.1 * (dist.get_rank() == ODD_RANK)
+    wrap(nn.Linear(2, 2), make_mesh(2, 2), shard="none", optimizer=partial(torch.optim.SGD, lr=rate))
+
+
 UNEQUAL = {
     make.__name__: Row(make, text)
     for make, text in (
@@ -111,6 +124,8 @@ UNEQUAL = {
         (unknown_topology, "unknown topology 'moebius'"),
         (other_layers, "[2, 4]"),
         (not_sharded, "the module is not sharded"),
+        (other_shards, "replica is a group's, with shard='none' on rank 0, but a group's, with shard='optimizer' on"),
+        (other_rates, "optimizer 1 group 1 is"),
     )
 }
 
