@@ -57,8 +57,8 @@ class ParameterSlots(ModuleSnapshot):
 
     Parameters
     ----------
-    wrapped : Module, optional
-        The module that the user wrapped, if a part of it is trained as another module.
+    wrapped : Module
+        The module that the user wrapped, of which a part may be trained as another module.
 
     Attributes
     ----------
@@ -66,10 +66,10 @@ class ParameterSlots(ModuleSnapshot):
         The ids of the parameters that no other model may train.
     """
 
-    def __init__(self, module: nn.Module, wrapped: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, wrapped: nn.Module) -> None:
         super().__init__(module)
         self._known = {id(parameter) for parameter in module.parameters()}
-        self.taken = self._known | {id(parameter) for parameter in (wrapped or module).parameters()}
+        self.taken = self._known | {id(parameter) for parameter in wrapped.parameters()}
         _open_places.add(self)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ def refuse() -> None:
     fabric = fabric_of("gossip", plugins=MixedPrecision("16-mixed", "cpu"))
     first, second = network(torch.float32), network(torch.float32)
     fabric.setup(first, SGD(first.parameters()))
-    with pytest.raises(ValueError, match='precision="16-mixed": one GradScaler.*"bf16-mixed"'):
+    with pytest.raises(ValueError, match=r'precision="16-mixed": one GradScaler.*"bf16-mixed"'):
         fabric.setup(second, SGD(second.parameters()))
     fabric.strategy.teardown()
 
