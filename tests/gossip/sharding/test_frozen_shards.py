@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, loop_over, make_mesh
+from sharded_loops import ADAMW, assert_trains_as_by_hand, loop_over, make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,22 +53,6 @@ def make_adapted(mesh: DeviceMesh) -> AdaptedNet:
     return module
 
 
-def weigh_adapters() -> tuple[int, int, int]:
-    mesh = make_mesh(2, 2)
-    with GossipDataParallel(make_adapted(mesh), ADAMW, "ring", mesh=mesh) as model:
-        nn.functional.mse_loss(model(torch.ones(3, 5)), torch.ones(3, 5)).backward()
-        stats = model.stats()
-        assert stats is not None
-        return stats.bytes_sent, len(model.optimizer.state), len(model._buckets)
-
-
-def test_groups_exchange_adapters_only() -> None:
-    """Of [2, 7] and [7, 2], twice, a rank has [1, 7] and [4, 2], the second padded; each begins at 16 bytes."""
-    for num_bytes, num_trained, _ in run_ranks(weigh_adapters, world_size=4):
-        assert num_trained == 4
-        assert num_bytes == 2 * (32 + 32)
-
-
 UNFROZEN = ["layers.1.weight", "embedding.bias"]
 """A group's own, and one of which not every rank of three has rows."""
 
@@ -102,24 +86,6 @@ def test_parameters_that_are_unfrozen_after_wrapping_are_refused_at_the_next_for
     for text in run_ranks(unfreeze, name, world_size=3):
         assert text.startswith(f"parameter {name!r} was unfrozen after the module was wrapped")
         assert "close() the model and wrap the module again" in text
-
-
-def freeze_for_a_while(by_hand: bool) -> torch.Tensor:
-    mesh = make_mesh(1, 2)
-    module = make_adapted(mesh)
-    parameter = dict(module.named_parameters())["layers.0.down.weight"]
-    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
-        for step, x in enumerate(batches(6, 3, 5)):
-            parameter.requires_grad_(step not in (2, 3))
-            before = full(parameter)
-            nn.functional.mse_loss(model(x), x.flip(1)).backward()
-            end_step()
-            assert torch.equal(full(parameter), before) == (step in (2, 3))
-        return values_of(module)
-
-
-def test_parameters_that_are_frozen_for_a_while_keep_their_values_as_by_hand_bit_for_bit() -> None:
-    assert_trains_as_by_hand(freeze_for_a_while, world_size=2)
 
 
 class Tied(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Sequence
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from small_runs import (
 )
 from torch import nn
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import ExchangeError, GossipDataParallel, GossipError, launch
 
 # ------------------------------------------------------------------ what comes before a step and leaves no trace
 
@@ -186,6 +187,55 @@ def overflow_in_one_bucket(outside: bool) -> None:
 @pytest.mark.parametrize("outside", [False, True])
 def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> None:
     run_ranks(overflow_in_one_bucket, outside, world_size=2)
+
+
+# ------------------------------------------------------------------ different numbers of batches
+
+NUM_BATCHES = (3, 5, 2, 5)
+
+
+def joined_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Nothing is minimised where a rank had no batch."""
+    counted = (*range(NUM_BATCHES[rank]), 5, *range(6, 6 + rank))
+    return loss_of(module, rank, step) * (step in counted)
+
+
+def join_twice() -> None:
+    for model in in_every_mode(topology="ring"):
+        with model.join():
+            train(model, range(NUM_BATCHES[model.rank]))
+        assert model.step == max(NUM_BATCHES)
+        train(model, range(5, 6))
+        with model.join():
+            train(model, range(6, 6 + model.rank))
+        assert model.step == 9
+        assert_rows(model, rows_after(range(9), 4, loss=joined_loss, topology="ring"))
+
+
+def test_ranks_that_ended_exchange_until_all_have() -> None:
+    run_ranks(join_twice, world_size=4)
+
+
+def raise_inside() -> str:
+    model = wrap(topology="ring")
+    model.world.timeout = timedelta(seconds=2)  # once both are there
+    try:
+        with model.join():
+            if model.rank == 1:
+                raise ZeroDivisionError
+            train(model, range(1))
+    except ZeroDivisionError:
+        return "left"
+    except ExchangeError as error:
+        return str(error)
+    return "ended"
+
+
+def test_exception_inside_join_leaves_it_at_once() -> None:
+    waiting, left = launch(raise_inside, world_size=2)
+    assert left == "left"
+    assert "rank 0: waiting in join()" in waiting
+    assert "rank 1" in waiting
 
 
 # ------------------------------------------------------------------ sizes
