@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
 from loops_by_hand import Case, train_by_hand
+from replicas import gathered
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,27 +113,20 @@ def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
     return outcome
 
 
-def trained_both_ways() -> dict[str, tuple[Any, Any]]:
-    return {name: (by_accelerate(case), by_hand(case)) for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def both_ways() -> list[dict[str, tuple[Any, Any]]]:
-    return launch(trained_both_ways, world_size=2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_the_loop_by_hand(both_ways: list[dict[str, tuple[Any, Any]]], name: str) -> None:
-    case = CASES[name]
-    for outcomes in both_ways:
-        (parameters, norms, step, called), (expected, expected_norms, expected_step) = outcomes[name]
-        assert torch.equal(parameters, expected)
-        assert step == expected_step == case.num_steps(NUM_STEPS), "one exchange for each optimizer step"
-        assert norms == expected_norms
+def train_both_ways() -> None:
+    for name, case in CASES.items():
+        parameters, norms, step, called = by_accelerate(case)
+        expected, *others = by_hand(case)
+        assert torch.equal(parameters, expected), name
+        assert [norms, step] == others
+        assert step == case.num_steps(NUM_STEPS), "one exchange for each optimizer step"
         assert len(norms) == (step if case.clip is not None else 0)
         assert called == [], "a step needs none of all ranks"
-    first, second = (outcomes[name][0][0] for outcomes in both_ways)
-    assert not torch.equal(first, second), "replicas of their own, until they are averaged"
+        assert not torch.equal(*gathered(parameters)), "replicas of their own, until they are averaged"
+
+
+def test_it_is_the_loop_by_hand() -> None:
+    launch(train_both_ways, world_size=2)
 
 
 # ---------------------------------------------------------------------- checkpoints, evaluation

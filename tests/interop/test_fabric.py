@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.fabric
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning_modules import NUM_BATCHES, batches, batches_of, flat, network, precision
 from loops_by_hand import Case, train_by_hand
+from replicas import gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS
@@ -119,7 +121,29 @@ def by_hand(case: FabricCase) -> tuple[torch.Tensor, int]:
     return outcome
 
 
-def saved(folder: str) -> dict[str, Any]:
+def check(case: FabricCase, found: tuple[torch.Tensor, int, torch.Tensor], expected: tuple[torch.Tensor, int]) -> None:
+    parameters, step, average = found
+    assert torch.equal(parameters, expected[0])
+    assert step == expected[1] == case.num_steps(NUM_BATCHES), "one exchange for each step"
+    assert not torch.equal(*gathered(parameters))
+    assert torch.equal(*gathered(average))
+
+
+def train_both_ways() -> None:
+    for name, case in CASES.items():
+        print(name)
+        check(case, by_fabric(case, GossipFabricStrategy(**case.options)), by_hand(case))
+    fused = CASES["fused"]
+    other: Any = of_lightning_fabric.GossipFabricStrategy("ring")
+    check(fused, by_fabric(fused, other, lightning_fabric), by_hand(fused))
+    check(fused, by_fabric(fused, "gossip"), by_hand(fused))
+
+
+def test_fabric_is_the_loop_by_hand() -> None:
+    launch(train_both_ways, world_size=2)
+
+
+def save_and_restore(folder: str) -> None:
     """Saved after three steps; gone on; restored, and gone on with the same batches."""
     path = os.path.join(folder, "x.ckpt")
     fabric = fabric_of(GossipFabricStrategy("ring", compression="int8"))
@@ -129,36 +153,35 @@ def saved(folder: str) -> dict[str, Any]:
     dealt = batches_of(dist.get_rank(), 0)
     state = {"model": model, "optimizer": optimizer, "number": 3}
 
-    def train(some: list[Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def train(some: list[Any]) -> list[torch.Tensor]:
         for x, y in some:
             fabric.backward(mse_loss(model(x), y))
-        return flat(module), [each["exp_avg"].clone() for each in adam.state_dict()["state"].values()]
+        return [flat(module), *(each["exp_avg"].clone() for each in adam.state_dict()["state"].values())]
 
-    at_saving, _ = train(dealt[:3])
+    at_saving = train(dealt[:3])[0]
     fabric.save(path, state)
-    whole, moments = train(dealt[3:])
+    whole = train(dealt[3:])
     state["number"] = 0
-    rest = fabric.load(path, state)
-    at_loading = flat(module)
-    again, moments_again = train(dealt[3:])
+    assert fabric.load(path, state) == {}
+    assert torch.equal(flat(module), at_saving)
+    assert all(map(torch.equal, train(dealt[3:]), whole)), "it goes on bit for bit"
+    assert (state["number"], replica(model).step) == (3, NUM_BATCHES)
     bare = torch.load(path, weights_only=False)
-    found = {
-        "at saving": at_saving,
-        "average": torch.cat([values.flatten() for values in bare["model"].values()]),
-        "is restored": torch.equal(at_loading, at_saving),
-        "goes on": torch.equal(again, whole) and all(map(torch.equal, moments, moments_again)),
-        "number": state["number"],
-        "rest": rest,
-        "steps": replica(model).step,
-    }
+    average = torch.cat([values.flatten() for values in bare["model"].values()])
+    rows = gathered(at_saving)
+    assert not torch.equal(*rows)
+    torch.testing.assert_close(average, rows.mean(0), rtol=1e-12, atol=0)
     fabric.barrier()
     if fabric.is_global_zero:
         shutil.rmtree(f"{path}.gossip")
     fabric.barrier()
     fabric.load(path, state)
-    found["without replicas"] = flat(module)
+    assert torch.equal(flat(module), average), "without replicas all begin with it"
     fabric.strategy.teardown()
-    return found
+
+
+def test_what_is_saved_is_restored_bit_for_bit(tmp_path: Path) -> None:
+    launch(save_and_restore, str(tmp_path), world_size=2)
 
 
 def refuse() -> None:
@@ -185,46 +208,6 @@ def refuse() -> None:
     with pytest.raises(ValueError, match=r'precision="16-mixed": one GradScaler.*"bf16-mixed"'):
         fabric.setup(second, SGD(second.parameters()))
     fabric.strategy.teardown()
-
-
-def everything(folder: str) -> dict[str, Any]:
-    outcomes: dict[str, Any] = {
-        name: (by_fabric(case, GossipFabricStrategy(**case.options)), by_hand(case)) for name, case in CASES.items()
-    }
-    other: Any = of_lightning_fabric.GossipFabricStrategy("ring")
-    outcomes["lightning_fabric"] = by_fabric(CASES["fused"], other, lightning_fabric), outcomes["fused"][1]
-    outcomes["by its name"] = by_fabric(CASES["fused"], "gossip"), outcomes["fused"][1]
-    outcomes["saved"] = saved(folder)
-    return outcomes
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(everything, str(tmp_path_factory.mktemp("fabric")), world_size=2)
-
-
-@pytest.mark.parametrize("name", [*CASES, "lightning_fabric", "by its name"])
-def test_fabric_is_the_loop_by_hand(outcomes: list[dict[str, Any]], name: str) -> None:
-    case = CASES.get(name, CASES["fused"])
-    for ranks in outcomes:
-        (parameters, step, _), (expected, expected_step) = ranks[name]
-        assert torch.equal(parameters, expected)
-        assert step == expected_step == case.num_steps(NUM_BATCHES), "one exchange for each step"
-    (first, _, average), (second, _, of_second) = (ranks[name][0] for ranks in outcomes)
-    assert not torch.equal(first, second)
-    assert torch.equal(average, of_second)
-
-
-def test_what_is_saved_is_restored_bit_for_bit(outcomes: list[dict[str, Any]]) -> None:
-    first, second = (ranks["saved"] for ranks in outcomes)
-    for found in (first, second):
-        assert found["is restored"]
-        assert found["goes on"]
-        assert (found["number"], found["rest"], found["steps"]) == (3, {}, NUM_BATCHES)
-        expected = (first["at saving"] + second["at saving"]) / 2
-        torch.testing.assert_close(found["average"], expected, rtol=1e-12, atol=0)
-        assert torch.equal(found["without replicas"], found["average"])
-    assert not torch.equal(first["at saving"], second["at saving"])
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import collectives_counted
-from tiny_gpt2 import batch_of, flat, make_module, sample
+from replicas import gathered
+from tiny_gpt2 import batch_of, flat, make_module, make_trainer, sample
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
+from transformers import Trainer, TrainerCallback, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LabelSmoother
 
 from gossip import GossipDataParallel, launch
@@ -109,28 +111,16 @@ CASES = {
 }
 
 
-def training_arguments(folder: str, **arguments: Any) -> TrainingArguments:
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    return TrainingArguments(folder, use_cpu=True, **quiet | {"per_device_train_batch_size": 2} | arguments)
-
-
-@dataclass
-class Outcome:
-    """Of one rank."""
-
-    replica: torch.Tensor
-    average: torch.Tensor
-    norms: list[float]
-    steps: list[int] = field(default_factory=list)
-    called: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
-
-
-def by_trainer(case: Case) -> Outcome:
+def train_both_ways(case: Case) -> None:
     watch = Watch()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(
-            folder,
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        trainer = make_trainer(
+            Path(folder),
+            make_module(),
+            watch,
+            ScalingTrainer if case.scales else GossipTrainer,
+            train_dataset=Columns(2 * dist.get_world_size() * case.num_batches),
+            gossip=case.options or None,
             max_steps=NUM_STEPS,
             train_sampling_strategy="sequential",
             learning_rate=LR,
@@ -142,25 +132,27 @@ def by_trainer(case: Case) -> Outcome:
             torch_compile=case.compiles,
             torch_compile_backend="aot_eager" if case.compiles else None,
         )
-        trainer = (ScalingTrainer if case.scales else GossipTrainer)(
-            make_module(),
-            arguments,
-            train_dataset=Columns(2 * dist.get_world_size() * case.num_batches),
-            callbacks=[watch],
-            gossip=case.options or None,
-        )
-        watch.trainer = trainer
-        with contextlib.redirect_stdout(None):
-            if case.compiles:
-                trainer.evaluate(Columns(2))
-            for _ in range(case.trains):
-                trainer.train()
-    columns = list(next(iter(trainer.get_train_dataloader())))
+        if case.compiles:
+            trainer.evaluate(Columns(2))
+        for _ in range(case.trains):
+            trainer.train()
     assert trainer.model_wrapped is trainer.model or case.compiles
     assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule) == case.compiles
     if case.bf16:
         assert trainer.model._original_forward.__func__ is type(trainer.model).forward, "cast once"
-    return Outcome(watch.replica, flat(trainer.model), watch.norms, watch.steps, watch.called, columns)
+    columns = list(next(iter(trainer.get_train_dataloader())))
+    assert columns == ["input_ids", "labels"], "found by the signature of forward"
+    assert watch.steps == [*range(1, NUM_STEPS + 1)] * case.trains, "one exchange for each step"
+    assert watch.called == [], "collectives of the default group within steps"
+    replica, average, norms = by_hand(case)
+    torch.testing.assert_close(watch.replica, replica, rtol=0, atol=0)
+    torch.testing.assert_close(flat(trainer.model), average, rtol=0, atol=0)
+    assert torch.equal(gathered(average)[0], average)
+    assert dist.get_world_size() == 1 or not torch.equal(*gathered(replica))
+    if not case.scales or case.is_fused:
+        assert watch.norms == pytest.approx(norms, rel=1e-6), "norms that are logged"
+    if case.max_norm:
+        assert max(norms) > case.max_norm, "nothing was clipped"
 
 
 def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -171,7 +163,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, fused=True)
 
 
-def by_hand(case: Case) -> Outcome:
+def by_hand(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     module = make_module()
     optimizer = make_optimizer(module)
     clips = {"clip_grad_norm": case.max_norm} if case.is_fused and case.max_norm else {}
@@ -183,7 +175,7 @@ def by_hand(case: Case) -> Outcome:
         replica = flat(model)
         model.global_avg()
         model.close()
-    return Outcome(replica, flat(module), norms)
+    return replica, flat(module), norms
 
 
 def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> None:
@@ -214,40 +206,12 @@ def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> 
         scheduler.step()
 
 
-def both(names: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
-    return {name: (by_trainer(CASES[name]), by_hand(CASES[name])) for name in names}
+def train_all(names: list[str]) -> None:
+    for name in names:
+        print(name)
+        train_both_ways(CASES[name])
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, tuple[Outcome, Outcome]]]:
-    return launch(both, list(CASES), world_size=2)
-
-
-def check(name: str, ranks: list[tuple[Outcome, Outcome]]) -> None:
-    case = CASES[name]
-    for trained, expected in ranks:
-        torch.testing.assert_close(trained.replica, expected.replica, rtol=0, atol=0)
-        torch.testing.assert_close(trained.average, expected.average, rtol=0, atol=0)
-        torch.testing.assert_close(trained.average, ranks[0][0].average, rtol=0, atol=0)
-        if not case.scales or case.is_fused:
-            assert trained.norms == pytest.approx(expected.norms, rel=1e-6), "norms that are logged"
-        assert trained.steps == [*range(1, NUM_STEPS + 1)] * case.trains, "one exchange for each step"
-        assert trained.called == [], "collectives of the default group within steps"
-        assert trained.columns == ["input_ids", "labels"], "found by the signature of forward"
-        if case.max_norm:
-            assert max(expected.norms) > case.max_norm, "nothing was clipped"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_trainer_makes_the_same_bits_as_the_loop_by_hand(
-    name: str, outcomes: list[dict[str, tuple[Outcome, Outcome]]]
-) -> None:
-    ranks = [of_rank[name] for of_rank in outcomes]
-    assert not torch.equal(ranks[0][1].replica, ranks[1][1].replica)
-    check(name, ranks)
-
-
-def test_single_process_accumulates_without_a_step_for_each_batch() -> None:
-    name = "fused, accumulated with a remainder"
-    [outcome] = launch(both, [name], world_size=1)
-    check(name, [outcome[name]])
+@pytest.mark.parametrize(("world_size", "names"), [(2, [*CASES]), (1, ["fused, accumulated with a remainder"])])
+def test_trainer_makes_the_same_bits_as_the_loop_by_hand(world_size: int, names: list[str]) -> None:
+    launch(train_all, names, world_size=world_size)

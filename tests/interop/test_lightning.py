@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, batches_of, flat, module_of, network, precision, trainer_of
 from loops_by_hand import Case, train_by_hand
+from replicas import gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -204,62 +204,43 @@ def lbfgs_by_hand() -> torch.Tensor:
     return outcome
 
 
-def trained_both_ways() -> dict[str, Any]:
-    outcomes: dict[str, Any] = {
-        name: (by_trainer(case, lightning.GossipStrategy(**case.options)), by_hand(case))
-        for name, case in CASES.items()
-    }
-    outcomes["pytorch_lightning"] = (
-        by_trainer(FUSED, gossip_pytorch_lightning.GossipStrategy(**FUSED.options), pytorch_lightning),
-        outcomes["fused"][1],
-    )
-    outcomes["by its name"] = by_trainer(FUSED, "gossip"), outcomes["fused"][1]  # of two ranks all topologies are alike
-    outcomes["ddp"] = by_trainer(FUSED, "ddp")
-    outcomes["manual"] = in_turn_by_trainer(), in_turn_by_hand()
-    for name, options in {"fused": {}, "plain": {"step_in_backward": False}}.items():
-        outcomes[f"events, {name}"] = events(lightning.GossipStrategy(**options))
-    outcomes["events, ddp"] = events("ddp")
-    outcomes["lbfgs"] = lbfgs_by_trainer(), lbfgs_by_hand()
-    return outcomes
+def check(
+    case: TrainerCase, found: tuple[torch.Tensor, int, list[str], torch.Tensor], expected: tuple[torch.Tensor, int]
+) -> None:
+    parameters, step, called, average = found
+    assert torch.equal(parameters, expected[0])
+    assert step == expected[1] == NUM_EPOCHS * case.num_steps(NUM_BATCHES), "one exchange for each step"
+    assert called == [], "a step needs none of all ranks"
+    replicas = gathered(parameters)
+    assert not torch.equal(*replicas), "replicas of their own, until they are averaged"
+    assert torch.equal(*gathered(average))
+    torch.testing.assert_close(average, replicas.mean(0))
 
 
-@pytest.fixture(scope="module")
-def both_ways() -> list[dict[str, Any]]:
-    return launch(trained_both_ways, world_size=2)
+def train_both_ways() -> None:
+    for name, case in CASES.items():
+        print(name)
+        check(case, by_trainer(case, lightning.GossipStrategy(**case.options)), by_hand(case))
+    other = gossip_pytorch_lightning.GossipStrategy(**FUSED.options)
+    check(FUSED, by_trainer(FUSED, other, pytorch_lightning), by_hand(FUSED))
+    check(FUSED, by_trainer(FUSED, "gossip"), by_hand(FUSED))  # of two ranks all topologies are alike
+    assert "broadcast" in by_trainer(FUSED, "ddp")[2]
 
 
-@pytest.mark.parametrize("name", [*CASES, "pytorch_lightning", "by its name"])
-def test_trainer_is_the_loop_by_hand(both_ways: list[dict[str, Any]], name: str) -> None:
-    case = CASES.get(name, FUSED)
-    for outcomes in both_ways:
-        (parameters, step, called, _), (expected, expected_step) = outcomes[name]
-        assert torch.equal(parameters, expected)
-        assert step == expected_step == NUM_EPOCHS * case.num_steps(NUM_BATCHES), "one exchange for each step"
-        assert called == [], "a step needs none of all ranks"
-    (first, *_, plain), (second, *_, of_second) = (outcomes[name][0] for outcomes in both_ways)
-    assert not torch.equal(first, second), "replicas of their own, until they are averaged"
-    assert torch.equal(plain, of_second)
-    torch.testing.assert_close(plain, (first + second) / 2)
+def test_trainer_is_the_loop_by_hand() -> None:
+    launch(train_both_ways, world_size=2)
 
 
-def test_collectives_of_ddp_are_seen(both_ways: list[dict[str, Any]]) -> None:
-    assert "broadcast" in both_ways[0]["ddp"][2]
+def optimize_in_other_ways() -> None:
+    (parameters, step), (expected, expected_step) = in_turn_by_trainer(), in_turn_by_hand()
+    assert torch.equal(parameters, expected)
+    assert step == expected_step == 2 * NUM_BATCHES
+    assert torch.equal(lbfgs_by_trainer(), lbfgs_by_hand())
+    of_ddp = events("ddp")
+    assert len(of_ddp) > 4 * NUM_EPOCHS * NUM_BATCHES
+    for options in ({}, {"step_in_backward": False}):
+        assert events(lightning.GossipStrategy(**options)) == of_ddp
 
 
-def test_manual_optimization_is_the_loop_by_hand(both_ways: list[dict[str, Any]]) -> None:
-    for outcomes in both_ways:
-        (parameters, step), (expected, expected_step) = outcomes["manual"]
-        assert torch.equal(parameters, expected)
-        assert step == expected_step == 2 * NUM_BATCHES
-
-
-@pytest.mark.parametrize("name", ["fused", "plain"])
-def test_hooks_and_rates_are_those_of_ddp(both_ways: list[dict[str, Any]], name: str) -> None:
-    for outcomes in both_ways:
-        assert outcomes[f"events, {name}"] == outcomes["events, ddp"]
-    assert len(both_ways[0]["events, ddp"]) > 4 * NUM_EPOCHS * NUM_BATCHES
-
-
-def test_optimizer_that_evaluates_its_closure_is_the_loop_by_hand(both_ways: list[dict[str, Any]]) -> None:
-    for outcomes in both_ways:
-        assert torch.equal(*outcomes["lbfgs"])
+def test_manual_optimization_closures_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
+    launch(optimize_in_other_ways, world_size=2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_modules import Net, batches, flat, trainer_of
 from loguru import logger
+from replicas import gathered
 
 from gossip import launch
 from gossip.integrations.lightning import GossipStrategy
@@ -38,16 +39,16 @@ class Stopped(Net):
             raise RuntimeError("stopped here")
 
 
-def stopped() -> tuple[bool, bool, bool]:
+def stop() -> None:
     module = Stopped()
     trainer = trainer_of(GossipStrategy("ring"), val_check_interval=2, limit_val_batches=1, max_epochs=1)
     with pytest.raises(RuntimeError, match="stopped here"):
         trainer.fit(module, batches(), batches())
-    is_own = torch.equal(flat(module), module.trained[-1])
+    assert torch.equal(flat(module), module.trained[-1]), "its own replica"
+    assert trainer.model is module
     module.zero_grad()
     module.net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    has_gradients = all(parameter.grad is not None for parameter in module.parameters())
-    return is_own, trainer.model is module, has_gradients
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 class Signalled(Net):
@@ -69,7 +70,8 @@ class RequeuesNothing(SLURMEnvironment):
         """Whatever is asked for."""
 
 
-def signalled() -> tuple[int, list[str]]:
+def signal_all() -> None:
+    """Training ends after the batch."""
     module = Signalled()
     texts: list[str] = []
     sink = logger.add(lambda message: texts.append(str(message)), level="ERROR", format="{message}")
@@ -78,52 +80,27 @@ def signalled() -> tuple[int, list[str]]:
     with mock.patch.dict(os.environ, of_slurm), pytest.raises(SIGTERMException):
         trainer_of(GossipStrategy("ring"), plugins=RequeuesNothing()).fit(module, batches())
     logger.remove(sink)
-    return len(module.trained), texts
+    assert len(module.trained) == 3
+    (text,) = texts
+    assert text.startswith(f"rank {dist.get_rank()}: signal {signal.SIGUSR1:d}: the job is not requeued")
 
 
-def everything() -> dict[str, Any]:
-    return {
-        "validated": validated({}),
-        "own": validated({"evaluate_averaged": False}),
-        "stopped": stopped(),
-        "signalled": signalled(),
-    }
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    return launch(everything, world_size=2)
-
-
-def test_validation_is_of_the_average(outcomes: list[dict[str, Any]]) -> None:
-    (trained, seen, found), (of_second, seen_by_second, found_by_second) = (ranks["validated"] for ranks in outcomes)
-    assert found == found_by_second
+def validate() -> None:
+    """On the average, or on each replica; training goes on as if nobody had looked."""
+    trained, seen, found = validated({})
+    assert gathered(torch.tensor(found)).unique(dim=0).shape[0] == 1
     assert found[1] == 2
     assert len(seen) == 2
-    for number, (average, other) in enumerate(zip(seen, seen_by_second, strict=True)):
-        assert torch.equal(average, other)
-        expected = (trained[2 * number + 1] + of_second[2 * number + 1]) / 2
+    for number, average in enumerate(seen):
+        assert torch.equal(*gathered(average))
+        expected = gathered(trained[2 * number + 1]).mean(0)
         torch.testing.assert_close(average, expected, rtol=1e-12, atol=0)
+    own, seen, _ = validated({"evaluate_averaged": False})
+    assert all(map(torch.equal, own, trained))
+    assert torch.equal(seen[1], own[3])
+    assert not torch.equal(*gathered(seen[1]))
 
 
-def test_training_goes_on_as_if_nobody_had_looked(outcomes: list[dict[str, Any]]) -> None:
-    for ranks in outcomes:
-        assert all(map(torch.equal, ranks["validated"][0], ranks["own"][0]))
-
-
-def test_validation_may_be_of_each_replica(outcomes: list[dict[str, Any]]) -> None:
-    for ranks in outcomes:
-        trained, seen, _ = ranks["own"]
-        assert torch.equal(seen[1], trained[3])
-    assert not torch.equal(outcomes[0]["own"][1][1], outcomes[1]["own"][1][1])
-
-
-def test_exception_leaves_each_rank_its_replica_in_a_plain_module(outcomes: list[dict[str, Any]]) -> None:
-    assert [ranks["stopped"] for ranks in outcomes] == [(True, True, True)] * 2
-
-
-def test_signal_ends_training_after_the_batch(outcomes: list[dict[str, Any]]) -> None:
-    for rank, ranks in enumerate(outcomes):
-        num_batches, (text,) = ranks["signalled"]
-        assert num_batches == 3
-        assert re.match(f"rank {rank}: signal {signal.SIGUSR1:d}: the job is not requeued", text)
+@pytest.mark.parametrize("function", [validate, stop, signal_all])
+def test_what_the_trainer_evaluates_and_how_it_ends(function: Callable[[], None]) -> None:
+    launch(function, world_size=2)
