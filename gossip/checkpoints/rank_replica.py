@@ -17,16 +17,15 @@ from gossip.checkpoints.model_description import (
     exported_tensors,
 )
 from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.rank_averages import Mean, means_over_ranks
+from gossip.checkpoints.rank_averages import Mean, gather_shards, means_over_ranks, whole_shape
 from gossip.checkpoints.replicas import Replicas
-from gossip.checkpoints.shard_gathering import gather_shards, whole_shape
+from gossip.checkpoints.resizing import reshard
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import compact
-from gossip.sharding.resharding import reshard
 from gossip.step.collective_operations import settle
 from gossip.step.state.replica_state import module_state, optimizer_state, restore_replica
 from gossip.wrapper import GossipDataParallel

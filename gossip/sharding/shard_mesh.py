@@ -82,3 +82,8 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
     finally:
         world.close()
     return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)
+
+
+def chunk_length(length: int, num_shards: int) -> int:
+    """How many rows each shard has of ``length``, the last ones padded with zeros."""
+    return -(-length // num_shards)

@@ -17,8 +17,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
-from gossip.optimizers.closures import Closure
+from gossip.optimizers.bucket_optimizer import BucketOptimizer, Closure, check_parameters_held
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors
 from gossip.sharding.local_group import LocalGroup

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
-from gossip.optimizers.closures import Closure, evaluate_first, requires_closure
+from gossip.optimizers.bucket_optimizer import Closure, evaluate_first, requires_closure
 from gossip.step.backward_pass import GradientHooks
 from gossip.step.engine import StepEngine
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip import private_torch
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import training_store
 from gossip.communication.authenticated_store import VARIABLE
@@ -34,6 +37,7 @@ from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
+from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.parameters.names import named_parameters
@@ -43,8 +47,7 @@ from gossip.sharding.fsdp_group import FSDPGroup
 from gossip.sharding.local_group import LocalGroup, check_mesh
 from gossip.sharding.replica_group import ReplicaGroup
 from gossip.sharding.zero_group import ZeroGroup
-from gossip.step.backward_steps import BucketwiseSteps, GatheredSteps
-from gossip.step.building.compilation import keep_out_of_graphs
+from gossip.step.backward_steps import BackwardSteps, BucketwiseSteps, GatheredSteps
 from gossip.step.building.wrapper_arguments import (
     Arguments,
     check_arguments,
@@ -55,6 +58,7 @@ from gossip.step.building.wrapper_arguments import (
     resolve_topology,
 )
 from gossip.step.engine import StepEngine
+from gossip.step.forward_waits import AwaitHook, ForwardWaits
 from gossip.step.local_update import Updater
 from gossip.step.optimizer_steps import OptimizerSteps
 from topologies import Topology
@@ -322,3 +326,30 @@ def _describe_bucket(bucket: AnyBucket) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.3g} KiB"
+
+
+_OURS: dict[type, tuple[str, ...]] = {
+    StepEngine: ("begin_forward", "watched", "end_forward", "_on_backward", "_on_backward_ended"),
+    BackwardSteps: ("begin_forward", "_on_first_gradient", "step_optimizer"),
+    BucketwiseSteps: ("_launch_ready",),
+    OptimizerSteps: ("step_optimizer",),
+    Outermost: ("check_outermost",),
+    ForwardWaits: ("call_watched",),
+    AwaitHook: ("__call__",),
+}
+
+
+@functools.cache
+def keep_out_of_graphs() -> None:
+    """Keep the compiler out of this package's functions, which it would trace with graph breaks and warnings.
+
+    Called with the first model, because it imports the compiler: decorators would make importing gossip take a second
+    longer in every program.
+    """
+    for owner, names in _OURS.items():
+        for name in names:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    # These are called once per parameter: torch.compiler.disable would make them ten times slower.
+    for constant in BackwardSteps._make_hook.__code__.co_consts:
+        if isinstance(constant, types.CodeType):
+            private_torch.keep_out_of_graphs(constant)

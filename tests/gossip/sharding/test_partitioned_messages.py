@@ -14,7 +14,7 @@ from sharded_loops import make_mesh
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
-from gossip.sharding.partitioned_messages import part_of
+from gossip.sharding.replica_group import part_of
 
 SGD = partial(torch.optim.SGD, lr=0.0)
 NUMEL = 12
