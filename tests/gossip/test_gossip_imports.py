@@ -1,9 +1,10 @@
-"""What importing the package does: load little, and do nothing."""
+"""What importing the package does: load little, and do nothing; and one file touches what torch calls private."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -66,3 +67,18 @@ def test_no_module_loads_what_only_its_functions_need(path: Path) -> None:
     is_integration = path.is_relative_to(GOSSIP / "integrations")
     forbidden = FORBIDDEN - TRAINERS if is_integration else FORBIDDEN
     assert not forbidden & set(imported(ast.parse(path.read_text()).body))
+
+
+PRIVATE = re.compile(
+    r"\btorch\.(\w+\.)*_(?!_)\w|\bdist\._(?!_)|from torch(\.\w+)*\._|distributed_c10d|_execution_engine"
+    r"|\b_optimizer_step_p|_opt_called|_wrapped_by_lr|_active_ddp|_is_fsdp|_coalescing\(|(?<!self)\._(parameters|buffers|modules)\b"
+    r"|_non_persistent_buffers|_compiled_call_impl|_step_supports_amp"
+)
+OTHERS = sorted(path for path in GOSSIP.rglob("*.py") if path.name != "private_torch.py")
+WORDS = re.compile(r"#.*|\"[^\"]*\"|_coalescing\((group|\w+, device)")
+"""Comments and texts may name it."""
+
+
+def test_only_one_file_touches_what_is_private() -> None:
+    lines = [(path, line) for path in OTHERS for line in path.read_text().splitlines()]
+    assert not [(path, line) for path, line in lines if PRIVATE.search(WORDS.sub("", line))]

@@ -1,4 +1,4 @@
-"""The examples of the pages and docstrings about other libraries run as they stand there."""
+"""The examples of the pages and docstrings about other libraries, and about torchrun, run as they stand there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from examples import code, defined
 from free_ports import free_port
+from repository import REPOSITORY
 from running import TIMEOUT_S
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
@@ -69,3 +70,23 @@ def test_the_loader_of_ranks_of_different_lengths(tmp_path: Path) -> None:
 def test_the_example_of_prepare() -> None:
     result = doctest.testmod(importlib.import_module("gossip.integrations.accelerate"))
     assert (result.attempted > 0, result.failed) == (True, 0)
+
+
+TEXT = (REPOSITORY / "docs" / "several_nodes.md").read_text()
+
+
+def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code("docs/several_nodes.md", 0))
+    (command,) = re.findall(r"^    torchrun (--nnodes 2 .* train\.py 4)$", TEXT, re.MULTILINE)
+    words = command.replace("node1:29500", f"127.0.0.1:{free_port()}").split()
+    words = [str(Path(sys.executable).parent / "torchrun"), *words]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    agents = [subprocess.Popen(words, **options) for _ in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=100) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert "4 ranks: [[1." in "".join(output for output, _ in outputs)

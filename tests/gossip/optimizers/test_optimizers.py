@@ -1,10 +1,11 @@
-"""The optimizers that people bring: several, third-party ones, with closures, hooks and schedulers."""
+"""The optimizers that people bring: stepped bucket by bucket as at once, several, third-party ones, with hooks."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -174,3 +175,78 @@ def test_pre_average_hook_is_refused_where_messages_are_changes(compression: str
     text = r"cannot serve Watching.*pre_average_hook.*choose none, bf16, fp16, int8 or int4"
     with pytest.raises(ValueError, match=text):
         GossipDataParallel(make_module(), functools.partial(Watching, lr=0.1), "ring", compression=compression)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam amsgrad": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adagrad fused": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
+    "adamw fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "nadam": functools.partial(torch.optim.NAdam, lr=0.01),
+    "asgd": functools.partial(torch.optim.ASGD, lr=0.1),
+    "rprop": functools.partial(torch.optim.Rprop, lr=0.01),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
+}
+
+
+def split_groups(named: list[tuple[str, nn.Parameter]], factory: Callable[..., torch.optim.Optimizer]) -> object:
+    """Biases with a rate of their own."""
+    return factory(
+        [
+            {"params": [p for name, p in named if name.endswith("weight")]},
+            {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.003},
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_buckets_step_as_the_whole_does(name: str) -> None:
+    plain = make_module()
+    optimizer = split_groups(list(plain.named_parameters()), OPTIMIZERS[name])
+    model = GossipDataParallel(
+        make_module(), functools.partial(split_groups, factory=OPTIMIZERS[name]), bucket_cap_mb=TINY_BUCKETS
+    )
+    for step in range(6):
+        for group in (*optimizer.param_groups, *model.optimizer.param_groups):
+            group["lr"] *= 0.9  # what schedulers do
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+    for (key, wanted), actual in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(actual, wanted), key
+    wanted_state, state = optimizer.state_dict()["state"], model.optimizer.state_dict()["state"]
+    assert wanted_state.keys() == state.keys()
+    for index in wanted_state:
+        for key, value in wanted_state[index].items():
+            assert torch.equal(torch.as_tensor(state[index][key]), torch.as_tensor(value)), key
+    model.close()
+
+
+def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
+    model = GossipDataParallel(make_module(), OPTIMIZERS["sgd"])
+    model(batch(0)).square().mean().backward()
+    values = copy.deepcopy(model.state_dict())
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    for key, value in values.items():
+        assert torch.equal(model.state_dict()[key], value), key
+    with pytest.raises(ValueError, match="the update was made inside backward"):
+        model.optimizer.step(lambda: 0.0)
+
+
+def test_group_added_after_wrapping_is_trained_from_then_on() -> None:
+    module, plain = make_module(), make_module()
+    model = GossipDataParallel(module, torch.optim.SGD(module[3].parameters(), lr=0.1), bucket_cap_mb=TINY_BUCKETS)
+    optimizer = torch.optim.SGD(plain[3].parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            model.optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.01})
+            optimizer.add_param_group({"params": plain[0].parameters(), "lr": 0.01})
+        model(batch(step)).square().mean().backward()
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        assert all(parameter.grad is None for parameter in module.parameters())
+    for key, wanted in plain.state_dict().items():
+        assert torch.equal(module.state_dict()[key], wanted), key

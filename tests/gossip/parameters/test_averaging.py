@@ -1,22 +1,21 @@
-"""The global average: for good, or for a while with everything put back."""
+"""The global average: for good, or for a while; and a rank that goes in the middle leaves no sums without its share."""
 
 from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import unsupervised
 from ranks import run_ranks
-from replicas import (
-    SGD,
-    TINY_BUCKETS,
-    assert_equal_states,
-    gathered,
-    rank_module,
-    snapshot,
-    train,
-)
+from replicas import SGD, TINY_BUCKETS, assert_equal_states, gathered, rank_module, snapshot, train
+from torch import nn
 
-from gossip import GossipDataParallel, GossipError
+from gossip import ExchangeError, GossipDataParallel, GossipError, World
+from gossip.communication import staged_collectives
 
 
 def check_global_average() -> None:
@@ -92,3 +91,125 @@ def check_no_training_inside_averaged() -> None:
 
 def test_averaged_refuses_training_inside() -> None:
     run_ranks(check_no_training_inside_averaged, world_size=2)
+
+
+NUM_SUMS = 9
+"""Of a global average of the module: one for each of 5 buckets and 3 float buffers, and the confirmation."""
+
+
+class DepartedError(Exception):
+    """A rank leaves."""
+
+
+def leave_before(world: World, number: int) -> None:
+    """Leave before the sum over ranks of this number, as far as the others can see without a word."""
+    numbers = iter(range(1000))
+    sum_ = world.sum_
+
+    def sum_or_leave(tensor: torch.Tensor, what: str) -> None:
+        if next(numbers) == number:
+            raise DepartedError
+        sum_(tensor, what)
+
+    world.sum_ = sum_or_leave  # type: ignore[method-assign]
+
+
+def average_while_one_leaves(number: int, staging_bytes: int, how: str) -> tuple[int, int, str]:
+    """How many values of those that differ have changed, of how many, and the error."""
+    staged_collectives.STAGING_BYTES = staging_bytes
+    model = GossipDataParallel(
+        rank_module(), SGD, "exponential", bucket_cap_mb=TINY_BUCKETS, timeout=timedelta(seconds=30)
+    )
+    train(model, range(3))
+    with torch.no_grad():
+        model.module.mask.fill_(model.rank == 0)
+    before = snapshot(model)
+    rows = {name: gathered(values) for name, values in before.items()}
+    if model.rank == 2:
+        leave_before(model._world, number)
+        with pytest.raises(DepartedError):
+            model.global_avg()
+        model.close()
+        return 0, 0, "left"
+    with pytest.raises(ExchangeError) as caught:
+        model.global_avg() if how == "global_avg" else model.averaged().__enter__()
+    if how == "averaged":
+        assert_equal_states(snapshot(model), before)
+    num_changed = num_values = 0
+    for name, values in model.module.state_dict().items():
+        mean = rows[name].double().mean(0).to(values.dtype) if values.is_floating_point() else rows[name][0]
+        is_own = values == before[name]
+        assert (is_own | values.isclose(mean, rtol=1e-5, atol=1e-6)).all(), name
+        num_changed += int((~is_own).sum())
+        num_values += values.numel()
+    model.close()
+    return num_changed, num_values, str(caught.value)
+
+
+Torn = dict[tuple[int, int, str], list[tuple[int, int, str]]]
+CASES = [
+    *((number, staged_collectives.STAGING_BYTES, "global_avg") for number in (0, 3, NUM_SUMS - 1)),
+    (6, 128, "global_avg"),
+    (6, 128, "averaged"),
+]
+
+
+@pytest.fixture(scope="module")
+def torn() -> Torn:
+    """By case, what is found on each rank; all at the same time, as most of it is waiting."""
+    with contextlib.ExitStack() as stack:
+        worlds = {
+            case: stack.enter_context(unsupervised.started(average_while_one_leaves, *case, world_size=3))
+            for case in CASES
+        }
+        return {case: ranks.results() for case, ranks in worlds.items()}
+
+
+@pytest.mark.parametrize("number", [0, 3, NUM_SUMS - 1])
+def test_average_that_fails_changes_nothing(torn: Torn, number: int) -> None:
+    for rank, (num_changed, num_values, text) in enumerate(
+        torn[number, staged_collectives.STAGING_BYTES, "global_avg"]
+    ):
+        assert num_changed == 0
+        if rank != 2:
+            assert num_values > 100
+            assert text.endswith("; on this rank parameters and buffers are as they were before")
+
+
+def test_large_average_that_fails_leaves_means_and_own_values_only(torn: Torn) -> None:
+    """With room for 32 values a piece, the third sum comes after the first pieces were assigned."""
+    for rank, (num_changed, num_values, text) in enumerate(torn[6, 128, "global_avg"]):
+        if rank != 2:
+            assert 0 < num_changed < num_values
+            assert "values of parameters and buffers are the mean, all others its own" in text
+
+
+def test_looking_at_an_average_that_fails_puts_all_back(torn: Torn) -> None:
+    for rank, (num_changed, _, text) in enumerate(torn[6, 128, "averaged"]):
+        assert num_changed == 0
+        if rank != 2:
+            assert text.endswith("; on this rank parameters and buffers are as they were before")
+
+
+def average_in_pieces() -> None:
+    for dtype, numel, staging_bytes in (
+        (torch.float32, 1, 2**13),
+        (torch.float32, 12345, 2**13),
+        (torch.float32, 2_000_003, 2**20),
+        (torch.float64, 1234, 2**12),
+        (torch.bfloat16, 12345, 2**13),
+    ):
+        module = nn.ParameterList([torch.empty(numel, dtype=dtype)])
+        model = GossipDataParallel(module, None, "complete")
+        with torch.no_grad():
+            module[0].copy_(torch.randn(numel, generator=torch.Generator().manual_seed(model.rank)))
+        whole = model._buckets[0].block.to(torch.promote_types(dtype, torch.float32), copy=True)
+        model._world.average_(whole, "averaging as a whole")
+        with mock.patch.object(staged_collectives, "STAGING_BYTES", staging_bytes):
+            model.global_avg()
+        assert torch.equal(module[0], whole[:numel].to(dtype))
+        model.close()
+
+
+def test_average_in_pieces_has_the_bits_of_the_whole() -> None:
+    run_ranks(average_in_pieces, world_size=3)
