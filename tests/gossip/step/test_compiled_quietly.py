@@ -101,7 +101,7 @@ def train_in_all_ways(algorithm: str) -> None:
         said, num_graphs, num_operations, values = train_listening(what, algorithm=algorithm)
         assert said == [], what
         torch.testing.assert_close(values, eager)
-        assert num_graphs > 0
+        assert num_graphs > 0 or what == "part"  # a layer of torch's own is left as it is
         if algorithm == "adapt_while_communicating" and what not in ("part", "step"):  # the whole, once
             assert (num_graphs, num_operations) == (1, 2 * NUM_LAYERS), what
     said, *_ = train_listening("model", algorithm=algorithm, step_in_backward=False)
