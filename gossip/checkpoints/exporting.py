@@ -63,7 +63,6 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
 
 
 def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
-    replicas.check_alive()
     what = f"exporting to {path}"
     with SafetensorsFile(path, replicas.exported(), _metadata(module)) as file:
         run_on_all_ranks(replicas, what, lambda: file.begin() if replicas.process == 0 else None)

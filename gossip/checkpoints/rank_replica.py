@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from gossip.checkpoints.model_description import (
     describe_buckets,
@@ -38,6 +37,8 @@ class RankReplica(Replicas):
         self._model = model
         self.kept = model._kept
         self._engine = model._live()
+        self._engine.check_alive()
+        self._optimizers = self._engine.updater.optimizers
         self._world = world = model._world  # the ranks that take part: one that has just joined may not
         self._group = group = self._engine.group
         self.num_shards, self.place, self.group_size = group.num_shards, group.place, group.size
@@ -52,13 +53,6 @@ class RankReplica(Replicas):
             return self._model.step
         return max(map(int, self.gather(str(self._model.step).encode(), "comparing numbers of steps")))
 
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        optimizer: Any = self._model.optimizer
-        if optimizer is None:
-            return []
-        return list(optimizer) if isinstance(optimizer, tuple | list) else [optimizer]
-
     def gather(self, payload: bytes, what: str) -> list[bytes]:
         with self._engine.fatal():
             if self._group.size == 1:
@@ -69,9 +63,6 @@ class RankReplica(Replicas):
 
     def check_between_steps(self) -> None:
         self._engine.check_between_steps()
-
-    def check_alive(self) -> None:
-        self._engine.check_alive()
 
     def describe(self) -> dict[str, Any]:
         groups = [

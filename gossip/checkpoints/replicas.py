@@ -57,10 +57,6 @@ class Replicas(ABC):
         """Raise GossipError unless the model is between two steps, where it can be saved and loaded."""
 
     @abstractmethod
-    def check_alive(self) -> None:
-        """Raise GossipError if the training has ended in an error."""
-
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Describe module, optimizers, buckets and topology as plain data for the manifest. Local."""
 

@@ -152,9 +152,6 @@ class VirtualReplicas(Replicas):
             )
         self._updater.stack_new_groups()
 
-    def check_alive(self) -> None:
-        """Do nothing, as no error ends the training of virtual workers permanently."""
-
     def describe(self) -> dict[str, Any]:
         workers = self._workers
         kinds = [type(optimizer).__name__ for optimizer in workers._optimizers]

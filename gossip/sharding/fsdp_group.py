@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -133,20 +132,18 @@ class FSDPGroup(PartitionedGroup):
         _check_sharding(module, mesh)
         super().__init__(module, FSDPShards(module), world)
         self._step = 0
-        self._on_state_dict: Any = None
 
     def _wholes(self) -> Iterable[torch.Tensor]:
         return ()
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
-        del buckets  # FSDP reduces gradients by itself
+        super().attach(buckets, steps)
         self.replica.attach()
         if self.rows.gathers_in_memory:
             gather_by(self.module, self._gather, self.world.world_size)
         if self.rows.sums_in_memory:
             sum_by(self.module, self._sum, self.world.world_size)
         watch_collectives(self.module, self.world, lambda: f"step {self._step}")
-        self._on_state_dict = self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due())
 
     def _gather(self, rows: torch.Tensor) -> None:
         self.rows.begin_gather(rows, f"step {self._step}: gathering parameters {in_words(self.world)}")()
@@ -169,8 +166,7 @@ class FSDPGroup(PartitionedGroup):
 
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""
-        if self._on_state_dict is not None:
-            self._on_state_dict.remove()
+        if self._handles:
             guard_collectives(self.module, None)
             gather_by(self.module, None, self.world.world_size)
             sum_by(self.module, None, self.world.world_size)

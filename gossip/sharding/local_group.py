@@ -9,6 +9,7 @@ from typing import ClassVar, NoReturn, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World
@@ -228,6 +229,11 @@ class PartitionedGroup(SharedGroup):
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
         super().__init__(module, replica, world)
         self.num_shards, self.place = self.size, self.rank
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
+        del buckets
+        self._handles.append(self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due()))
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
         if not order > 0:
@@ -263,6 +269,11 @@ class PartitionedGroup(SharedGroup):
             return None
         rows = [torch.frombuffer(bytearray(payload), dtype=torch.uint8) for payload in payloads]
         return torch.stack(rows).view(piece.dtype)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().close()
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gossip.communication.world import World, accumulation_dtype
 from gossip.errors import GossipError
@@ -146,7 +145,6 @@ class ZeroGroup(PartitionedGroup):
         self._buckets: list[Bucket] = []
         self._reductions: deque[Callable[[], None]] = deque()
         self._gatherings: deque[Callable[[], None]] = deque()
-        self._handles: list[RemovableHandle] = []
         self._begin_pass()
 
     def start_equal_(self) -> None:
@@ -155,7 +153,7 @@ class ZeroGroup(PartitionedGroup):
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         self._buckets, self._steps = list(buckets), steps
-        self._handles.append(self.module.register_state_dict_pre_hook(lambda *_: steps.combine_if_due()))
+        super().attach(self._buckets, steps)
         for bucket in self._buckets:
             for name in bucket.names:
                 hook = partial(self._on_whole_gradient, bucket.index, name)
@@ -272,11 +270,6 @@ class ZeroGroup(PartitionedGroup):
 
     def lengths(self) -> Mapping[str, tuple[int, int]]:
         return self.replica.lengths()
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
 
 
 def _end(pending: deque[Callable[[], None]], most_left: int = 0) -> None:
