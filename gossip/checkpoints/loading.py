@@ -23,9 +23,8 @@ from gossip.checkpoints.checkpoint_folder import (
     read_manifest,
     records,
 )
-from gossip.checkpoints.collective_errors import raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.random_states import restore_rng_states
-from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.replicas import Replicas, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.resizing import mean_state
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError

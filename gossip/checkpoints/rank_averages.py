@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gossip.checkpoints.collective_errors import compare, run_on_all_ranks
 from gossip.checkpoints.model_description import describe_tensor, exported_tensors
-from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
 from gossip.communication.world import World
 from gossip.parameters import digests
 from gossip.parameters.buckets import is_mixable

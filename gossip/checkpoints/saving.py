@@ -13,8 +13,7 @@ from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
-from gossip.checkpoints.collective_errors import compare, run_on_all_ranks
-from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import state_of, to_serializable
