@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_modules import Net, batches, trainer_of
@@ -58,11 +57,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "gradient_clip_val=0.5 of the Trainer and clip_grad_norm=1.0",
     ),
-    "lbfgs": (
-        lambda: fit(Net(optimizer=torch.optim.LBFGS)),
-        ValueError,
-        "LBFGS evaluates a closure several times per step.*step_in_backward=False",
-    ),
     "on exception": (
         lambda: fit(callbacks=[ModelCheckpoint(save_on_exception=True)], enable_checkpointing=True),
         ValueError,
@@ -82,11 +76,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fit(options={"on_peer_loss": "continue", "partition_timeout": 9}),
         ValueError,
         "partition_timeout=9 would let a rank come back.*the Trainer counts.*leave it out",
-    ),
-    "unknown": (
-        lambda: GossipStrategy(find_unused_parameters=True),
-        TypeError,
-        "got 'find_unused_parameters', which is not",
     ),
     "scaler": (lambda: GossipStrategy(scaler=None), TypeError, r'GossipStrategy got scaler=None.*precision="16-mixed"'),
 }

@@ -14,30 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gossip import CheckpointError
+from gossip.checkpoints import safetensors_file
 from gossip.checkpoints.exporting import write_module
 from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.parameters import digests
-
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-]
 
 
 def values_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -68,7 +48,7 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("chunk_bytes")
 def test_every_dtype_is_written_as_the_library_does(tmp_path: Path) -> None:
     tensors = {}
-    for dtype in DTYPES:
+    for dtype in safetensors_file._NAMES:
         tensors[f"{dtype} matrix"] = values_of(dtype, 5, 7)
         tensors[f"{dtype} scalar"] = values_of(dtype)
         tensors[f"{dtype} empty"] = values_of(dtype, 0, 3)

@@ -40,10 +40,6 @@ def shard_what_is_inside(module: GossipDataParallel) -> nn.Module:
 AROUND: dict[str, tuple[Callable[[GossipDataParallel], nn.Module], str]] = {
     "DDP": (DistributedDataParallel, "a DistributedDataParallel"),
     "FSDP": (lambda model: FullyShardedDataParallel(model, device_id=CPU), "FullyShardedDataParallel"),
-    "fully_shard of a larger model": (
-        lambda model: shard(nn.Sequential(nn.Linear(3, 3), model)),
-        "fully_shard",
-    ),
     "fully_shard of the module": (shard_what_is_inside, "fully_shard"),
 }
 

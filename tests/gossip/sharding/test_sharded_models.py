@@ -284,7 +284,6 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
         {"shard": "none", "algorithm": "sparse_loco", "topology": "complete"},
         "algorithm SparseLoCo.* needs the whole message",
     ),
-    "sharded twice": (whole, {"shard": "optimizer"}, "fully_shard was applied to it; leave out one of"),
     "unknown": (whole, {"shard": "parameters"}, 'shard must be "optimizer" or "none", got .parameters.'),
     "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
     "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
@@ -296,26 +295,15 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
         {"shard": "none"},
         "is a DistributedDataParallel, which would all-reduce the gradients",
     ),
-    "lazy": (lambda _: nn.LazyLinear(3), {"shard": "optimizer"}, "parameter 'weight' is lazy; run one forward"),
     "of whole matrices": (
         whole,
         {"optimizer": torch.optim.Adafactor},
         "Adafactor computes its update from whole matri",
     ),
-    "of all parameters": (
-        lambda _: nn.Linear(4, 4),
-        {"shard": "optimizer", "optimizer": torch.optim.LBFGS, "step_in_backward": False},
-        "LBFGS computes its update from all parameters of a replica",
-    ),
     "gathered in fp8": (
         lambda mesh: whole(mesh, param_dtype=torch.float8_e4m3fn),
         {},
         "'weight' is sharded with param_dtype torch.float8_e4m3fn; only float64, .* MixedPrecisionPolicy",
-    ),
-    "reduced in fp8": (
-        lambda mesh: whole(mesh, reduce_dtype=torch.float8_e5m2),
-        {},
-        "'weight' is sharded with reduce_dtype torch.float8_e5m2; only float64",
     ),
     "another type": (whole, {"mesh": (2, 1)}, "mesh must be a torch.distributed.device_mesh.DeviceMesh, got tuple"),
 }
