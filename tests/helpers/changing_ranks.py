@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import unsupervised
 from elastic_ranks import RATE, Dropped, joins, make_model, read_dropped, recorded, steps_until, targets, without
+from fault_places import injected
 
 import topologies
 from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import injected
 
 NUMEL = 8
 NUM_MORE = 16

@@ -170,8 +170,9 @@ def stay(
     With ``shares_memory=False`` among the options all messages go over sockets. Whose messages member r does not mix in
     is in ``folder/r``, for :func:`read_dropped`.
     """
+    from fault_places import injected  # it loads what a test shows not to be loaded otherwise
+
     from gossip.elastic import elastic_world
-    from gossip.lab.faults.injection import injected  # it loads what a test shows not to be loaded otherwise
 
     number = JOINING if joins() else torch.distributed.get_rank()
     came: list[tuple[int, int]] = []

@@ -27,7 +27,6 @@ from gossip.communication.liveness.process_liveness import is_suspended
 from gossip.lab.benchmarks.network.namespaces import Namespace
 from gossip.lab.benchmarks.network.networks import store_at
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
-from gossip.lab.faults import injection
 from gossip.launching import fork_server
 
 _PATIENCE_S = 240
@@ -126,6 +125,8 @@ def _work(
     rank, world_size, host, port, namespace, clock = place
     torch.set_num_threads(1)
     shared_clock.SharedClock(clock, number).replace_monotonic()
+    from gossip.lab.faults import injection  # it loads what a test shows not to be loaded otherwise
+
     injection._THAW = shared_clock.THAW.format(helpers=str(Path(__file__).parent), file=clock)
     with contextlib.ExitStack() as stack:
         if namespace is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 from unittest import mock
 
 import numpy as np
@@ -30,7 +30,7 @@ from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.faults.chaos_figure import draw
 from gossip.lab.faults.chaos_report import ChaosResult, examine, in_words
-from gossip.lab.faults.fault import Fault, Kind
+from gossip.lab.faults.fault import KINDS, Fault
 from gossip.lab.faults.injection import injected
 from gossip.launching import DEFAULT_TIMEOUT
 
@@ -39,7 +39,7 @@ _FAULTS_OF_A_LIFE = 6  # planned per process; fewer happen if one of them ends i
 _BATCH_SIZE = 16
 _WIDTH = 64
 _PARTITION_TIMEOUT_S = 60.0
-_KINDS = "|".join(get_args(Kind))
+_KINDS = "|".join(KINDS)
 
 
 def _check_planned(text: str) -> str:
@@ -82,7 +82,7 @@ class ChaosSettings(BenchmarkSettings):
             faults.append(self._random(random, faults[-1].step if faults else first_step))
         return faults
 
-    def _planned(self, kind: Any, step: int) -> Fault:
+    def _planned(self, kind: str, step: int) -> Fault:
         is_temporary = kind in ("freeze", "cut", "delay")
         return Fault(kind, step=step, duration_s=1.5 * self.timeout_s if is_temporary else None)
 

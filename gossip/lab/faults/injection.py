@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import selectors
@@ -15,25 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
-import torch
-
-from gossip.checkpoints import saving
-from gossip.elastic import state_transfer
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Kind, Outgoing, PeerConnection
-from gossip.elastic.consensus_store import ConsensusStore
-from gossip.elastic.elastic_world import ElasticWorld
-from gossip.elastic.joining_rank import JoiningRank
-from gossip.elastic.state_transfer import StateSource
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.pair_transport import PairTransport
 from gossip.lab.faults.fault import Fault
 
-_SENDING_PATIENCE = timedelta(seconds=20)
-_MESSAGES = (Kind.MESSAGE, Kind.LENT, Kind.PAIR)
+SENDING_PATIENCE = timedelta(seconds=20)
+MESSAGES = (Kind.MESSAGE, Kind.LENT, Kind.PAIR)
 _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
 
 
@@ -50,12 +41,18 @@ def injected(faults: Iterable[Fault], may_happen: Callable[[Fault], bool] = lamb
     """
     with contextlib.ExitStack() as stack:
         for fault in faults:
-            stack.enter_context(_injected(fault, functools.partial(_happen, fault, may_happen)))
+            happens = functools.partial(happen, fault, may_happen)
+            if fault.kind in ("cut", "delay"):
+                stack.enter_context(_disturbed(fault, happens))
+            elif fault.num_bytes is None:
+                stack.enter_context(patched((EdgeTransport, PairTransport), "start", _sending, fault, happens))
+            else:
+                stack.enter_context(patched((Outgoing,), "send", _sending_a_part, fault, happens))
         yield
 
 
-def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
-    """Let a fault happen, and return whether it did; "kill" does not return, and "full disk" raises OSError."""
+def happen(fault: Fault, may_happen: Callable[[Fault], bool] = lambda _: True) -> bool:
+    """Let a fault happen, and return whether it did; "kill" does not return."""
     if not may_happen(fault):
         return False
     if fault.kind == "kill":
@@ -66,23 +63,18 @@ def _happen(fault: Fault, may_happen: Callable[[Fault], bool]) -> bool:
         if fault.duration_s is not None:
             subprocess.Popen([sys.executable, "-c", _THAW, str(fault.duration_s), str(os.getpid())])
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault.kind == "full disk":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return True
 
 
 @contextlib.contextmanager
-def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
-    if fault.kind in ("cut", "delay"):
-        with _disturbed(fault, happen):
-            yield
-        return
-    if fault.kind == "lose":
-        with mock.patch.object(Mesh, "send", _losing(Mesh.send, fault, happen)):
-            yield
-        return
-    name = "sending a part" if fault.place == "sending" and fault.num_bytes is not None else fault.place
-    targets, attribute, make = _PLACES[name]
+def patched(
+    targets: Iterable[Any],
+    attribute: str,
+    make: Callable[[Any, Fault, Callable[[], None]], Any],
+    fault: Fault,
+    happens: Callable[[], object],
+) -> Iterator[None]:
+    """Replace a method of each target within the block by ``make(method, fault, once)``; ``once`` happens once."""
     lock, has_happened = threading.Lock(), threading.Event()
 
     def once() -> None:
@@ -90,27 +82,12 @@ def _injected(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             if has_happened.is_set():
                 return
             has_happened.set()
-        happen()
+        happens()
 
     with contextlib.ExitStack() as patches:
-        for target in targets if isinstance(targets, tuple) else (targets,):
-            happening = make(getattr(target, attribute), fault, once)
-            patches.enter_context(mock.patch.object(target, attribute, happening))
+        for target in targets:
+            patches.enter_context(mock.patch.object(target, attribute, make(getattr(target, attribute), fault, once)))
         yield
-
-
-def _losing(send: Any, fault: Fault, happen: Callable[[], bool]) -> Any:
-    """Return a replacement of ``send`` that loses the messages of one step and one bucket."""
-
-    def send_or_lose(self: Mesh, member: int, key: Any, *more: Any) -> Outgoing:
-        is_lost = key.kind in _MESSAGES and key[1:3] == (fault.step, fault.bucket)
-        if is_lost and (not fault.peers or member in fault.peers) and happen():
-            frame = Outgoing(key)
-            frame.end()
-            return frame
-        return cast("Outgoing", send(self, member, key, *more))
-
-    return send_or_lose
 
 
 @contextlib.contextmanager
@@ -128,7 +105,7 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
         return not fault.peers or member in fault.peers
 
     def send_and_begin(self: Mesh, member: int, key: Any, *more: Any) -> Outgoing:
-        if not began and key.kind in _MESSAGES and key.first >= fault.step:
+        if not began and key.kind in MESSAGES and key.first >= fault.step:
             began.append(time.monotonic() if happen() else float("-inf"))
         return send(self, member, key, *more)
 
@@ -159,9 +136,6 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------- places
-
-
 def _sending(start: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def start_or_happen(self: Any, *args: Any, step: int, bucket: int) -> Any:
         if (step, bucket) >= (fault.step, fault.bucket):  # not ==, because a rank may have no peer in that round
@@ -182,7 +156,7 @@ class _Interrupted:
         if self._has_happened:  # sending continues unless it ended the process
             return self._connection.sendmsg(parts)
         content = b"".join(parts)[: self._num_left]
-        self._connection.settimeout(_SENDING_PATIENCE.total_seconds())
+        self._connection.settimeout(SENDING_PATIENCE.total_seconds())
         self._connection.sendall(content)
         self._connection.setblocking(False)
         self._num_left -= len(content)
@@ -194,76 +168,10 @@ class _Interrupted:
 
 def _sending_a_part(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def send_and_happen(self: Any, connection: Any, authenticator: Any) -> bool:
-        is_due = self.key.kind in _MESSAGES and self.key[1:3] >= (fault.step, fault.bucket)
+        is_due = self.key.kind in MESSAGES and self.key[1:3] >= (fault.step, fault.bucket)
         if is_due and not (self.has_begun or isinstance(connection, _Interrupted)):  # one at a time
             connection = _Interrupted(connection, min(fault.num_bytes or 0, self.num_bytes - 1), happen)
         sent: bool = send(self, connection, authenticator)
         return sent
 
     return send_and_happen
-
-
-def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    count = [0]
-
-    def exchange_or_happen(self: Any, *args: Any, turn: int | None = None, **options: Any) -> Any:
-        count[0] += turn is None
-        if count[0] > fault.step:
-            happen()
-        return exchange(self, *args, turn=turn, **options)
-
-    return exchange_or_happen
-
-
-def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    def send_and_happen(self: Any, member: int, key: Any, *more: Any) -> Any:
-        frame = send(self, member, key, *more)
-        if key.kind == Kind.FLAG_VOTE and key.second >= fault.step:
-            with self.changed:
-                self.changed.wait_for(lambda: frame.has_ended, _SENDING_PATIENCE.total_seconds())
-            happen()
-        return frame
-
-    return send_and_happen
-
-
-def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor, part: int) -> None:
-        if (piece, part) == (1, 0):
-            happen()
-        send(self, member, piece, content, part)
-
-    return happen_or_send
-
-
-def _before(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def happen_and_call(*args: Any, **keywords: Any) -> Any:
-        happen()
-        return call(*args, **keywords)
-
-    return happen_and_call
-
-
-def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def call_and_happen(*args: Any, **keywords: Any) -> Any:
-        found = call(*args, **keywords)
-        happen()
-        return found
-
-    return call_and_happen
-
-
-_PLACES: dict[str, tuple[Any, str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
-    "sending": ((EdgeTransport, PairTransport), "start", _sending),
-    "sending a part": (Outgoing, "send", _sending_a_part),
-    "agreeing": (ConsensusStore, "_set_once", _after),
-    "together": (ElasticWorld, "exchange", _together),
-    "telling": (Mesh, "send", _telling),
-    "saving": (saving, "write_tensors", _before),
-    "listening": (ElasticWorld, "_listen", _before),
-    "calling": (Mesh, "connect", _before),
-    "giving": (StateSource, "_send", _giving),
-    "taking": (state_transfer, "_pieces", _after),
-    "asking": (JoiningRank, "be_admitted", _before),
-    "entering": (JoiningRank, "be_admitted", _after),
-}

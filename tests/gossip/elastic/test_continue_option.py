@@ -167,7 +167,7 @@ def test_nothing_of_it_is_loaded_by_default() -> None:
 
 def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]]:
     rank = dist.get_rank()
-    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+    from fault_places import injected  # it loads what another test shows not to be loaded
 
     deaths = [Fault(place="together", step=number)] if rank == 2 else []
     model = make_model(16, {"topology": "ring"})
@@ -184,7 +184,7 @@ def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]
 
 def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
     rank = dist.get_rank()
-    from gossip.lab.faults.injection import injected  # it loads what another test shows not to be loaded
+    from fault_places import injected  # it loads what another test shows not to be loaded
 
     with (
         injected([Fault("full disk", "saving")] if rank == 1 else []),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import flat, joins, make_model, steps_until, targets, train_until
+from fault_places import injected
 from loguru import logger
 from tiers import rest_is_slow
 
@@ -21,7 +22,6 @@ from gossip.elastic import state_transfer
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import injected
 from gossip.step import generation_change
 from gossip.step.preemption import Preemption
 

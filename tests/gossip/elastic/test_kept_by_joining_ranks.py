@@ -18,6 +18,7 @@ import torch.distributed as dist
 import unsupervised
 from checkpointing import log_of
 from elastic_ranks import NUM_MORE, joins, make_model, steps_until, targets
+from fault_places import injected
 from kept import SCHEDULERS, Ema, Failing, advance
 from tiers import rest_is_slow
 from torch.optim import SGD
@@ -25,7 +26,6 @@ from torch.optim import SGD
 from gossip import GossipError
 from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import injected
 
 NUMEL = 8
 MANY_STEPS = 200_000

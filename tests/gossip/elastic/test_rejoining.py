@@ -12,11 +12,11 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import NUM_MORE, RATE, Pair, digest_of, flat, make_model, targets
+from fault_places import injected
 from tiers import rest_is_slow
 
 from gossip import ExchangeError, GossipDataParallel
 from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import injected
 
 NUMEL = 64
 TIMEOUT = timedelta(seconds=1)

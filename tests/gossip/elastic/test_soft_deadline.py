@@ -11,6 +11,7 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+from fault_places import injected
 from tiers import rest_is_slow
 
 import gossip
@@ -19,7 +20,6 @@ from gossip import GossipDataParallel, GossipError
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.exchange.late_messages import MOST_LATE, LateMessages
 from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import injected
 
 NUMEL = 64
 

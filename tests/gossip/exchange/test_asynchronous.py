@@ -48,7 +48,7 @@ class Course(NamedTuple):
 
 def train(numel: int, loads: Sequence[int], faults: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
     """Rank r computes ``loads[r]`` times as much as it needs."""
-    from gossip.lab.faults.injection import injected
+    from fault_places import injected
 
     rank = torch.distributed.get_rank()
     history: list[Average] = []
@@ -351,7 +351,7 @@ class Stay(NamedTuple):
 
 def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: int) -> Stay:
     """Every few steps all ranks do something together; so many steps more once one of four has come back."""
-    from gossip.lab.faults.injection import injected
+    from fault_places import injected
 
     rank = torch.distributed.get_rank()
     options = {"algorithm": "asynchronous", "topology": "complete", "partition_timeout": 30, "timeout": RETURN_TIMEOUT}
