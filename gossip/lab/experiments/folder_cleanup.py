@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,21 @@ _HYDRAS_NOTES = "multirun.yaml"  # written by hydra for a sweep, before its firs
 _made: list[Path] = []  # folders created by this command, deepest first
 
 
-def missing(folder: Path) -> list[Path]:
-    """Return those of ``folder`` and its parents that do not exist, deepest first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the empty ones among ``folders``, given deepest first; those that do not exist are ignored."""
-    for path in folders:
-        with contextlib.suppress(OSError):
-            path.rmdir()
-
-
 def remove_new() -> None:
     """Remove the folders that hydra created for this command and that hold nothing but hydra's own notes. Local."""
     if _made and _made[0].is_dir() and [path.name for path in _made[0].iterdir()] == [_HYDRAS_NOTES]:
         (_made[0] / _HYDRAS_NOTES).unlink()
-    remove_empty(_made)
+    for path in _made:
+        with contextlib.suppress(OSError):  # it is not empty
+            path.rmdir()
     _made.clear()
 
 
 def _note(place: Any) -> None:
     _made.clear()
     with contextlib.suppress(Exception):  # hydra itself reports a path that cannot be resolved
-        _made.extend(missing(Path(str(place.dir)).absolute()))
+        folder = Path(str(place.dir)).absolute()
+        _made.extend(path for path in (folder, *folder.parents) if not path.exists())
 
 
 def note_callback() -> Any:

@@ -15,7 +15,6 @@ from loguru import logger
 from gossip import LaunchError, World, launch
 from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
-from gossip.lab.experiments.folder_cleanup import missing, remove_empty
 from gossip.lab.experiments.graceful_stop import signals_for_workers
 from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
 from gossip.lab.experiments.run_figures import draw_figures
@@ -89,8 +88,6 @@ def run_job(
     with contextlib.ExitStack() as until_the_end:
         with _refused_by_all(world):
             if world.rank == 0:
-                if takes_back:
-                    until_the_end.callback(remove_empty, missing(folder))
                 until_the_end.enter_context(run_folder.lock(folder))
                 if again:
                     run_folder.clear(folder)
@@ -160,7 +157,7 @@ def _run_in_folder(
                 draw_figures(folder, summary, experiment.topology, form="svg")
                 if forwarding:
                     figures = draw_figures(folder, summary, experiment.topology, form="png")
-            run_folder.write_summary(folder, summary)
+            run_folder.write_json(folder / run_folder.SUMMARY_FILE, summary)
         ending = Ending("completed", summary, figures, folder / MODEL_FILE)
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)

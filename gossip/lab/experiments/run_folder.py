@@ -131,7 +131,7 @@ def claim(folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
                 "hydra.run.dir=..."
             ) from None
         (folder / OVERRIDES_FILE).write_text(OmegaConf.to_yaml(list(overrides)), encoding="utf-8")
-        _write_json(folder / VERSIONS_FILE, versions())
+        write_json(folder / VERSIONS_FILE, versions())
 
 
 def clear(folder: Path) -> None:
@@ -156,16 +156,14 @@ def unclaim(folder: Path) -> None:
 def sign(folder: Path, identities: Mapping[str, str]) -> None:
     """Record the launchers that may restart this run, and their identifiers for it; write nothing if there are none."""
     if identities:
-        _write_json(folder / STARTED_BY_FILE, identities)
+        write_json(folder / STARTED_BY_FILE, identities)
 
 
 def update_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Atomically write the configuration with which a run is resumed."""
     from omegaconf import OmegaConf
 
-    partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
-    partial.replace(folder / CONFIG_FILE)
+    _replace(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(dict(config))))
 
 
 def read_overrides(folder: Path) -> list[str]:
@@ -183,13 +181,6 @@ def changed_versions(folder: Path) -> list[str]:
     """Describe every version that has changed since the run in ``folder`` began."""
     began = read_json(folder / VERSIONS_FILE)
     return [f"{name} was {began.get(name)} and is {now}" for name, now in versions().items() if began.get(name) != now]
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Atomically write the summary of a completed run."""
-    partial = folder / f"{SUMMARY_FILE}.partial"
-    _write_json(partial, summary)
-    partial.replace(folder / SUMMARY_FILE)
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
@@ -226,6 +217,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(records.without_non_finite(content), indent=2, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Atomically write an object, with null for every number that is not finite."""
+    _replace(path, json.dumps(records.without_non_finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

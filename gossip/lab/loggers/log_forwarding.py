@@ -18,9 +18,10 @@ from typing import Any
 from loguru import logger
 
 from gossip.communication.host import daemon_threads
-from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger, write_state
+from gossip.lab.experiments.run_folder import write_json
+from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
-from gossip.lab.loggers.record_streams import MeanStream, RankStream
+from gossip.lab.loggers.record_streams import RecordStream
 
 _BEGUN = "begun.json"
 _BATCH = 256  # maximum number of records between two calls of flush
@@ -30,7 +31,8 @@ _RETRY_S = 10.0  # delay between a failure and the next attempt
 
 def announce_begun(folder: Path, step: int) -> None:
     """Tell the forwarders that the files of all ranks hold the records before ``step``, and no later ones. Local."""
-    write_state(folder / STATE_FOLDER / _BEGUN, {"step": step})
+    (folder / STATE_FOLDER).mkdir(exist_ok=True)
+    write_json(folder / STATE_FOLDER / _BEGUN, {"step": step})
 
 
 class LogForwarder:
@@ -101,12 +103,13 @@ class LogForwarder:
 
     def _follow(self, step: int) -> None:
         """Begin the loggers, pass on all records until the run has ended, and end the loggers."""
-        streams: dict[str, RankStream | MeanStream] = {}
+        streams: dict[str, RecordStream] = {}
         while not self._is_given_up.is_set():
             is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
             for beginning in self._beginnings(step):
                 if beginning.records not in streams and beginning.records not in self._ended:
-                    streams[beginning.records] = self._begin(beginning, step)
+                    made = self._loggers.setdefault(beginning.records, self._make())
+                    streams[beginning.records] = RecordStream(beginning, made.begin(beginning))
             if not sum([self._bring(records, stream) for records, stream in streams.items()]):
                 if is_over:
                     break
@@ -125,14 +128,7 @@ class LogForwarder:
             rank = int(path.stem.removeprefix("rank"))
             yield replace(self._beginning, step=step, rank=rank, name=f"{self._beginning.name} rank {rank}")
 
-    def _begin(self, beginning: Beginning, step: int) -> RankStream | MeanStream:
-        made = self._loggers.setdefault(beginning.records, self._make())
-        first_step = made.begin(beginning)
-        if beginning.rank is not None:
-            return RankStream(self._folder / f"{beginning.records}.jsonl", first_step)
-        return MeanStream(self._folder, beginning.world_size, first_step, settled_steps=step)
-
-    def _bring(self, records: str, stream: RankStream | MeanStream) -> int:
+    def _bring(self, records: str, stream: RecordStream) -> int:
         """Pass one batch of records to a logger, and return their number."""
         is_whole = self._ending is not None and self._ending.status == "completed"
         found = stream.read(_BATCH, is_whole=is_whole)

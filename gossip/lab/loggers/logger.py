@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from gossip.lab.experiments.run_folder import read_json
+from gossip.lab.experiments.run_folder import read_json, write_json
 
 STATE_FOLDER = "loggers"
 """The sub-folder of the run folder for state that loggers need on resume, such as the id of a W&B run."""
@@ -45,7 +44,8 @@ class Beginning:
 
     def write_state(self, logger: str, state: Mapping[str, Any]) -> None:
         """Atomically write a few plain values for the next attempt at this run."""
-        write_state(self._state_file(logger), state)
+        self._state_file(logger).parent.mkdir(exist_ok=True)
+        write_json(self._state_file(logger), state)
 
     def _state_file(self, logger: str) -> Path:
         return self.folder / STATE_FOLDER / f"{logger}_{self.records}.json"
@@ -88,14 +88,6 @@ class Logger(Protocol):
 
     def end(self, ending: Ending) -> None:
         """Close the run; nothing may be logged afterwards unless the logger is begun again."""
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Atomically write a few plain values to a file in the folder of the state, which is made if it is missing."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, float]:

@@ -37,7 +37,6 @@ def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPa
         (("logger=wandb", "logger.wandb.mode=shared"), "logger.wandb.mode must be 'offline' or 'online', got 'shared'"),
         (("+logger.wand={}",), "logger.wand: unknown logger 'wand'. Did you mean 'wandb'? Available: mlflow, "),
         (("logger=mlflow", "+logger.mlflow.uri=x"), "logger.mlflow.uri=x: MlflowLogger has no option uri"),
-        (("logging.ranks=all",), "there is no logging.ranks=all. Available: mean, each"),
         (("logger=wandb", "logging.ranks=each", "engine=virtual"), "set logging.ranks=mean, or engine=processes"),
         (
             ("logger=tensorboard", "logging.model=true"),
@@ -73,7 +72,6 @@ def test_choice_of_wandb_online_needs_a_login_and_asks_nobody(monkeypatch: pytes
     [
         ("logger=[jsonl,tensorboard,wandb,mlflow]", (), {"tensorboard", "wandb", "mlflow"}),
         ("logger=jsonl", ("logger=[tensorboard,mlflow]",), {"tensorboard", "mlflow"}),
-        ("logger=[wandb,mlflow]", ("logger=jsonl",), set()),
     ],
 )
 def test_choice_of_a_run_that_goes_on(

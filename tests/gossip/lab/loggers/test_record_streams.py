@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gossip.lab.loggers import record_streams
-from gossip.lab.loggers.record_streams import MeanStream, RankStream
+from gossip.lab.loggers.logger import Beginning
+from gossip.lab.loggers.record_streams import RecordStream
 
 
 def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) -> None:
@@ -23,14 +24,18 @@ def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) ->
             file.write(json.dumps({"step": step, "loss": loss, **values}) + "\n")
 
 
-def losses(stream: MeanStream | RankStream, limit: int = 100, *, is_whole: bool = False) -> dict[int, float]:
+def means(folder: Path, world_size: int, step: int = 0) -> RecordStream:
+    return RecordStream(Beginning(folder, None, world_size, step), 0)
+
+
+def losses(stream: RecordStream, limit: int = 100, *, is_whole: bool = False) -> dict[int, float]:
     found = stream.read(limit, is_whole=is_whole)
     assert [step for step, _ in found] == sorted({step for step, _ in found})
     return {step: values["loss"] for step, values in found}
 
 
 def test_mean_of_a_step_waits_for_the_slowest_rank(tmp_path: Path) -> None:
-    stream = MeanStream(tmp_path, 3, 0)
+    stream = means(tmp_path, 3)
     assert losses(stream) == {}
     write(tmp_path, 0, range(4))
     write(tmp_path, 1, range(2))
@@ -48,26 +53,16 @@ def test_mean_of_a_step_waits_for_the_slowest_rank(tmp_path: Path) -> None:
 def test_mean_is_over_those_that_have_a_value(tmp_path: Path) -> None:
     write(tmp_path, 0, [0], wait_by_peer_s={"1": 1.0}, norm=None, diverged=None)
     write(tmp_path, 1, [0], wait_by_peer_s={"1": 3.0, "2": 5.0}, norm=7, diverged=None)
-    ((_, values),) = MeanStream(tmp_path, 2, 0).read(9, is_whole=False)
+    ((_, values),) = means(tmp_path, 2).read(9, is_whole=False)
     assert math.isnan(values.pop("diverged"))
     assert values == {"loss": 0.5, "wait_by_peer_s/1": 2.0, "wait_by_peer_s/2": 5.0, "norm": 7.0}
-
-
-def test_mean_without_a_line_that_is_not_finished(tmp_path: Path) -> None:
-    write(tmp_path, 0, [0])
-    (tmp_path / "rank1.jsonl").write_text('{"step": 0, "loss": 1')
-    stream = MeanStream(tmp_path, 2, 0)
-    assert losses(stream) == {}
-    with (tmp_path / "rank1.jsonl").open("a") as file:
-        file.write("}\n")
-    assert losses(stream) == {0: 0.5}
 
 
 def test_mean_after_a_loss_is_that_of_the_others(tmp_path: Path) -> None:
     write(tmp_path, 0, range(3), num_ranks=3)
     write(tmp_path, 1, range(3), num_ranks=3)
     write(tmp_path, 2, range(2), num_ranks=3)  # and is killed in step 2
-    stream = MeanStream(tmp_path, 3, 0)
+    stream = means(tmp_path, 3)
     assert losses(stream) == {0: 1, 1: 11}
     write(tmp_path, 0, [3], num_ranks=2)
     assert losses(stream) == {2: 20.5}
@@ -79,7 +74,7 @@ def test_mean_of_what_is_settled_is_over_whoever_made_it(tmp_path: Path) -> None
     write(tmp_path, "workers.jsonl", range(2))  # in one process, at first
     for rank in range(2):
         write(tmp_path, rank, range(2, 4))  # then two, resumed with three at step 4
-    stream = MeanStream(tmp_path, 3, 0, settled_steps=4)
+    stream = means(tmp_path, 3, step=4)
     assert losses(stream) == {0: 0, 1: 10, 2: 20.5, 3: 30.5}
     for rank in range(2):
         write(tmp_path, rank, [4])
@@ -90,7 +85,7 @@ def test_mean_of_what_is_settled_is_over_whoever_made_it(tmp_path: Path) -> None
 
 def test_mean_takes_what_there_is_once_the_run_is_whole(tmp_path: Path) -> None:
     write(tmp_path, 0, range(3))  # the others are on a machine without this folder
-    stream = MeanStream(tmp_path, 2, 0)
+    stream = means(tmp_path, 2)
     assert losses(stream) == {}
     assert losses(stream, is_whole=True) == {0: 0, 1: 10, 2: 20}
 
@@ -102,11 +97,11 @@ def test_streams_begin_at_a_step_and_keep_little_in_memory(
     monkeypatch.setattr(record_streams, "AHEAD", 4)
     for rank in range(2):
         write(tmp_path, rank, range(100))
-    means, own = MeanStream(tmp_path, 2, first), RankStream(tmp_path / "rank1.jsonl", first)
+    of_all, own = (RecordStream(Beginning(tmp_path, rank, 2), first) for rank in (None, 1))
     found: dict[int, float] = {}
-    while batch := losses(means, limit=7):
+    while batch := losses(of_all, limit=7):
         assert len(batch) <= 7
-        assert all(len(stream.waiting) <= 4 for stream in means._ranks.values())
+        assert all(len(stream.waiting) <= 4 for stream in of_all.files.values())
         found |= batch
     assert found == {step: 10 * step + 0.5 for step in range(first, 100)}
     assert losses(own, limit=1000) == {step: 10 * step + 1 for step in range(first, 100)}
