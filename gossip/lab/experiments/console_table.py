@@ -1,30 +1,14 @@
-"""Tables on the terminal: the results of one run, or one line per run of a sweep."""
+"""The results of a run on the terminal."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gossip.lab.experiments.run_summary import percent, rows, seconds, size
-
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "averaged\ntest accuracy": lambda run: percent(run["averaged_test_accuracy"]),
-    "local\nmean": lambda run: percent(run["local_test_accuracy_mean"]),
-    "local\nworst": lambda run: percent(run["local_test_accuracy_worst"]),
-    "consensus\ndistance": lambda run: _distance(run["consensus_distance_before"]),
-    "relative\nconsensus distance": lambda run: _distance(run["consensus_distance_before_relative"]),
-    "steps": lambda run: str(run["steps"]),
-    "time\nin steps": lambda run: seconds(run["training_time_s"]),
-    "exposed\nwait": lambda run: seconds(run["exposed_wait_s"]),
-    "sent per\nrank and step": lambda run: size(run["bytes_sent_per_step"]),
-}
-"""What a sweep's table says of a completed run."""
 
 
 def print_run(summary: Mapping[str, Any], folder: Path) -> None:
@@ -32,46 +16,50 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
     from rich.table import Table
 
     what = [summary["method"], summary["topology"], summary["data"]]
-    table = Table(title=f"{', '.join(filter(None, what))}: {_ranks(summary)}, seed {summary['seed']}")
+    world_size, local_size = summary["world_size"], summary.get("local_size", 1)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if local_size > 1:
+        ranks += f" in groups of {local_size} (shard={summary['shard']})"
+    table = Table(title=f"{', '.join(filter(None, what))}: {ranks}, seed {summary['seed']}")
     table.add_column("result")
     table.add_column("value", justify="right")
-    for name, value in rows(summary):
-        table.add_row(name, value)
+    for name, value in _rows(summary).items():
+        if value is not None:  # a time that the method or the engine does not measure
+            table.add_row(name, value)
     print_table(table)
     print(f"run folder: {folder}")
 
 
-def print_sweep(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Print one line per run, then the reason of each failure."""
-    from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
-    from rich.table import Table
+def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
+    def percent(name: str) -> str:
+        return f"{summary[name]:.2%}"
 
-    overrides = [summary["overrides"] for summary in summaries]
-    common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
-    table = Table(title=escape(" ".join([f"{len(summaries)} runs", *common])))
-    for column in ("job", "overrides", "status"):
-        table.add_column(column)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right")
-    for summary in summaries:
-        cells = [text(summary) for text in _COLUMNS.values()] if summary["status"] == "completed" else ()
-        own = [override for override in summary["overrides"] if override not in common]
-        table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
-    print_table(table)
-    for summary in summaries:
-        if summary["status"] != "completed":
-            print(f"job {summary['job']} {summary['status']}: {summary['reason']}")
-    print(f"sweep folder: {folder}")
+    def distance(when: str) -> str:
+        absolute, relative = (summary[f"consensus_distance_{when}{of}"] for of in ("", "_relative"))
+        return f"{absolute:.3g} (relative {relative:.2g})"
 
+    def seconds(name: str) -> str | None:
+        return None if summary[name] is None else f"{summary[name]:.2f} s"
 
-def _distance(distance: float | None) -> str:
-    return "not finite" if distance is None else f"{distance:.2g}"
-
-
-def _ranks(summary: Mapping[str, Any]) -> str:
-    world_size, local_size = summary["world_size"], summary.get("local_size", 1)
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    return ranks if local_size == 1 else f"{ranks} in groups of {local_size} (shard={summary['shard']})"
+    return {
+        **{
+            f"test accuracy, local replicas: {which}": percent(f"local_test_accuracy_{which}")
+            for which in ("mean", "worst", "best")
+        },
+        "test accuracy, global average": percent("averaged_test_accuracy"),
+        "test loss, global average": f"{summary['averaged_test_loss']:.4f}",
+        "consensus distance before the average": distance("before"),
+        "consensus distance after": distance("after"),
+        "steps": f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})",
+        "wall time": f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps",
+        "exposed wait, mean of the ranks": seconds("exposed_wait_s"),
+        "exchanges beside computation, over buckets": seconds("overlapped_s"),
+        "sent per rank and step": f"{summary['bytes_sent_per_step'] / 1024:.4g} KiB",
+        **{
+            f"ranks from step {change['step']} on": ", ".join(map(str, change["members"]))
+            for change in summary.get("changes_of_ranks", ())
+        },
+    }
 
 
 def print_table(table: Table) -> None:

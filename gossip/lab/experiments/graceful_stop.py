@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from gossip import ExchangeError, GossipError, World
+from gossip import ExchangeError, GossipError
 from gossip.communication.host import daemon_threads
 from gossip.launching import signal_workers
 
@@ -97,20 +97,6 @@ class GracefulStop:
         self._is_asked = False
         self._is_agreed, self._is_there = threading.Event(), threading.Event()
         self._reading, self._writing = os.pipe()
-
-    @classmethod
-    def of_all_ranks(
-        cls,
-        world: World,
-        ranks: Callable[[], Iterable[int]],
-        bound_steps: int,
-        *,
-        saves: bool,
-        last_words: Callable[[str], str],
-    ) -> Self:
-        """Make an instance for all ranks of a model, or for a single process. Collective."""
-        store = world.keys("stopping") if saves else None
-        return cls(store, world.member, ranks, bound_steps, saves=saves, last_words=last_words)
 
     def __enter__(self) -> Self:
         self._before: dict[int, Any] = {}

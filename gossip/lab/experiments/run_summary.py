@@ -1,4 +1,4 @@
-"""The summary of a run: one small dictionary, and its presentation as a table."""
+"""The summary of a run: one small dictionary."""
 
 from __future__ import annotations
 
@@ -124,54 +124,3 @@ def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         peer: statistics.fmean(report["wait_by_peer_s"][peer] for report in reports if peer in report["wait_by_peer_s"])
         for peer in peers
     }
-
-
-def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the summary of a completed run as rows of a table: the label, and the value with its unit.
-
-    A time that the method or the engine does not measure is left out.
-    """
-    distances = {
-        when: f"{summary[f'consensus_distance_{when}']:.3g} (relative "
-        f"{summary[f'consensus_distance_{when}_relative']:.2g})"
-        for when in ("before", "after")
-    }
-    measured = {"exposed_wait_s": "exposed wait, mean of the ranks"}
-    measured["overlapped_s"] = "exchanges beside computation, over buckets"
-    return [
-        *(
-            (f"test accuracy, local replicas: {which}", percent(summary[f"local_test_accuracy_{which}"]))
-            for which in ("mean", "worst", "best")
-        ),
-        ("test accuracy, global average", percent(summary["averaged_test_accuracy"])),
-        ("test loss, global average", f"{summary['averaged_test_loss']:.4f}"),
-        ("consensus distance before the average", distances["before"]),
-        ("consensus distance after", distances["after"]),
-        ("steps", f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})"),
-        ("wall time", f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps"),
-        *((text, seconds(summary[key])) for key, text in measured.items() if summary[key] is not None),
-        ("sent per rank and step", size(summary["bytes_sent_per_step"])),
-        *(
-            (f"ranks from step {change['step']} on", ", ".join(map(str, change["members"])))
-            for change in summary.get("changes_of_ranks", ())
-        ),
-    ]
-
-
-def seconds(duration_s: float | None) -> str:
-    """Format a time in seconds; "-" if it was not measured."""
-    return "-" if duration_s is None else f"{duration_s:.2f} s"
-
-
-def percent(accuracy: float) -> str:
-    """Format an accuracy as a percentage."""
-    return f"{accuracy:.2%}"
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes with a suitable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"

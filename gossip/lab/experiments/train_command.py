@@ -24,7 +24,6 @@ from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, help_text
 from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.resuming import State
-from gossip.lab.experiments.run_summary import percent
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
 
@@ -227,8 +226,8 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
         run_folder.write_failure(folder, {"status": "failed", "reason": why, "overrides": overrides})
         return
     if in_sweep:
-        accuracy, time_s = percent(summary["averaged_test_accuracy"]), summary["wall_time_s"]
-        logger.info("job {}: test accuracy of the average {} after {:.1f} s", folder.name, accuracy, time_s)
+        accuracy, time_s = summary["averaged_test_accuracy"], summary["wall_time_s"]
+        logger.info("job {}: test accuracy of the average {:.2%} after {:.1f} s", folder.name, accuracy, time_s)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         print_run(summary, folder)
 

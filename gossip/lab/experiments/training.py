@@ -92,8 +92,9 @@ def train_experiment(
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
         last: dict[str, Any] = {}
         signal_number, saves = None, settings.checkpoint.every > 0
-        with GracefulStop.of_all_ranks(
-            world, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
+        store = world.keys("stopping") if saves else None
+        with GracefulStop(
+            store, world.member, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
         ) as stopping:
             for last in _steps(experiment, method, tracer, state):
                 show(last)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.console_table import print_sweep
+from gossip.lab.experiments.console_table import print_table
 from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE
 
 SWEEP_FILE = "sweep.csv"
@@ -18,6 +18,12 @@ _COLUMNS = (
     "local_test_accuracy_worst", "local_test_accuracy_best", "consensus_distance_before",
     "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
     "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
+)  # fmt: skip
+
+
+_PRINTED = (
+    "averaged_test_accuracy", "local_test_accuracy_mean", "local_test_accuracy_worst", "consensus_distance_before",
+    "consensus_distance_before_relative", "steps", "training_time_s", "exposed_wait_s", "bytes_sent_per_step",
 )  # fmt: skip
 
 
@@ -48,8 +54,28 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
     jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
     summaries = [_read(job, folder) for job in jobs]
     write_csv(summaries, folder / SWEEP_FILE)
-    print_sweep(summaries, folder)
+    _print(summaries, folder)
     return summaries
+
+
+def _print(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Print one line per run, then the reason of each failure."""
+    from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
+    from rich.table import Table
+
+    overrides = [summary["overrides"] for summary in summaries]
+    common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
+    columns = [name.replace("_", " ").replace(" ", "\n", 1) for name in _PRINTED]
+    table = Table("job", "overrides", "status", *columns, title=escape(" ".join([f"{len(summaries)} runs", *common])))
+    for summary in summaries:
+        own = [override for override in summary["overrides"] if override not in common]
+        cells = ["" if summary.get(name) is None else f"{summary[name]:.5g}" for name in _PRINTED]
+        table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
+    print_table(table)
+    for summary in summaries:
+        if summary["status"] != "completed":
+            print(f"job {summary['job']} {summary['status']}: {summary['reason']}")
+    print(f"sweep folder: {folder}")
 
 
 def write_csv(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:

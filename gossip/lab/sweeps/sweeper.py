@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.console_table import print_table
 from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.report.report_files import DOCUMENT_FILE, write_report
-from gossip.lab.sweeps.result_table import print_rows
+from gossip.lab.report import Document
+from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, write_report
+from gossip.lab.report.report_markdown import CHIEF, LEGEND, texts
+from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
+
+
+_PRINTED = (
+    *CHIEF, "local_accuracy_mean", "consensus_distance", "consensus_distance_relative", "rounds_to_target",
+    "bytes_to_target", "predicted_time_to_target_s",
+)  # fmt: skip
 
 
 class GridSweeper:
@@ -160,8 +169,26 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
             "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
             "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", num_left_out, folder,
         )  # fmt: skip
-    print_rows(write_report(document, folder), folder)
+    _print(write_report(document, folder), folder)
     return summaries
+
+
+def _print(document: Document, folder: Path) -> None:
+    """Print the rows, then the reason of each failure, the verdict and the path of the report."""
+    from rich.table import Table
+
+    rows = texts(document, _PRINTED)
+    table = Table(*rows[0], title=f"{document.title}: {LEGEND}")
+    for cells in rows:
+        table.add_row(*cells.values())
+    print_table(table)
+    for row in document.rows:
+        for reason in row.reasons:
+            place = ", ".join(filter(None, (row.label, f"{row.world_size} ranks", row.partition, row.condition)))
+            print(f"{place}: failed: {reason}")
+    for sentence in verdict(document):
+        print(sentence)
+    print(f"report: {folder / PAGE_FILE}")
 
 
 def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:

@@ -14,7 +14,7 @@ from repository import CONFIGS
 
 import gossip
 from gossip.lab.experiments import train_command
-from gossip.lab.experiments.config_store import REGISTRIES, registered
+from gossip.lab.experiments.config_store import REGISTRIES
 
 MODULE = '''
 import gossip
@@ -82,10 +82,6 @@ def test_what_is_registered_runs_by_its_name(command: CommandLine, tmp_path: Pat
     [
         ((IMPORTS, "topology=two_halfs"), "there is no topology=two_halfs; did you mean two_halves? Available: "),
         ((IMPORTS, "topology=needs_width"), "topology.options.width has no value; set it"),
-        (
-            (IMPORTS, "compression=my_bits", "compression.options.bits=5"),
-            "compression.options.bits=5: bits must be 4 or 8, got 5",
-        ),
     ],
 )
 def test_what_cannot_be_chosen_is_one_line(arguments: tuple[str, ...], text: str, command: CommandLine) -> None:
@@ -103,8 +99,3 @@ def test_help_lists_what_is_registered_too(monkeypatch: pytest.MonkeyPatch, caps
     assert lines[first + 1].strip() == ("Each half averages inside itself; every other round the halves meet in pairs.")
     assert lines[first + 2].strip() == "topology.options.shift=0"
     assert {"topology=ring", "compression=my_bits", "algorithm=half_mixed", "algorithm=awc"} <= set(lines)
-
-
-def test_what_the_package_registers_has_files_but_for_short_names() -> None:
-    found = {group: list(registered(group, CONFIGS)) for group in REGISTRIES}
-    assert found == {"topology": [], "algorithm": ["atc", "awc"], "compression": []}

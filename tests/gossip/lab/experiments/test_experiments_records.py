@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
 
@@ -31,14 +30,6 @@ def test_records_write_what_is_not_finite_as_null(tmp_path: Path) -> None:
     assert strict == {"step": 3, "loss": None, "nested": {"values": [None, 1.0]}}
 
 
-def test_records_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "rank0.jsonl"
-    with JsonlWriter(path) as writer:
-        for step in range(3):
-            writer.log(step, {"loss": 1.0})
-            assert len(read_jsonl(path)) == step + 1
-
-
 def test_records_unfinished_last_line_is_left_out_and_removed_on_resuming(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "lo')
@@ -48,20 +39,15 @@ def test_records_unfinished_last_line_is_left_out_and_removed_on_resuming(tmp_pa
     assert read_jsonl(path) == [{"step": 0}, {"step": 1, "loss": 2.0}]
 
 
-@pytest.mark.parametrize("end", ["", '{"step": 3', '{"step": 3}\n{"st'])
-def test_records_are_cut_back_to_a_step(tmp_path: Path, end: str) -> None:
+def test_records_are_cut_back_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n' + end)
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
     assert cut_jsonl(path, 2) == 2
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
     assert cut_jsonl(path, 7) == 2
     assert cut_jsonl(path, 0) == 0
     assert path.read_text() == ""
-
-
-def test_records_that_are_not_there_are_cut_to_none(tmp_path: Path) -> None:
-    assert cut_jsonl(tmp_path / "rank0.jsonl", 3) == 0
-    assert not list(tmp_path.iterdir())
+    assert cut_jsonl(tmp_path / "none.jsonl", 3) == 0
 
 
 @pytest.mark.parametrize(("line", "message"), [("{oops}", "line 2: not JSON"), ("[1]", "line 2: a record must be")])
@@ -70,19 +56,3 @@ def test_records_damaged_line_is_named(tmp_path: Path, line: str, message: str) 
     path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
     with pytest.raises(ValueError, match=rf"rank0\.jsonl, {message}"):
         read_jsonl(path)
-
-
-def test_records_refuse_a_tensor_and_stay_whole(tmp_path: Path) -> None:
-    path = tmp_path / "rank0.jsonl"
-    with JsonlWriter(path) as writer:
-        with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-            writer.write({"step": 0, "loss": torch.tensor(1.0)})
-        writer.log(0, {"loss": 1.0})
-    assert read_jsonl(path) == [{"step": 0, "loss": 1.0}]
-
-
-def test_summary_of_a_diverged_run_is_valid_json(tmp_path: Path) -> None:
-    from gossip.lab.experiments.run_folder import write_summary
-
-    write_summary(tmp_path, {"loss": float("nan"), "steps": 3})
-    assert (tmp_path / "summary.json").read_text() == '{\n  "loss": null,\n  "steps": 3\n}\n'

@@ -62,9 +62,3 @@ def test_lock_warns_where_the_file_system_has_none(tmp_path: Path, monkeypatch: 
         pass
     logger.remove(sink)
     assert lines == [f"WARNING {tmp_path} is on a file system without locks: nothing keeps another run out of it\n"]
-
-
-def test_lock_where_nothing_can_be_written_says_why(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(FolderError, match="cannot be written: Not a directory"), lock(tmp_path / "file" / "run"):
-        pytest.fail("there is no such folder")

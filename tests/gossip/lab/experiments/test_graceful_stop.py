@@ -102,7 +102,6 @@ STUCK = "dist.HashStore().wait(['never'])"
         (3, True, "SIGTERM", THEN, "no answer from ranks 1, 2"),
         (1, True, "SIGTERM", STUCK, "step 1, after which all stop, has not ended"),
         (1, True, "SIGINT", STUCK, "the call that the main thread is in has not returned"),
-        (2, False, "SIGTERM", STUCK, "the call that the main thread is in has not returned"),
     ],
 )
 def test_stopping_gives_up_where_the_ranks_do_not_get_there(

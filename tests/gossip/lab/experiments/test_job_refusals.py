@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from pathlib import Path
 
 import pytest
 from composing import CommandLine, composed
 
-from gossip.lab.experiments.run_folder import claim, lock, write_summary
+from gossip.lab.experiments.run_folder import claim, lock, write_json
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["topology=rign"], "error: there is no topology=rign; did you mean ring? Available: "),
-        (
-            ["-m", "model=mlp,cn"],
-            "error: there is no model=cn; did you mean cnn? Available: char_transformer, cnn, mlp",
-        ),
-        (["data.folder=x"], "error: the configuration has no key data.folder; it is an option of data=cifar10"),
         (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
         (
             ["data=stdlib_text"],
@@ -39,33 +33,24 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
             "error: launch.world_size=3: topology 'hypercube' needs a world_size that is a power",
         ),
         (["data=cifar10", "hydra.run.dir=a/b/c"], "error: data.folder=data/cifar-10-batches-bin: CIFAR-10: "),
-        (["data=cifar10", "data.folder=nowhere"], "error: data.folder=nowhere: CIFAR-10: nowhere has no data_batch"),
-        (["launch.port=99999"], "error: launch.port must be less than or equal to 65535, got 99999"),
         (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
         (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
-        (
-            ["model._target_=nowhere.Model", "trusted_targets=[nowhere]"],
-            "error: model._target_=nowhere.Model cannot be imported: No module named 'nowhere'",
-        ),
         (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
         (["model._target_=null"], "error: model has no _target_"),
         (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
         (["topology.every=2.5"], "error: topology.every must be a valid integer, got 2.5"),
-        (["topology.evry=2"], "error: the configuration has no key topology.evry; did you mean topology.every?"),
+        (["launch.local_size=3"], "error: launch.local_size=3 does not divide launch.world_size=4; every group"),
+        (["shard=fsdp"], "error: shard=fsdp divides a replica among the ranks of a group; set launch.local_size"),
+        (
+            ["topology=hypercube", "launch.world_size=6", "launch.local_size=2"],
+            "error: launch.world_size=6 launch.local_size=2: topology 'hypercube'",
+        ),
+        (["launch.restart=2"], "error: launch.restart=2: a worker that is started again joins others that go on; set"),
         (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
         (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
-        (["algorithm.gamma=2"], "error: algorithm.gamma=2: gamma must be between 0 and 1"),
-        (
-            ["wrapper.clip_grad_norm=0"],
-            "error: wrapper.clip_grad_norm=0: clip_grad_norm must be a positive norm, got 0",
-        ),
         (
             ["algorithm=push_sum", "compression=choco", "topology=ring"],
             "error: compression choco(top_k, ratio=0.0625, gamma=0.15625) cannot serve algorithm PushSum, which must ",
-        ),
-        (
-            ["algorithm=momentum_exchange", "optimizer=adamw"],
-            "error: algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is AdamW",
         ),
         (
             ["wrapper.transport=distributd"],
@@ -81,10 +66,6 @@ from gossip.lab.experiments.run_folder import claim, lock, write_summary
         ),
         (["+wrapper.compression=int8"], "error: wrapper.compression is not set here; set compression=..."),
         (["+wrapper.scaler=null"], "error: wrapper.scaler is for programs of your own; leave it out"),
-        (
-            ["+wrapper.clip_norm=1"],
-            "error: wrapper.clip_norm=1: GossipDataParallel has no option clip_norm; did you mean clip_grad_norm?",
-        ),
     ],
 )
 def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str, tmp_path: Path) -> None:
@@ -117,7 +98,6 @@ def test_refusals_of_the_folder_of_another_sweep(command: CommandLine, tmp_path:
             '"ring" there and "path" here; leave that out, or begin another run\n',
         ),
         (["experiment=digits_cnn"], "error: resume=run goes on as that run was configured, but model._target_ is "),
-        (["+optimizer.dampening=0.1"], "error: resume=run goes on as that run was configured, but optimizer.dampening"),
         (["~training.epochs"], "error: resume=run goes on as that run was configured, but training.epochs is 20 there"),
     ],
 )
@@ -140,7 +120,7 @@ def test_refusals_to_resume_what_has_ended_or_is_in_use(command: CommandLine, tm
         status, stderr = command("resume=run")
     assert (status, stderr.count("\n")) == (2, 1)
     assert stderr.startswith(f"error: {folder} is in use by the run with process id {os.getpid()} on ")
-    write_summary(folder, {"status": "completed"})
+    write_json(folder / "summary.json", {"status": "completed"})
     status, stderr = command("resume=run")
     assert status == 2
     assert stderr == f"error: the run in {folder} has ended (summary.json): there is nothing to resume\n"
@@ -152,16 +132,6 @@ def test_refusals_to_resume_in_a_sweep(command: CommandLine, tmp_path: Path) -> 
         command("-m", "resume=run", "hydra.sweep.dir=sweep")
     assert caught.value.code == 1
     assert "goes on with one run; leave out -m" in (tmp_path / "sweep" / "sweep.csv").read_text()
-
-
-def test_refusals_within_a_sweep_are_rows_of_its_table(command: CommandLine, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        command("-m", "topology=graph,hypercube", "launch.world_size=3", "hydra.sweep.dir=sweep")
-    assert caught.value.code == 1
-    with (tmp_path / "sweep" / "sweep.csv").open() as file:
-        reasons = [row["reason"] for row in csv.DictReader(file)]
-    assert reasons[0] == "topology.options.graph has no value; set it: topology.options.graph=..."
-    assert "power of two" in reasons[1]
 
 
 def test_refusals_leave_folders_that_were_there(command: CommandLine, tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from gossip.communication.world import World
-from gossip.errors import ExchangeError, LaunchError
+from gossip.errors import ExchangeError
 from gossip.lab.experiments.evaluation import cross_entropy
 from gossip.lab.experiments.experiment_build import build
-from gossip.lab.experiments.job import PRELOAD, run_job
+from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.experiments.training import train
 from gossip.lab.experiments.training_methods import AllReduceMethod
-from gossip.launching.launcher import launch
 
 SMALL = ("training.epochs=1", "training.batch_size=60", "launch.world_size=3", "training.consensus_every_steps=0")
 
@@ -91,29 +90,6 @@ def test_local_trains_every_rank_alone(tmp_path: Path) -> None:
     assert worst < mean < best
 
 
-def test_methods_repeat_themselves_by_seed(tmp_path: Path) -> None:
-    config = composed(*SMALL, "method=ddp", "model=cnn", "model.channels=[4]")
-    for name in ("one", "two", "other"):
-        run({**config, "seed": 1 if name == "other" else 0}, tmp_path / name)
-    records = {
-        name: [
-            [record["loss"], record["accuracy"], record.get("averaged_test_loss"), record.get("consensus_distance")]
-            for rank in range(3)
-            for record in read_jsonl(tmp_path / name / f"rank{rank}.jsonl")
-        ]
-        for name in ("one", "two", "other")
-    }
-    assert records["one"] == records["two"]
-    assert records["one"] != records["other"]
-
-
-def test_methods_name_the_rank_that_dies(tmp_path: Path) -> None:
-    config = composed("training.epochs=1", "launch.world_size=3", "method=ddp", "trusted_targets=[faulty_models]")
-    config["model"] = {"_target_": "faulty_models.FailingModel", "rank": 1, "step": 3, "how": "raise"}
-    with pytest.raises(LaunchError, match=r"^rank 1 failed: ArithmeticError: injected at step 3\n"):
-        launch(train, config, str(tmp_path), world_size=3, preload=PRELOAD)
-
-
 @pytest.mark.parametrize("method", ["gossip", "ddp", "local"])
 def test_methods_serve_one_rank(tmp_path: Path, method: str) -> None:
     alone = ("launch.world_size=1", "launch.num_threads=1")
@@ -124,28 +100,6 @@ def test_methods_serve_one_rank(tmp_path: Path, method: str) -> None:
     assert summary["bytes_sent_per_step"] == 0
     assert summary["overrides"] == ["some=override"]
     assert (tmp_path / "run" / "topology.svg").exists() == (method == "gossip")
-
-
-def test_gossip_trains_a_character_model(tmp_path: Path) -> None:
-    overrides = [
-        "experiment=char_lm",
-        "data.context_length=16",
-        "data.max_bytes=40000",
-        "model.width=32",
-        "model.depth=1",
-        "model.dropout=0.1",
-        "model.tied_head=true",
-        "training.epochs=2",
-        "launch.world_size=2",
-    ]
-    summary = run(composed(*overrides), tmp_path / "run")
-    first = read_jsonl(tmp_path / "run" / "rank0.jsonl")[0]
-    assert summary["averaged_test_loss"] < 0.8 * first["loss"]
-    assert 0.1 < summary["averaged_test_accuracy"] < 1
-    assert "standard library of Python" in summary["data_notes"]
-    saved = load_file(tmp_path / "run" / "model.safetensors")
-    assert "embedding.weight" in saved
-    assert "head.weight" not in saved  # tied to the embedding
 
 
 def test_ddp_tells_a_failed_exchange_from_a_failed_model() -> None:

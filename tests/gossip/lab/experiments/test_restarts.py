@@ -8,7 +8,7 @@ from pathlib import Path
 from composing import composed
 
 from gossip.lab.experiments.resuming import State, find, identities, restarter, state_of
-from gossip.lab.experiments.run_folder import claim, sign, update_config, write_failure, write_summary
+from gossip.lab.experiments.run_folder import claim, sign, update_config, write_failure, write_json
 
 FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 REQUEUED = {**FIRST, "SLURM_RESTART_COUNT": "1"}
@@ -50,7 +50,7 @@ def test_find_takes_the_newest_run_of_this_configuration(tmp_path: Path) -> None
     begun(tmp_path, "without", "seed=1", has_checkpoint=False)  # nothing to go on from, and nothing to be taken away
     asked = composed("seed=1", "resume=auto", "checkpoint.every=7", f"output_root={tmp_path}")
     assert find(tmp_path, asked, {}) == newest
-    write_summary(newest, {"status": "completed"})
+    write_json(newest / "summary.json", {"status": "completed"})
     assert find(tmp_path, asked, {}) == newest
     update_config(newest, composed("seed=3"))
     assert find(tmp_path, asked, {}) == tmp_path / "older"
@@ -84,5 +84,5 @@ def test_state_of_a_folder(tmp_path: Path) -> None:
     other = {**REQUEUED, "SLURM_JOB_ID": "8"}
     assert state_of(folder, None, other) is State.BEGIN  # which is then refused: it is taken
     assert state_of(folder, "auto", other) is State.GO_ON
-    write_summary(folder, {"status": "completed"})
+    write_json(folder / "summary.json", {"status": "completed"})
     assert state_of(folder) is State.ENDED

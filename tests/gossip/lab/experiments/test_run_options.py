@@ -76,14 +76,6 @@ def test_options_step_after_backward_is_the_same_mathematics(tmp_path: Path, def
     assert losses(inside[1]) != pytest.approx(losses(default), rel=1e-3)
 
 
-def test_options_buffers_are_mixed_like_parameters(tmp_path: Path) -> None:
-    model = ("model=cnn", "model.channels=[4]")
-    local, _ = run(tmp_path / "local", *model)
-    average, _ = run(tmp_path / "average", *model, "wrapper.buffers=average")
-    statistics_bytes = 4 * 2 * 4  # mean and variance of four channels
-    assert average["bytes_sent_per_step"] == local["bytes_sent_per_step"] + statistics_bytes
-
-
 def test_options_without_meaning_for_ddp_are_named_only_if_changed() -> None:
     lines: list[str] = []
     sink = logger.add(lines.append, format="{level} {message}")

@@ -33,12 +33,6 @@ def test_shards_epoch_goes_on_where_it_was_left() -> None:
         assert [inputs.tolist() for inputs, _ in batches] == epoch(shards, 0, 1)[first:]
 
 
-def test_shards_order_follows_from_seed_rank_and_epoch() -> None:
-    assert epoch(uneven(), 0, 1) == epoch(uneven(), 0, 1)
-    orders = {str(epoch(uneven(seed), 0, number)) for seed in range(3) for number in range(3)}
-    assert len(orders) > 6
-
-
 @pytest.mark.parametrize("repeats", [False, True])
 def test_shards_batches_of_several_ranks_stand_one_after_the_other(repeats: bool) -> None:
     shards = Shards([np.arange(0, 7), np.arange(7, 12)], batch_size=2, seed=0, repeats=repeats)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from composing import composed
 
-from gossip.lab.experiments.console_table import print_run, print_sweep
+from gossip.lab.experiments.console_table import print_run
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
@@ -31,7 +31,6 @@ def run(folder: Path, *overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "method",
     [
-        ("topology=one_peer_exponential",),
         ("topology=star", "algorithm=adapt_then_combine", "wrapper.clip_grad_norm=0.5"),
         ("method=ddp", "wrapper.clip_grad_norm=0.5"),
     ],
@@ -75,12 +74,7 @@ def test_virtual_run_leaves_and_shows_what_others_do(tmp_path: Path, capsys: pyt
         "topology.svg",
     }
     print_run(summary, tmp_path)
-    failed = {"status": "failed", "reason": "it", "overrides": ["logger=[wandb,mlflow]", "a=[b,1]"], "job": "1"}
-    print_sweep([{**summary, "overrides": failed["overrides"][:1], "job": "0"}, failed], tmp_path)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count(f"{summary['averaged_test_accuracy']:.2%}") == 2
-    assert "2 runs logger=[wandb,mlflow]" in shown  # not taken for a style
-    assert "a=[b,1]" in shown
+    assert f"{summary['averaged_test_accuracy']:.2%}" in capsys.readouterr().out
     records = read_jsonl(tmp_path / "workers.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["step"] for record in records if "averaged_test_accuracy" in record] == [3, 7]
@@ -107,10 +101,7 @@ def test_run_goes_on_with_the_other_engine(tmp_path: Path, before: str, after: s
         assert [record["step"] for record in read_jsonl(path)] == list(range(first, stop))
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["wrapper.step_in_backward=false", "wrapper.transport=debug", "profile=true"],
-)
+@pytest.mark.parametrize("option", ["wrapper.transport=debug", "profile=true"])
 def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option.partition('=')[0]}.* is for ranks that are processes"):
         check(composed("engine=virtual", option))

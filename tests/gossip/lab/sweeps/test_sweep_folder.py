@@ -22,7 +22,6 @@ def folder(*arguments: str) -> str:
         (*BASE, "hydra/launcher=basic", "hydra.launcher.n_jobs=1", "figures=true", "output_root=elsewhere"),
         (*BASE, "sweep.target=0.9", "--multirun"),
     ],
-    ids=["seeds-and-order", "another-value", "how-it-is-run", "what-is-reported"],
 )
 def test_folder_is_found_again_by_the_same_sweep(arguments: tuple[str, ...]) -> None:
     assert folder(*arguments) == folder(*BASE)

@@ -40,9 +40,8 @@ def test_grid_baselines_drop_what_means_nothing_to_them() -> None:
     ]
 
 
-@pytest.mark.parametrize("methods", ["ddp", "local,ddp"])
-def test_grid_of_baselines_alone_has_both_once(methods: str) -> None:
-    assert overrides_of(expand(axes(method=methods, topology="ring,star"))) == [("method=ddp",), ("method=local",)]
+def test_grid_of_baselines_alone_has_both_once() -> None:
+    assert overrides_of(expand(axes(method="local,ddp", topology="ring,star"))) == [("method=ddp",), ("method=local",)]
     assert overrides_of(expand(axes(topology="ring,star"), "ddp")) == [("method=ddp",), ("method=local",)]
 
 
@@ -111,11 +110,6 @@ def test_plan_variants_are_read_as_a_shell_would() -> None:
 def test_plan_refuses_variants_that_cannot_be_compared(variants: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read_variants({"sweep": {"variants": variants}}, axes(seed="0,1"))
-
-
-def test_plan_tells_two_values_of_an_axis_apart_by_their_condition() -> None:
-    plan = make_plan(axes(topology="ring", optimizer__lr="0.1,0.2"), compose)
-    assert {job.setting.condition for job in plan.jobs} == {"optimizer.lr=0.1", "optimizer.lr=0.2"}
 
 
 def test_plan_refuses_two_runs_that_are_the_same() -> None:

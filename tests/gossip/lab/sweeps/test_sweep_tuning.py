@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,9 @@ def test_trials_take_every_value_with_one_seed_and_the_compared_runs_the_other_s
         (ACCURACY, [(0.8, 0.1), (0.9, 0.5), (0.7, 0.2)], 0.2, False),
         (LOSS, [(0.8, 0.3), (0.9, 0.5), (0.7, 0.2)], 0.4, True),
         (ACCURACY, [(0.9, 0.3), (0.9, 0.2), (0.7, 0.1)], 0.2, False),
-        (ACCURACY, [(0.7, 0.1), (0.9, 0.2), (0.9, 0.2)], 0.2, False),
         (ACCURACY, [(0.5, 0.9), (0.99, None), "because"], 0.1, True),
     ],
-    ids=["most accurate", "lowest loss", "equally accurate", "equal", "diverged or failed"],
+    ids=["most accurate", "lowest loss", "equally accurate", "diverged or failed"],
 )
 def test_choice_is_the_best_trial(
     tmp_path: Path, metric: Metric, trials: list[Any], value: float, is_at_end: bool
@@ -111,21 +109,10 @@ def test_tuning_is_read() -> None:
         ({"parameter": "optimizer.rl"}, {}, r"sweep\.tune\.parameter=optimizer\.rl: the configuration has no key"),
         ({"parameter": "algorithm.gamma"}, {}, r"sweep\.tune\.parameter=algorithm\.gamma means nothing to all-reduce"),
         ({}, {"optimizer.lr": ["optimizer.lr=0.3"]}, r"sweep\.tune\.parameter=optimizer\.lr is set besides"),
-        ({"parameter": "seed"}, {}, r"sweep\.tune\.parameter=seed is set besides"),
-        ({"values": [0.1]}, {}, r"sweep\.tune\.values must have at least 2 items .*, got \[0\.1\]"),
-        ({"values": [0.1, True]}, {}, r"sweep\.tune\.values\[1\] must be a valid number, got True"),
         ({"values": [0.1, 0.2, 0.1]}, {}, r"sweep\.tune\.values .* have a number twice"),
-        ({"seed": -1}, {}, r"sweep\.tune\.seed must be greater than or equal to 0, got -1"),
         ({}, {"seed": ["seed=0"]}, r"sweep\.tune\.seed=0: no other seed is left to compare with"),
-        ({}, {"seed": []}, r"sweep\.tune\.seed=0: no other seed is left"),
     ],
 )
 def test_tuning_that_cannot_be_is_refused(tune: dict[str, Any], axes: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read_tuning(config(**tune), {**AXES, **axes})
-
-
-def test_tuning_that_is_no_mapping_is_refused() -> None:
-    message = "sweep.tune must be a mapping of parameter, values, seed, got 3"
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        read_tuning({"sweep": {"tune": 3}}, AXES)
