@@ -81,7 +81,6 @@ class GridSweeper:
                 self._run_missing(trials, folder)
                 choose = tuning.choose(trials, folder, make_metric(config))
                 plan = make_plan(tuning.compared_axes(axes), self._compose, variants, choose)
-                _warn_of_ends(plan)
             try:
                 self._run_missing(plan.jobs, folder)
             except Exception:  # raised by the launcher itself: the runs that have ended are still worth a report
@@ -199,17 +198,6 @@ def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
         return 0
     had, has = ({command for row in each["rows"] for command in row["commands"]} for each in (earlier, document))
     return len(had - has)
-
-
-def _warn_of_ends(plan: Plan) -> None:
-    """Warn of the settings whose best value is at the end of the grid, which should then be extended."""
-    choices = {job.setting: job.choice for job in plan.jobs if job.choice is not None and job.choice.is_at_end}
-    for setting, choice in choices.items():
-        name = ", ".join(filter(None, (setting.label, setting.condition, setting.algorithm)))
-        logger.warning(
-            "{}, {} ranks, {}: {}={:g} is the best and at the end of sweep.tune.values; a better one may lie beyond",
-            name, setting.world_size, setting.partition, choice.parameter, choice.value,
-        )  # fmt: skip
 
 
 def register() -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from repository import CONFIGS
 
 from gossip.lab import gossip_command
 
@@ -23,7 +22,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+@pytest.mark.parametrize("arguments", [(), ("-h",)])
 def test_gossip_alone_lists_its_commands(command: Command, arguments: tuple[str, ...]) -> None:
     status, stdout, stderr = command(*arguments)
     assert (status, stderr) == (0, "")
@@ -53,19 +52,14 @@ def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
     )
 
 
-@pytest.mark.parametrize("name", gossip_command.APPLICATIONS)
 def test_gossip_command_without_the_extra_says_what_to_install(
-    command: Command, name: str, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = {"torch": "torch", "no_such_package": "no-such-package", "nor_this_one": "nor-this-one"}
     monkeypatch.setattr(gossip_command, "PACKAGES", packages)
-    status, stdout, stderr = command(name, "--help")
+    status, stdout, stderr = command("train", "--help")
     assert (status, stdout) == (2, "")
     assert stderr == (
-        f"error: gossip {name} needs no-such-package, nor-this-one; install what the applications need in a clone of "
+        "error: gossip train needs no-such-package, nor-this-one; install what the applications need in a clone of "
         "the repository: pip install '.[lab]'\n"
     )
-
-
-def test_configuration_of_a_clone_is_beside_its_packages() -> None:
-    assert gossip_command.config_folder() == CONFIGS

@@ -60,7 +60,6 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
     "options",
     [
         ("method=gossip", "figures=true"),
-        ("method=local",),
         (
             "algorithm=adapt_then_combine",
             "wrapper.clip_grad_norm=1",

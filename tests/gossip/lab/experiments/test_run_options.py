@@ -26,7 +26,6 @@ SMALL = (
     "launch.world_size=2",
 )
 CLIPPED = "wrapper.clip_grad_norm=0.5"
-BY_DEFAULT = "AdaptWhileCommunicating(gamma=1)"
 
 Records = list[dict[str, Any]]
 
@@ -50,18 +49,15 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 @pytest.mark.xdist_group("run_options")
 @pytest.mark.parametrize(
-    ("overrides", "algorithm", "clipping"),
+    ("overrides", "clipping"),
     [
-        (("algorithm=adapt_then_combine",), "AdaptThenCombine(gamma=1)", None),
-        ((CLIPPED, "wrapper.clip=bucket", "wrapper.bucket_cap_mb=0.001"), BY_DEFAULT, "0.5 (bucket)"),
-        (("wrapper.transport=debug",), BY_DEFAULT, None),
+        ((CLIPPED, "wrapper.clip=bucket", "wrapper.bucket_cap_mb=0.001"), "0.5 (bucket)"),
+        (("wrapper.transport=debug",), None),
     ],
 )
-def test_options_run(
-    tmp_path: Path, default: Records, overrides: tuple[str, ...], algorithm: str, clipping: str | None
-) -> None:
+def test_options_run(tmp_path: Path, default: Records, overrides: tuple[str, ...], clipping: str | None) -> None:
     summary, records = run(tmp_path / "run", *overrides)
-    assert (summary["algorithm"], summary["clipping"]) == (algorithm, clipping)
+    assert summary["clipping"] == clipping
     assert losses(records)[-1] < losses(records)[0]
     is_same = "wrapper.transport=debug" in overrides
     assert (losses(records) == pytest.approx(losses(default), rel=1e-4)) == is_same

@@ -75,7 +75,6 @@ def build(
 @pytest.mark.parametrize(
     "options",
     [
-        {"number": 1},
         {"number": 1.5, "count": None, "names": ["a", "b"], "kind": "b", "dtype": "x"},
         {"number": {"_target_": "torch.nn.Linear"}, "names": [{"_target_": "torch.nn.Linear"}]},
         {"anything": [1], "untyped": "x", "_args_": [1], "_partial_": True},
