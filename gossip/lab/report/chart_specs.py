@@ -150,7 +150,7 @@ def _target(chart: Chart, y: Scale) -> list[Spec]:
     data = {"values": [{"y": chart.target / y.unit.size}]}
     rule = {"type": "rule", "strokeDash": [1, 3], "color": "var(--ink)", "clip": True, "aria": False}
     text = {
-        "type": "text", "text": f"\u2508\u2508 target {chart.y.round_text(chart.target)}", "align": "right",
+        "type": "text", "text": f"\u2508\u2508 target {chart.y.text(chart.target)}", "align": "right",
         "baseline": "bottom", "fontSize": 11, "color": "var(--ink)", "clip": False, "aria": False,
     }  # fmt: skip
     plain: Spec = {"x": None, "color": None, "opacity": None}

@@ -55,11 +55,6 @@ class Quantity:
         decimals = min(max(mantissa.startswith("1") - int(exponent), 0), 4)
         return f"{mean:.{decimals}f} ± {spread:.{decimals}f}{unit.suffix}"
 
-    def round_text(self, value: float) -> str:
-        """Format a value that a user chose, such as a target of 93 %, without trailing decimals."""
-        unit = self.unit(value)
-        return _significant(value / unit.size) + unit.suffix
-
     def _number(self, value: float, unit: Unit) -> str:
         if self.decimals is not None:
             return f"{value / unit.size:.{self.decimals}f}"

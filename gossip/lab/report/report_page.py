@@ -173,5 +173,5 @@ def _common(document: Document) -> dict[str, str]:
         common.setdefault("seeds", ", ".join(map(str, shared)))
     common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
     if metric.target is not None:
-        common.setdefault("target", quantity_of(metric).round_text(metric.target))
+        common.setdefault("target", quantity_of(metric).text(metric.target))
     return common
