@@ -17,7 +17,7 @@ from torch import nn
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure
-from gossip.lab.probe.probe_advice import Advice, advise
+from gossip.lab.probe.probe_advice import advise
 from gossip.lab.probe.probe_choice import DataKind
 from gossip.launching import DEFAULT_TIMEOUT
 
@@ -53,21 +53,6 @@ class ProbeResult(BaseModel):
     advice: str
     report: str = Field(exclude=True)
 
-    @classmethod
-    def of(cls, advice: Advice) -> ProbeResult:
-        """Return the content of an advice."""
-        return cls(
-            cluster=asdict(advice.measured.cluster),
-            workload=asdict(advice.measured.workload),
-            predictions=[
-                {"method": row.title, "step_time_s": row.run.step_time_s, "exposed_wait_s": row.run.exposed_wait_s}
-                for row in advice.rows
-            ],
-            choice=None if advice.choice is None else advice.choice.arguments(),
-            advice=advice.sentence,
-            report=f"{advice}\n",
-        )
-
 
 class Probe(Benchmark[ProbeSettings, ProbeResult]):
     """All ranks measure together; the advice follows."""
@@ -102,7 +87,19 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
 
     def result(self, case: ProbeSettings, records: Records) -> ProbeResult:
         """Return the advice that follows from what was measured."""
-        return ProbeResult.of(advise(TypeAdapter(Measured).validate_python(records[0][0]), case.data))
+        measured = TypeAdapter(Measured).validate_python(records[0][0])
+        advice = advise(measured, case.data)
+        predicted = [(row.title, row.run.step_time_s, row.run.exposed_wait_s) for row in advice.rows]
+        return ProbeResult(
+            cluster=asdict(measured.cluster),
+            workload=asdict(measured.workload),
+            predictions=[
+                dict(zip(("method", "step_time_s", "exposed_wait_s"), each, strict=True)) for each in predicted
+            ],
+            choice=None if advice.choice is None else advice.choice.arguments(),
+            advice=advice.sentence,
+            report=f"{advice}\n",
+        )
 
     def sections(self, results: Sequence[ProbeResult]) -> list[str]:
         """Return the advice."""

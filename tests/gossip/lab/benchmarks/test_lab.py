@@ -46,12 +46,18 @@ def here() -> str:
 
 
 @pytest.mark.root
-def test_lab_shapes_every_link_both_ways(two_hosts: Lab) -> None:
+def test_lab_shapes_every_link_both_ways_and_sets_the_congestion_control(two_hosts: Lab) -> None:
     for rate, said in ((1_000_000_000, "rate 1Gbit burst 500000b"), (50_000_000, "rate 50Mbit burst 128Kb")):
         two_hosts.shape(Link(rate))
         bridge, *hosts = map(queues, (two_hosts._bridge, *two_hosts._hosts))
         assert bridge.count("tbf") == bridge.count(said) == 2
         assert [host.count(said) for host in hosts] == [1, 1]
+    for rank in range(2):
+        with two_hosts.entered(rank), socket.socket() as connection:
+            connection.setblocking(False)
+            connection.connect_ex((two_hosts.address(1 - rank), 9))
+            name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.rstrip(b"\0") == b"cubic"
 
 
 @pytest.mark.root
@@ -204,13 +210,3 @@ def test_lab_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shaped_hosts.shutil, "which", lambda _: None)
     with pytest.raises(LabUnavailable, match="ip and tc not found: install iproute2"):
         Lab(2)
-
-
-@pytest.mark.root
-def test_lab_hosts_use_the_same_congestion_control_on_every_machine(two_hosts: Lab) -> None:
-    for rank in range(2):
-        with two_hosts.entered(rank), socket.socket() as connection:
-            connection.setblocking(False)
-            connection.connect_ex((two_hosts.address(1 - rank), 9))
-            name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        assert name.rstrip(b"\0") == b"cubic"
