@@ -89,12 +89,12 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
         """Return the advice that follows from what was measured."""
         measured = TypeAdapter(Measured).validate_python(records[0][0])
         advice = advise(measured, case.data)
-        predicted = [(row.title, row.run.step_time_s, row.run.exposed_wait_s) for row in advice.rows]
         return ProbeResult(
             cluster=asdict(measured.cluster),
             workload=asdict(measured.workload),
             predictions=[
-                dict(zip(("method", "step_time_s", "exposed_wait_s"), each, strict=True)) for each in predicted
+                {"method": row.title, "step_time_s": row.run.step_time_s, "exposed_wait_s": row.run.exposed_wait_s}
+                for row in advice.rows
             ],
             choice=None if advice.choice is None else advice.choice.arguments(),
             advice=advice.sentence,
