@@ -46,7 +46,7 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
 def test_a_bad_number_is_refused_in_one_line() -> None:
     done = run_here("exchange_ways.py", "--repetitions=0")
     assert done.status == 2
-    assert "at least 1" in done.last_line
+    assert done.last_line.endswith("repetitions must be greater than or equal to 1, got 0")
 
 
 NUM_PARAMETERS, NUM_TENSORS, BUCKET_BYTES = 250 * (8 * 8 + 8), 500, 10_000

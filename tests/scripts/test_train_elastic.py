@@ -86,7 +86,6 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
     [
         (("wrapper.on_peer_loss=raise", "launch.restart=2"), "launch.restart=2: a worker that is started again joins"),
         (("profile=true",), "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue"),
-        (("wrapper.min_ranks=4",), "min_ranks"),
         (("data.on_loss=forget",), "there is no data.on_loss=forget"),
     ],
 )
