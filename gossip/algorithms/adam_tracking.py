@@ -8,9 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch.optim import Adam, Optimizer
 
-from gossip.algorithms.base import Kept
+from gossip.algorithms.base import Form, Kept
 from gossip.algorithms.bucket_view import BucketView, PerParameter
-from gossip.algorithms.forms import Form
 from gossip.algorithms.momentum_tracking import TRACKER, MomentumTracking
 from topologies import Topology
 

@@ -16,6 +16,9 @@ from topologies.analysis.static_rounds import check_static, is_exact_in_every_ro
 
 VALUES = "values"
 """The channel of the values themselves."""
+Form = Literal["awc", "atc"]
+"""Adapt while communicating: messages are awaited at the next update. Adapt then combine: before the next forward pass.
+"""
 
 
 class Kept(NamedTuple):
@@ -312,6 +315,21 @@ class Algorithm:
     def _described_constants(self) -> str:
         values = {name: getattr(self, name) for name in self._constants}
         return " ".join(f"{name}={value:{'g' * isinstance(value, float)}}" for name, value in values.items())
+
+
+class WithForm(Algorithm):
+    """Algorithms that await an exchange at the next update or, if the user chooses, before the next forward pass."""
+
+    def __init__(self, form: Form = "awc") -> None:
+        if form not in ("awc", "atc"):
+            raise ValueError(
+                f'form must be "awc" (adapt while communicating) or "atc" (adapt then combine), got {form!r}'
+            )
+        self.form: Form = form
+        self.before_forward = form == "atc"
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({': '.join(filter(None, (self.form, self._described_constants())))})"
 
 
 def add_(values: torch.Tensor, difference: torch.Tensor, factor: float = 1.0) -> None:

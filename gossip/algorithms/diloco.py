@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Kept, Requires
+from gossip.algorithms.base import VALUES, Form, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 from topologies.validation import check_real
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 from gossip.algorithms.outer_steps import Periodic
 from topologies import Topology
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Kept
+from gossip.algorithms.base import VALUES, Kept, WithForm
 from gossip.algorithms.bucket_view import BucketView
-from gossip.algorithms.forms import WithForm
 
 TRACKER, LAST_GRADIENT = "tracker", "last_gradient"
 

@@ -10,9 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from gossip.algorithms.base import VALUES, Kept, Requires, add_
+from gossip.algorithms.base import VALUES, Form, Kept, Requires, WithForm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import Form, WithForm
 from gossip.algorithms.integral_gains import Gains, gains_on
 from topologies import Topology
 from topologies.validation import check_real

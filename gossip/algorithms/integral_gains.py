@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 from topologies import Topology
 from topologies.analysis import connected, consensus_rate
 from topologies.analysis.exactness import known_exact_after

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from gossip.algorithms.base import VALUES, Kept, add_
+from gossip.algorithms.base import VALUES, Kept, WithForm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import WithForm
 
 TRACKER, LAST_UPDATE = "tracker", "last_update"
 

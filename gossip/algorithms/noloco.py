@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from gossip.algorithms.base import VALUES, Kept
+from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 from topologies.validation import check_real
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from gossip.algorithms.base import Form, WithForm
 from gossip.algorithms.bucket_view import BucketView
-from gossip.algorithms.forms import Form, WithForm
 from topologies import Round, Topology
 from topologies.validation import check_integer
 

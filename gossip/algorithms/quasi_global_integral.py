@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Kept
+from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.forms import Form
 from gossip.algorithms.integral_correction import IntegralCorrection
 from gossip.algorithms.quasi_global_momentum import MOMENTUM, WithQuasiGlobalMomentum
 

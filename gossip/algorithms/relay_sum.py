@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from gossip.algorithms.base import VALUES, Kept, Requires
+from gossip.algorithms.base import VALUES, Form, Kept, Requires, WithForm
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.forms import Form, WithForm
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import only_graph
 

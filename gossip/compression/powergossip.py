@@ -117,7 +117,6 @@ class PowerCodec(WholeCodec):
             Matrix(*view) for view in bucket.views if len(view[0]) > 1 and _is_worth_it(view[0], compression.rank)
         ]
         self._plain = gaps(bucket.numel, ((each.shape, each.stride, each.offset) for each in self._matrices))
-        self._receive_buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._step = 0
         self.num_exchanges = 0
         self.directions: dict[int, list[torch.Tensor]] = {}
@@ -143,7 +142,7 @@ class PowerCodec(WholeCodec):
                 self.directions[peer] = [_orthonormal(vectors, draw, number) for number, vectors in enumerate(draw())]
         messages = self._messages_of(values, list(weights))
         del values
-        delivery = yield Turn(messages, partial(self._make_buffers, messages))
+        delivery = yield Turn(messages, lambda: {peer: torch.empty_like(each) for peer, each in messages.items()})
         weights = arrived(weights, delivery.received)
         if not weights:
             return Arrival(iter(()), is_finite=True)
@@ -171,15 +170,6 @@ class PowerCodec(WholeCodec):
         products = [size * self._num_vectors for size in self._sizes(of_products=True)]
         pieces = message.split([*plain, *products])
         return pieces[: len(plain)], [piece.view(-1, self._num_vectors) for piece in pieces[len(plain) :]]
-
-    def _make_buffers(self, messages: Messages) -> Messages:
-        receive_buffers = {}
-        for peer, message in messages.items():
-            key = peer, message.numel()
-            if key not in self._receive_buffers:
-                self._receive_buffers[key] = torch.empty_like(message)
-            receive_buffers[peer] = self._receive_buffers[key]
-        return receive_buffers
 
     @torch.no_grad()
     def _take_in(self, messages: Messages, received: Messages, weights: Mapping[int, float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -10,7 +9,7 @@ import torch
 
 from gossip.compression.codec import BucketShape, Compression, WholeCodec
 from gossip.compression.conversation import Messages, Turn, Turns, arrived
-from gossip.compression.sparsifiers import Part, parts_of
+from gossip.compression.sparsifiers import Part, num_kept, parts_of
 from topologies import Round
 from topologies.validation import check_real
 
@@ -85,19 +84,16 @@ class SparseCodec(WholeCodec):
         for source, weight in weights.items():
             self._add_(self._difference, received[source], weight)
 
-    def _num_kept(self, part: Part) -> int:
-        return min(part.width, math.ceil(self._ratio * part.width))
-
     def _sizes(self, part: Part) -> tuple[int, int, int]:
         """Return the numbers of bytes for scales, places and points."""
-        number = part.num_blocks * self._num_kept(part)
+        number = part.num_blocks * num_kept(self._ratio, part.width)
         return part.num_blocks * self._wide.itemsize, 2 * number, -(-number * self._bits // 8)
 
     def _encoded(self, values: torch.Tensor) -> torch.Tensor:
         pieces = []
         for part in self._parts:
-            blocks = values[part.values].view(part.num_blocks, part.width).to(self._wide)
-            places = blocks.abs().topk(self._num_kept(part), dim=1, sorted=False).indices
+            blocks = part.of(values).to(self._wide)
+            places = blocks.abs().topk(num_kept(self._ratio, part.width), dim=1, sorted=False).indices
             chosen = blocks.gather(1, places)
             scales = chosen.abs().amax(1, keepdim=True)
             fractions = torch.where(scales > 0, chosen / scales, chosen)
@@ -121,9 +117,9 @@ class SparseCodec(WholeCodec):
         """Add the decoded message times ``weight``."""
         pieces = message.split([size for part in self._parts for size in self._sizes(part)])
         for part, scales, places, packed in zip(self._parts, pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-            kept = self._num_kept(part)
+            kept = num_kept(self._ratio, part.width)
             points = self._unpacked(packed, part.num_blocks * kept).view(part.num_blocks, kept)
             grid = points.to(self._wide).add_(0.5).div_(2 ** (self._bits - 1)).sub_(1)
             added = grid.mul_(scales.clone().view(self._wide)[:, None]).mul_(weight)
-            blocks = total[part.values].view(part.num_blocks, part.width)
-            blocks.scatter_add_(1, places.clone().view(torch.int16).view(part.num_blocks, kept).long(), added.to(total))
+            at = places.clone().view(torch.int16).view(part.num_blocks, kept).long()
+            part.of(total).scatter_add_(1, at, added.to(total))

@@ -93,9 +93,6 @@ class Sparsifier(ABC):
             0, or NaN if an entry was not finite.
         """
 
-    def _num_kept(self, width: int) -> int:
-        return min(width, math.ceil(self.ratio * width))
-
 
 class TopK(Sparsifier):
     """The values of largest magnitude in each block, with their places in it."""
@@ -107,7 +104,7 @@ class TopK(Sparsifier):
         self._kept: list[slice] = []
         total = 0
         for part in self.parts:
-            number = part.num_blocks * self._num_kept(part.width)
+            number = part.num_blocks * num_kept(self.ratio, part.width)
             self._kept.append(slice(total, total + number))
             total += number
         self._num_values = total
@@ -124,7 +121,7 @@ class TopK(Sparsifier):
         for part, kept in zip(self.parts, self._kept, strict=True):
             public = part.of(known)
             difference = part.of(values) - public
-            places = difference.abs().topk(self._num_kept(part.width), dim=-1, sorted=False).indices
+            places = difference.abs().topk(num_kept(self.ratio, part.width), dim=-1, sorted=False).indices
             chosen = difference.gather(-1, places)
             kept_values[..., kept].view(chosen.shape).copy_(chosen)
             kept_places[..., kept].view(places.shape).copy_(places)
@@ -133,7 +130,7 @@ class TopK(Sparsifier):
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, kept = self.parts[number], self._kept[number]
         blocks = part.of(total)
-        shape = *blocks.shape[:-1], self._num_kept(part.width)
+        shape = *blocks.shape[:-1], num_kept(self.ratio, part.width)
         not_finite = _zeros(total)
         for payload, weight in messages:
             values = self._values(payload)[..., kept].double()
@@ -156,7 +153,7 @@ class RandomK(Sparsifier):
         super().__init__(bucket, ratio, seed)
         # A single part, because every place costs a cache line wherever it is.
         self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
-        number = self._num_kept(bucket.numel)
+        number = num_kept(self.ratio, bucket.numel)
         bounds = torch.arange(number + 1) * bucket.numel // max(number, 1)
         self._starts, self._lengths = bounds[:-1], bounds.diff().float()
         self._places = self._starts
@@ -246,6 +243,11 @@ class Sign(Sparsifier):
 
 
 SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, "sign": Sign}
+
+
+def num_kept(ratio: float, width: int) -> int:
+    """Return how many of ``width`` values are sent."""
+    return min(width, math.ceil(ratio * width))
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from quadratics import BUCKETS, MOMENTUM, Array, Problem, Sgd
 import gossip
 import topologies
 from gossip.algorithms import ALGORITHMS, Algorithm
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 from topologies import Round, Topology
 from topologies.graphs.edge_colouring import edge_colouring
 

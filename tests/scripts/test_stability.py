@@ -20,7 +20,7 @@ from gossip.algorithms import (
     BucketView,
     IntegralCorrection,
 )
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 from topologies import Topology
 
 PATH = REPOSITORY / "scripts" / "stability.py"

@@ -23,7 +23,7 @@ from gossip.algorithms import (
     MomentumTracking,
     QuasiGlobalIntegral,
 )
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 from topologies import Round, Topology
 
 

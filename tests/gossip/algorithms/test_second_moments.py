@@ -12,7 +12,7 @@ from torch import nn
 import topologies
 from gossip import VirtualWorkers
 from gossip.algorithms import IntegralCorrection
-from gossip.algorithms.forms import Form
+from gossip.algorithms.base import Form
 
 RATE, BETAS, EPSILON, NUM_RANKS = 0.02, (0.9, 0.99), 1e-8, 5
 OPTIMA = np.array([3.0, -1.0, 0.5, -2.0, 1.25])

@@ -28,8 +28,8 @@ class Echo(nn.Module):
         return scaled((*args, kwargs))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("num_samples", [1, 5, 8, 11])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_outputs_come_in_the_order_of_the_samples(dim: int, num_samples: int, world_size: int) -> None:
     inputs = torch.arange(num_samples * 6.0).view(num_samples, 2, 3).transpose(0, dim)
