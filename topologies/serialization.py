@@ -7,9 +7,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from topologies.compositions import Averaging, Interleaving, averaging, every, interleave, permuted, then
+from topologies import compositions
 from topologies.family_registry import build_family
-from topologies.placement import Permutation, Product, product
 from topologies.round import Round
 from topologies.schedule import Composition, Schedule, ScheduleT
 from topologies.validation import check_world_size
@@ -28,13 +27,13 @@ def to_dict(topology: Schedule) -> dict[str, Any]:
                     for phase in phases
                 ]
             }
-        case Interleaving(even, odd):
+        case compositions.Interleaving(even, odd):
             return {"interleave": [to_dict(even), to_dict(odd)]}
-        case Averaging(part, k, offset):
+        case compositions.Averaging(part, k, offset):
             return {"averaged": to_dict(part), "every": k, "offset": offset}
-        case Product(machines, local):
+        case compositions.Product(machines, local):
             return {"product": [to_dict(machines), to_dict(local)]}
-        case Permutation(part, order):
+        case compositions.Permutation(part, order):
             return {"permuted": to_dict(part), "order": list(order)}
     data: dict[str, Any] = {"name": topology.name, "world_size": topology.world_size}
     if topology.registered:
@@ -72,13 +71,13 @@ def _from_dict(kind: type[ScheduleT], data: Mapping[str, Any]) -> ScheduleT:
         case {"phases": phases}:
             return _from_phases(kind, phases)
         case {"interleave": [even, odd]}:
-            return interleave(_from_dict(kind, even), _from_dict(kind, odd))
+            return compositions.interleave(_from_dict(kind, even), _from_dict(kind, odd))
         case {"averaged": part, "every": k, "offset": offset}:
-            return averaging(_from_dict(kind, part), k, offset)
+            return compositions.averaging(_from_dict(kind, part), k, offset)
         case {"product": [machines, local]}:
-            return product(_from_dict(kind, machines), _from_dict(kind, local))
+            return compositions.product(_from_dict(kind, machines), _from_dict(kind, local))
         case {"permuted": part, "order": order}:
-            return permuted(_from_dict(kind, part), order)
+            return compositions.permuted(_from_dict(kind, part), order)
     raise ValueError(
         f"a topology needs the keys name and world_size, and options, or stochasticity and rounds; or those of an "
         f"expression: phases, interleave, product, averaged and every and offset, or permuted and order; got "
@@ -90,9 +89,9 @@ def _from_phases(kind: type[ScheduleT], phases: list[dict[str, Any]]) -> Schedul
     starts = [phase["start"] for phase in phases]
     if starts[:1] != [0] or any(one >= other for one, other in itertools.pairwise(starts)):
         raise ValueError(f"phases must start at rising rounds, the first one at 0, got {starts}; {_WRITTEN}")
-    topology, *later = (every(_from_dict(kind, phase["topology"]), phase["every"]) for phase in phases)
+    topology, *later = (compositions.every(_from_dict(kind, phase["topology"]), phase["every"]) for phase in phases)
     for start, part in zip(starts[1:], later, strict=True):
-        topology = then(topology, part, after=start)
+        topology = compositions.then(topology, part, after=start)
     return topology
 
 

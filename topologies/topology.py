@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from topologies import compositions, placement, serialization
+from topologies import compositions, serialization
 from topologies.analysis import description
 from topologies.analysis.exactness import known_exact_after
 from topologies.family_registry import build_family, choices_of
@@ -39,7 +39,7 @@ class Topology(Schedule):
     interleave = compositions.interleave
     averaged_every = compositions.averaged_every
     permuted = compositions.permuted
-    product = placement.product
+    product = compositions.product
     resized = serialization.resized
     describe = description.describe
 

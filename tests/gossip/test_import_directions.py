@@ -23,7 +23,6 @@ ROOMS_OF_TOPOLOGIES = (
     "array_arguments",
     "round",
     "schedule",
-    "placement",
     "compositions",
     "graphs",
     "analysis",
