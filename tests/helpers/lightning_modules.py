@@ -9,16 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from loops_by_hand import Case
+from replicas import flat
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 NUM_BATCHES = 5  # of one rank in one epoch
 BATCH_SIZE = 3
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
 def samples(dtype: torch.dtype = torch.float64) -> Dataset[Any]:

@@ -53,6 +53,10 @@ def snapshot(model: GossipDataParallel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
 def assert_equal_states(found: Any, wanted: Any, where: str = "state") -> None:
     """Bit by bit."""
     if isinstance(wanted, torch.Tensor):

@@ -55,10 +55,6 @@ def make_module(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0) -> 
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0)).to(dtype)
 
 
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
-
-
 def make_trainer(
     folder: Path,
     module: nn.Module,

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
 from loops_by_hand import Case, train_by_hand
-from replicas import gathered
+from replicas import flat, gathered
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,10 +45,6 @@ def data(num_batches: int = 2 * NUM_STEPS, dtype: torch.dtype = torch.float64) -
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3 * num_batches, 4, generator=generator, dtype=dtype)
     return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
 CASES = {

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
-from lightning_modules import NUM_BATCHES, batches, batches_of, flat, network, precision
+from lightning_modules import NUM_BATCHES, batches, batches_of, network, precision
 from loops_by_hand import Case, train_by_hand
-from replicas import gathered
+from replicas import flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS

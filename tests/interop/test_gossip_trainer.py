@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import collectives_counted
-from replicas import gathered
-from tiny_gpt2 import batch_of, flat, make_module, make_trainer, sample
+from replicas import flat, gathered
+from tiny_gpt2 import batch_of, make_module, make_trainer, sample
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, get_linear_schedule_with_warmup

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_gpt2 import Tokens, batch_of, flat, make_module, make_trainer, sample
+from replicas import flat
+from tiny_gpt2 import Tokens, batch_of, make_module, make_trainer, sample
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, get_linear_schedule_with_warmup
 

@@ -14,8 +14,9 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from replicas import flat
 from safetensors.torch import load_file
-from tiny_gpt2 import LENGTH, VOCABULARY, Tokens, batch_of, flat, make_module, make_trainer
+from tiny_gpt2 import LENGTH, VOCABULARY, Tokens, batch_of, make_module, make_trainer
 from torch import nn
 from transformers import (
     GPT2LMHeadModel,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_modules import NUM_BATCHES, Net, batches, batches_of, flat, module_of, network, precision, trainer_of
+from lightning_modules import NUM_BATCHES, Net, batches, batches_of, module_of, network, precision, trainer_of
 from loops_by_hand import Case, train_by_hand
-from replicas import gathered
+from replicas import flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 

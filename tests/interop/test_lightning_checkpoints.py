@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_modules import NUM_BATCHES, Net, batches, flat, network, trainer_of
-from replicas import gathered
+from lightning_modules import NUM_BATCHES, Net, batches, network, trainer_of
+from replicas import flat, gathered
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_modules import Net, batches, flat, trainer_of
+from lightning_modules import Net, batches, trainer_of
 from loguru import logger
-from replicas import gathered
+from replicas import flat, gathered
 
 from gossip import launch
 from gossip.integrations.lightning import GossipStrategy

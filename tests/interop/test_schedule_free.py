@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from replicas import flat
 from safetensors.torch import load_file
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import nn
@@ -19,10 +20,6 @@ OPTIMIZERS = {
     "AdamW": functools.partial(AdamWScheduleFree, lr=0.05, foreach=False),
     "SGD": functools.partial(SGDScheduleFree, lr=0.5, foreach=False),
 }
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
 
 
 def make_model(name: str) -> GossipDataParallel:
