@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,8 @@ import torch
 from gossip.communication.host.worker_threads import Job, Operation, PostingError, WorkerThreads, Works, posted
 from gossip.communication.membership import Group
 from gossip.private_torch import begin_coalescing, end_coalescing
+
+_LONGEST_PAUSE_S = 0.005
 
 Tensors = Sequence[torch.Tensor]
 MakeJob = Callable[[Tensors, Tensors], Job]
@@ -87,7 +90,7 @@ class DevicePaths:
         if stream is None:
             stream = self._streams[device] = torch.get_device_module(device.type).Stream(device)
         if self._backends.get(device.type) == "gloo":
-            return _Staged(self._worker_threads, stream, make_job, sent, received)
+            return _staged(self._worker_threads, stream, make_job, sent, received)
         return _OnStream(stream, make_job, sent, received)
 
 
@@ -133,58 +136,63 @@ class _OnStream:
         return True
 
 
-class _Staged:
-    """Operations on copies in pinned memory."""
+def _staged(worker_threads: WorkerThreads, stream: Any, make_job: MakeJob, sent: Tensors, received: Tensors) -> Pending:
+    """Start operations on copies in pinned memory; the current stream copies what arrived when they are awaited."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in (*sent, *received):
+        if id(tensor) not in copies:
+            copies[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    module = torch.get_device_module(stream.device.type)
+    stream.wait_stream(module.current_stream(stream.device))
+    with module.stream(stream):
+        for tensor in sent:
+            copies[id(tensor)].copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)  # its memory must not be reused meanwhile
+        copied = stream.record_event()
+    wire_sent = [copies[id(tensor)] for tensor in sent]
+    wire_received = [copies[id(tensor)] for tensor in received]
 
-    def __init__(
-        self, worker_threads: WorkerThreads, stream: Any, make_job: MakeJob, sent: Tensors, received: Tensors
-    ) -> None:
-        self._copies: dict[int, torch.Tensor] = {}
-        for tensor in (*sent, *received):
-            if id(tensor) not in self._copies:
-                self._copies[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._received = received
-        module = torch.get_device_module(stream.device.type)
-        stream.wait_stream(module.current_stream(stream.device))
-        with module.stream(stream):
-            for tensor in sent:
-                self._copies[id(tensor)].copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory must not be reused meanwhile
-            copied = stream.record_event()
-        wire_sent = [self._copies[id(tensor)] for tensor in sent]
-        wire_received = [self._copies[id(tensor)] for tensor in received]
+    def job_when_copied() -> Job:
+        copied.synchronize()
+        yield from make_job(wire_sent, wire_received)
 
-        def job_when_copied() -> Job:
-            copied.synchronize()
-            yield from make_job(wire_sent, wire_received)
+    def copy_back() -> None:
+        for tensor, copy in zip(received, wire_received, strict=True):
+            tensor.copy_(copy, non_blocking=True)
+            tensor.record_stream(module.current_stream(tensor.device))
 
-        self._ticket = worker_threads.submit(job_when_copied())
+    return worker_threads.submit(job_when_copied(), copy_back)
+
+
+class OnDevice(NamedTuple):
+    """Operations that have ended only when the device has completed its part as well."""
+
+    pending: Pending
+    device: torch.device
 
     @property
     def error(self) -> Exception | None:
-        return self._ticket.error
-
-    @property
-    def awaited(self) -> str:
-        return self._ticket.awaited
-
-    @property
-    def done(self) -> bool:
-        return self._ticket.done
-
-    @property
-    def finished_at(self) -> Mapping[str, float]:
-        return self._ticket.finished_at
+        """Why they failed."""
+        return self.pending.error
 
     def wait(self, timeout: timedelta) -> bool:
-        """Wait on the host; then the current stream copies what arrived."""
-        if not self._ticket.wait(timeout):
-            return False
-        if self._ticket.error is None:
-            for tensor in self._received:
-                tensor.copy_(self._copies[id(tensor)], non_blocking=True)
-                tensor.record_stream(torch.get_device_module(tensor.device.type).current_stream(tensor.device))
+        """Return whether they have ended within ``timeout``. Can be interrupted by Ctrl-C."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        return self.pending.wait(timeout) and device_is_idle(self.device, deadline)
+
+
+def device_is_idle(device: torch.device, deadline: float) -> bool:
+    """Return whether the device has done the current stream's work in time; the CPU always has. Interruptible."""
+    if device.type == "cpu":
         return True
+    event = torch.get_device_module(device.type).current_stream(device).record_event()
+    pause_s = 0.0
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s + 0.0001, _LONGEST_PAUSE_S)
+    return True
 
 
 class Message(NamedTuple):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from gossip.communication.device_paths import DevicePaths, Pending, Tensors
+from gossip.communication.device_paths import DevicePaths
 from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
-from gossip.communication.host.worker_threads import Job, WorkerThreads, posted
+from gossip.communication.host.worker_threads import WorkerThreads
 from gossip.communication.world import World
 
 
@@ -56,7 +57,7 @@ class AgreedFlag:
         self._world = world
         self._what = what
         self._answer: bool | None = None
-        self._pending: tuple[Pending, torch.Tensor] | None = None
+        self._pending: Callable[[], bool] | None = None
         if not world.is_alone:
             assert world.membership is not None
             self._group = world.communicator(range(world.world_size), what)
@@ -67,31 +68,21 @@ class AgreedFlag:
         if self._world.is_alone:
             self._answer = yes
             return
-        self._world.progress_markers.note(self._what)
-        flag = torch.tensor([float(yes)], device=self._world.control_device)
-        group = self._group
+        flag, group = torch.tensor([float(yes)], device=self._world.control_device), self._group
+        wait = self._world.begin(
+            [lambda _, received: group.allreduce([received[0]])], [flag], [flag], self._what, paths=self._device_paths
+        )
 
-        def post(_: Tensors, received: Tensors) -> Job:
-            yield (posted("all other ranks", lambda: group.allreduce([received[0]])),)
+        def answer() -> bool:
+            wait()
+            return bool(flag.item())
 
-        self._pending = (self._device_paths.submit(post, [flag], [flag]), flag)
+        self._pending = answer
 
     def wait(self) -> bool | None:
-        if self._pending is None:
-            return self._answer
-        pending, flag = self._pending
-        world = self._world
-        failure = world.wait_for(pending, self._what, lambda: world.others)
-        if failure is not None:
-            if pending.error is not None:
-                raise world.lost(failure, self._what, pending.error) from pending.error
-            raise world.lost(
-                failure,
-                f"{self._what}: not all of the {world.world_size} ranks took part within {failure.timeout_s:g} s",
-                advice="; every rank must make the same steps",
-            )
-        self._pending = None
-        self._answer = bool(flag.item())
+        if self._pending is not None:
+            self._answer = self._pending()
+            self._pending = None
         return self._answer
 
     def restore(self, answer: bool | None) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,27 +26,13 @@ The functions of ``torch.distributed`` refuse the latter.
 
 @dataclass(frozen=True)
 class Membership:
-    """The processes that gossip with each other.
+    """The processes that gossip with each other."""
 
-    Attributes
-    ----------
-    ranks : tuple of int
-        Their ranks in the default process group, by their rank here.
-    rank : int
-        The place of this process among them.
-    backends : dict
-        The backend for the tensors of each type of device.
-    group : ProcessGroup
-        The group that was passed, or the default one.
-    is_given : bool
-        Whether a group was passed.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    backends: dict[str, str]
-    group: dist.ProcessGroup
-    is_given: bool
+    ranks: tuple[int, ...]  # in the default process group, by their rank here
+    rank: int  # the place of this process among them
+    backends: dict[str, str]  # by type of device
+    group: dist.ProcessGroup  # the one that was passed, or the default one
+    is_given: bool  # whether one was passed
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> Membership:
@@ -125,12 +110,6 @@ def gloo_group(store: dist.Store, name: str, place: int, size: int, timeout: tim
     different numbers of groups (pytorch #189073).
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, timeout)
-
-
-def registered_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Create a communicator in torch's registry. Collective over all processes of the default group."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout)
-    return group
 
 
 def own_connection(store: dist.Store) -> dist.Store:

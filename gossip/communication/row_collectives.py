@@ -71,9 +71,25 @@ class RowCollectives:
         """
         if self._world.is_alone:
             return lambda: None
-        if not (self.gathers_in_memory and rows.is_cpu):
-            return self._begin_all_gather(rows, what)
-        return partial(self._gather_in_memory, rows.view(len(rows), -1).view(torch.uint8), what)
+        if self.gathers_in_memory and rows.is_cpu:
+            return partial(self._gather_in_memory, rows.view(len(rows), -1).view(torch.uint8), what)
+        data = self._world.on_wire(rows)
+        own = data[self._world.rank].reshape(-1).clone()
+        group = self._world.open_group()
+        wait = self._world.begin(
+            [lambda sent, received: group._allgather_base(received[0], sent[0])],
+            [own],
+            [data.view(-1)],
+            what,
+            holds_host=False,
+        )
+
+        def finish() -> None:
+            wait()
+            if data is not rows:
+                rows.copy_(data)
+
+        return finish
 
     def begin_sum(
         self, rows: torch.Tensor, what: str, *, out: torch.Tensor | None = None
@@ -96,11 +112,24 @@ class RowCollectives:
         """
         if self._world.is_alone:
             return lambda: rows[0] if out is None else out.copy_(rows[0])
-        if not (self.sums_in_memory and rows.is_cpu):
-            return self._begin_reduce_scatter(rows, out, what)
-        return partial(self._sum_in_memory, rows, rows[self._world.rank] if out is None else out, what)
+        if self.sums_in_memory and rows.is_cpu:
+            return partial(self._sum_in_memory, rows, rows[self._world.rank] if out is None else out, what)
+        data = self._world.on_wire(rows)
+        summed = torch.empty_like(data[0])
+        group = self._world.open_group()
+        wait = self._world.begin(
+            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
+            [data.view(-1)],
+            [summed],
+            what,
+            holds_host=False,
+        )
 
-    # ------------------------------------------------------------------ in memory
+        def finish() -> torch.Tensor:
+            wait()
+            return summed.to(rows.device) if out is None else out.copy_(summed)
+
+        return finish
 
     def _gather_in_memory(self, rows: torch.Tensor, what: str) -> None:
         for chunk in rows.split(self._chunk_bytes, dim=1):
@@ -125,46 +154,5 @@ class RowCollectives:
             failure = self._world.wait_for(reading, what, partial(list, (rank,)))
             if failure is not None:
                 raise self._world.lost(failure, what)
-            yield rank, reading.message[: chunk.nbytes].view(chunk.dtype)
+            yield rank, reading.buffer.message[: chunk.nbytes].view(chunk.dtype)
             reading.done()
-
-    # ------------------------------------------------------------------ by the process group
-
-    def _begin_all_gather(self, rows: torch.Tensor, what: str) -> Callable[[], None]:
-        data = self._world.on_wire(rows)
-        own = data[self._world.rank].reshape(-1).clone()
-        group = self._world.open_group()
-        wait = self._world.begin(
-            [lambda sent, received: group._allgather_base(received[0], sent[0])],
-            [own],
-            [data.view(-1)],
-            what,
-            holds_host=False,
-        )
-
-        def finish() -> None:
-            wait()
-            if data is not rows:
-                rows.copy_(data)
-
-        return finish
-
-    def _begin_reduce_scatter(
-        self, rows: torch.Tensor, out: torch.Tensor | None, what: str
-    ) -> Callable[[], torch.Tensor]:
-        data = self._world.on_wire(rows)
-        summed = torch.empty_like(data[0])
-        group = self._world.open_group()
-        wait = self._world.begin(
-            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
-            [data.view(-1)],
-            [summed],
-            what,
-            holds_host=False,
-        )
-
-        def finish() -> torch.Tensor:
-            wait()
-            return summed.to(rows.device) if out is None else out.copy_(summed)
-
-        return finish

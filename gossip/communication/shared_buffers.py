@@ -24,15 +24,7 @@ _order = threading.Lock()
 
 
 class Address(NamedTuple):
-    """Where a process keeps its buffers.
-
-    Attributes
-    ----------
-    pid, fd : int
-        A file descriptor of that process.
-    secret : str
-        Verifies that the descriptor still refers to the same file.
-    """
+    """Where a process keeps its buffers: a file descriptor, and a secret by which it is known to be that file still."""
 
     pid: int
     fd: int
@@ -40,21 +32,11 @@ class Address(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Some consecutive buffers of an :class:`Arena`.
+    """Some consecutive buffers of an :class:`Arena`."""
 
-    Attributes
-    ----------
-    place : int
-        The bucket that they serve, plus 1.
-    start : int
-        The start in the file, a whole number of pages.
-    nbytes : int
-        The size of a message.
-    """
-
-    place: int
-    start: int
-    nbytes: int
+    place: int  # the bucket that they serve, plus 1
+    start: int  # in the file, a whole number of pages
+    nbytes: int  # of a message
 
 
 class SharedFile:
@@ -120,28 +102,34 @@ class Arena:
     ----------
     file : SharedFile
         The memory.
-    world_size : int
-        The number of ranks.
+    num_readers : int
+        The number of ranks that may read a buffer.
+
+    Attributes
+    ----------
+    buffers : list of Buffer
+        The buffers, as far as they are known here; in the same order in every process.
     """
 
-    def __init__(self, file: SharedFile, world_size: int) -> None:
+    def __init__(self, file: SharedFile, num_readers: int) -> None:
+        self.buffers: list[Buffer] = []
         self._file = file
-        self._world_size = world_size
+        self._num_readers = num_readers
         rows_bytes = _MAX_ROWS * 8 * len(Row._fields)
         self._numbers = file.map(file.grow(rows_bytes), rows_bytes).cast("q")
         self._num_rows = 0
 
     @classmethod
-    def make(cls, world_size: int) -> tuple[Arena, Address]:
+    def make(cls, num_readers: int) -> tuple[Arena, Address]:
         """Create the arena of this process."""
         file, address = SharedFile.make()
-        return cls(file, world_size), address
+        return cls(file, num_readers), address
 
     @classmethod
-    def at(cls, address: Address, world_size: int) -> Arena | None:
+    def at(cls, address: Address, num_readers: int) -> Arena | None:
         """Open the arena of another process, or return None if this process cannot read and write it."""
         file = SharedFile.at(address)
-        return None if file is None else cls(file, world_size)
+        return None if file is None else cls(file, num_readers)
 
     def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
         """Make buffers for messages of ``nbytes``. Called by the owner.
@@ -154,8 +142,7 @@ class Arena:
         if self._num_rows == _MAX_ROWS:
             raise GossipError(
                 f"messages of {_MAX_ROWS} different sizes were sent to ranks on this machine, the largest possible "
-                "number; a "
-                "codec whose messages change their size in every step must pad them to a few sizes"
+                "number; a codec whose messages change their size in every step must pad them to a few sizes"
             )
         row = Row(bucket + 1, self._file.grow(BUFFERS_PER_ROW * self._stride(nbytes)), nbytes)
         buffers = self._buffers(row)
@@ -180,10 +167,12 @@ class Arena:
         # One mapping for all, because each takes a descriptor.
         memory = self._file.map(row.start, BUFFERS_PER_ROW * stride)
         starts = range(0, BUFFERS_PER_ROW * stride, stride)
-        return [Buffer(memory[start : start + stride], self._world_size, row.nbytes) for start in starts]
+        buffers = [Buffer(memory[start : start + stride], self._num_readers, row.nbytes) for start in starts]
+        self.buffers += buffers
+        return buffers
 
     def _stride(self, nbytes: int) -> int:
-        return _header_bytes(self._world_size) + _whole(nbytes, _ALIGNMENT_BYTES)
+        return _header_bytes(self._num_readers) + _whole(nbytes, _ALIGNMENT_BYTES)
 
 
 class Buffer:
@@ -193,8 +182,8 @@ class Buffer:
     ----------
     memory : memoryview
         The memory; zeros at first.
-    world_size : int
-        The number of ranks.
+    num_readers : int
+        The number of ranks that may read it.
     nbytes : int
         The size of the message.
 
@@ -204,11 +193,11 @@ class Buffer:
         The message.
     """
 
-    def __init__(self, memory: memoryview, world_size: int, nbytes: int) -> None:
-        header = _header_bytes(world_size)
-        numbers = memory[: 8 * (1 + 2 * world_size)].cast("q")
+    def __init__(self, memory: memoryview, num_readers: int, nbytes: int) -> None:
+        header = _header_bytes(num_readers)
+        numbers = memory[: 8 * (1 + 2 * num_readers)].cast("q")
         self._time = numbers[:1]
-        self._given, self._read = numbers[1 : 1 + world_size], numbers[1 + world_size :]
+        self._given, self._read = numbers[1 : 1 + num_readers], numbers[1 + num_readers :]
         self.message = torch.frombuffer(memory, dtype=torch.uint8, offset=header, count=nbytes)
 
     @property
@@ -261,8 +250,8 @@ def keep_order() -> None:
             pass
 
 
-def _header_bytes(world_size: int) -> int:
-    return _whole(8 * (1 + 2 * world_size), _ALIGNMENT_BYTES)
+def _header_bytes(num_readers: int) -> int:
+    return _whole(8 * (1 + 2 * num_readers), _ALIGNMENT_BYTES)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -60,7 +59,7 @@ class SharedMessage:
             return self.message
         oldest, world = self._used[0], self._owner.world
         for reader in oldest.readers:
-            reading = _BeingRead(oldest, reader)
+            reading = _Polled(functools.partial(oldest.is_read_by, reader))
             failure = world.wait_for(reading, where, functools.partial(list, (reader,)))
             if failure is not None:
                 raise world.lost(
@@ -77,22 +76,16 @@ class SharedMessage:
         self._used[-1].publish({reader: self._owner.next_number_to(reader, self._bucket) for reader in readers})
 
 
-class _Polled(ABC):
-    """A condition that is polled until it holds."""
+class _Polled:
+    """A condition that is polled until it holds, or until it is known, by an error of torch or OSError, never to."""
 
-    def __init__(self) -> None:
+    def __init__(self, condition: Callable[[], bool] = lambda: True) -> None:
         self._pid = os.getpid()
+        self._condition = condition
         self.error: Exception | None = None
 
-    @abstractmethod
     def is_so(self) -> bool:
-        """Return whether the condition holds.
-
-        Raises
-        ------
-        torch.distributed.DistError, OSError
-            It never will hold.
-        """
+        return self._condition()
 
     def wait(self, timeout: timedelta) -> bool:
         """Return whether, within ``timeout``, the condition holds or it is known that it never will."""
@@ -109,17 +102,6 @@ class _Polled(ABC):
         except (dist.DistError, OSError) as error:
             self.error = error
         return True
-
-
-class _BeingRead(_Polled):
-    """A message of this rank, until a peer has read it."""
-
-    def __init__(self, buffer: Buffer, reader: int) -> None:
-        super().__init__()
-        self._buffer, self._reader = buffer, reader
-
-    def is_so(self) -> bool:
-        return self._buffer.is_read_by(self._reader)
 
 
 class Reading(_Polled):
@@ -155,21 +137,14 @@ class Reading(_Polled):
         return self._buffer is not None
 
     @property
-    def message(self) -> torch.Tensor:
-        """The content of the message in place, [nbytes], uint8; must not be changed."""
+    def buffer(self) -> Buffer:
+        """What holds the message, which must not be changed."""
         assert self._buffer is not None
-        return self._buffer.message
-
-    @property
-    def published_at(self) -> float:
-        """When it was published, by ``time.perf_counter()``."""
-        assert self._buffer is not None
-        return self._buffer.published_at
+        return self._buffer
 
     def done(self) -> None:
         """Tell the owner that this rank has read the message."""
-        assert self._buffer is not None
-        self._buffer.done(self._messages.world.rank)
+        self.buffer.done(self._messages.world.rank)
 
     def _is_gone(self) -> bool:
         self._looked_at = time.monotonic()
@@ -210,7 +185,7 @@ class Readings(_Polled):
     @property
     def finished_at(self) -> Mapping[str, float]:
         """When the messages were published, by name."""
-        return {name: reading.published_at for name, reading in self._readings.items() if reading.is_found}
+        return {name: reading.buffer.published_at for name, reading in self._readings.items() if reading.is_found}
 
     def wait(self, timeout: timedelta) -> bool:
         """Return whether, within ``timeout``, the messages are taken in, or it is known that they never will be."""

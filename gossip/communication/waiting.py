@@ -37,6 +37,17 @@ class Awaited(Protocol):
         """Return whether it has ended, successfully or not, within ``timeout``."""
 
 
+class Ended(NamedTuple):
+    """An operation that has already failed."""
+
+    error: Exception
+
+    @staticmethod
+    def wait(_: timedelta) -> bool:
+        """Return True, as it has ended."""
+        return True
+
+
 class Failure(NamedTuple):
     """The outcome of a wait that failed.
 

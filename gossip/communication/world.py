@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections import Counter
@@ -13,22 +14,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gossip.communication.device_operations import Ended, OnDevice
-from gossip.communication.device_paths import DevicePaths, Tensors
+from gossip.communication.device_paths import DevicePaths, OnDevice, Tensors
 from gossip.communication.host import forks
 from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.host.open_files import check_open_files
 from gossip.communication.host.tcp_options import resending_soon
 from gossip.communication.host.worker_threads import Job, Operation, WorkerThreads, posted
 from gossip.communication.liveness.progress_markers import ProgressMarkers
-from gossip.communication.membership import (
-    Group,
-    Membership,
-    gloo_group,
-    own_connection,
-    registered_group,
-)
-from gossip.communication.waiting import Awaited, Failure, checked_timeout, wait_for
+from gossip.communication.membership import Group, Membership, gloo_group, own_connection
+from gossip.communication.waiting import Awaited, Ended, Failure, checked_timeout, wait_for
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
 
@@ -165,11 +159,6 @@ class World:
         """Whether ranks may be lost, leave and join."""
         return False
 
-    @property
-    def may_repeat(self) -> bool:
-        """Whether a collective operation may be undone and repeated."""
-        return False
-
     def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
         """Return the result of ``operation``, which consists of collectives and what is computed from them. Collective.
 
@@ -288,7 +277,7 @@ class World:
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
         members = list(ranks) if self.membership is None else [self.membership.ranks[rank] for rank in ranks]
         try:
-            group = registered_group(members, patience)
+            group: dist.ProcessGroup = dist.new_group(members, timeout=patience)
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.rank}: making a communicator of ranks {list(ranks)}: not all of the {self.world_size} "
@@ -328,7 +317,7 @@ class World:
             ]
         else:
             posts = [lambda sent, received: group.allgather([list(received[0])], list(sent))]
-        self._run(posts, [own], [rows], what)
+        self.begin(posts, [own], [rows], what)()
         return [values.tobytes() for values in rows.cpu().numpy()]
 
     @torch.no_grad()
@@ -344,7 +333,7 @@ class World:
             # As bytes, because gloo supports only some dtypes but copies all of them equally.
             rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in load]
             data = self.on_wire(rows[0] if len(rows) == 1 else torch.cat(rows))
-            self._run([lambda _, received: group.broadcast(received[0], 0)], [data], [data], what)
+            self.begin([lambda _, received: group.broadcast(received[0], 0)], [data], [data], what)()
             for tensor, row in zip(load, data.split([row.numel() for row in rows]), strict=True):
                 if row.data_ptr() != tensor.data_ptr():
                     tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # cloned in order to be aligned
@@ -434,19 +423,24 @@ class World:
             return ""
         return f" of process_group (ranks {list(self.membership.ranks)} of the default one)"
 
-    def _run(self, posts: Sequence[Post], sent: Tensors, received: Tensors, what: str) -> None:
-        """Start each operation when the previous one has ended, and wait for the last."""
-        self.begin(posts, sent, received, what)()
-
     def begin(
-        self, posts: Sequence[Post], sent: Tensors, received: Tensors, what: str, *, holds_host: bool = True
+        self,
+        posts: Sequence[Post],
+        sent: Tensors,
+        received: Tensors,
+        what: str,
+        *,
+        holds_host: bool = True,
+        paths: DevicePaths | None = None,
     ) -> Callable[[], None]:
         """Start each operation when the previous one has ended, and return what waits for the last. Collective.
 
         Tensors are such as :meth:`on_wire` returns; ``what`` is for error texts. Waiting ``holds_host`` until the
-        device has ended its part, or else only what follows on the device.
+        device has ended its part, or else only what follows on the device. Other ``paths`` than :attr:`device_paths`
+        have an order of their own.
         """
-        assert self.device_paths is not None
+        paths = paths or self.device_paths
+        assert paths is not None
         self.progress_markers.note(what)
 
         def job(*tensors: Tensors) -> Job:
@@ -454,7 +448,7 @@ class World:
                 yield (posted("all other ranks", functools.partial(post, *tensors)),)
                 yield None
 
-        pending = self.device_paths.submit(job, list(sent), list(received))
+        pending = paths.submit(job, list(sent), list(received))
         sequence = self.progress_markers.sequence
 
         def wait() -> None:
@@ -492,3 +486,33 @@ def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are summed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def all_gather_json(content: Any, what: str, timeout: timedelta) -> list[Any]:
+    """Return every rank's ``content``, by rank. Collective; without a process group, only this process's.
+
+    It is sent as JSON: what a peer sends is never unpickled, because unpickling runs its code.
+
+    Parameters
+    ----------
+    content : plain data
+        Numbers, strings, None, lists and dictionaries with strings as keys. A tuple arrives as a list; a float arrives
+        unchanged.
+    what : str
+        What is being done, for the error text.
+    timeout : timedelta
+        How long to wait for the others.
+
+    Raises
+    ------
+    TypeError
+        ``content`` is not plain data.
+    ExchangeError
+        A rank did not take part in time.
+    """
+    payload = json.dumps(content).encode()
+    world = World(timeout)
+    try:
+        return [json.loads(data) for data in world.gather_bytes(payload, what)]
+    finally:
+        world.close()

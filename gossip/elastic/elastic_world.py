@@ -8,7 +8,7 @@ import itertools
 import json
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -307,10 +307,6 @@ class ElasticWorld(FailureDetector):
         return not hasattr(self, "consensus")
 
     @property
-    def may_repeat(self) -> bool:
-        return not self.is_alone
-
-    @property
     def changes(self) -> bool:
         return hasattr(self, "mesh")
 
@@ -402,7 +398,8 @@ class ElasticWorld(FailureDetector):
             is_first = self.rank == 0
             for tensor in held:
                 row = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else None
-                sent, sources = dict.fromkeys(self._others if is_first else (), row), () if is_first else self._first
+                sent = dict.fromkeys(self._others if is_first else (), row)
+                sources = () if is_first else self._members[:1]
                 num_bytes = dict.fromkeys(sources, tensor.numel() * tensor.element_size())
                 found = self.exchange(sent, what, sources, num_bytes=num_bytes)
                 for payload in found.values() if row is not None else ():
@@ -431,10 +428,6 @@ class ElasticWorld(FailureDetector):
             tensor.copy_(torch.cat(parts).view(tensor.shape))
 
         self.collectively(add_up, lambda: tensor.copy_(before))
-
-    @property
-    def _first(self) -> Sequence[int]:
-        return self._members[:1]
 
     # ------------------------------------------------------------------ closing
 

@@ -192,7 +192,8 @@ class FailureDetector(World):
                 ):
                     found[member] = payload
             missing = [member for member in awaited if member not in found]
-            if any(member in self.mesh.lost for member in missing) or self.has_moved_on:
+            is_any_lost = any(member in self.mesh.lost for member in missing)
+            if is_any_lost or self.consensus.latest.number != self._generation.number:
                 raise GenerationEndedError(what)
             return not unfinished()
 
@@ -200,8 +201,3 @@ class FailureDetector(World):
             look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
         )
         return found
-
-    @property
-    def has_moved_on(self) -> bool:
-        """Whether there is a later generation than the one that this rank has entered."""
-        return self.consensus.latest.number != self._generation.number

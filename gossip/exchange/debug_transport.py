@@ -6,25 +6,22 @@ import functools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from gossip.communication.device_operations import OnDevice
-from gossip.communication.device_paths import Message, Pending, Tensors, post_point_to_point
-from gossip.communication.host.worker_threads import Job, Works
+from gossip.communication.device_paths import Message, OnDevice, Pending, Tensors, post_point_to_point
+from gossip.communication.host.worker_threads import Job
 from gossip.communication.world import World
-from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages
+from gossip.compression.conversation import Arrival, Conversation, Turns
 from gossip.errors import ExchangeError
-from gossip.exchange.distributed_transport import check_device, device_of, lost_exchange, peers_in
-from gossip.exchange.transport import Transport
+from gossip.exchange.distributed_transport import DistributedTransport, check_device, lost_exchange, peers_in
+from gossip.exchange.transport import Exchange, Transport
 from topologies import Round, Topology
 
 _MAGIC = 0x676F73736970  # "gossip"
 _NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
-_HEADERS, _MESSAGES = "debug headers", "debug messages"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 
 
@@ -79,79 +76,55 @@ class DebugTransport(Transport):
     """
 
     def __init__(self, world: World, topology: Topology) -> None:
-        del topology
         self.world = world
+        self._messages = DistributedTransport(world, topology, sums_on_wire=False, shares_memory=False)
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
         self._round: tuple[Round, int] | None = None
-        for purpose in (_HEADERS, _MESSAGES):
-            self.world.communicator(range(world.world_size), purpose)
+        self._group = world.communicator(range(world.world_size), "debug headers")
 
     def describe(self) -> str:
         assert self.world.membership is not None
         return f"backend {self.world.membership.backend_name}; debug: every round point-to-point, with headers; slow"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DebugExchange:
-        world, opening = self.world, conversation.opening
+        world, opening, device = self.world, conversation.opening, self.world.control_device
         assert world.device_paths is not None
         check_device(world, opening, step, bucket)
-        digest = self._digest_of(round_)
+        where, digest = f"step {step}, bucket {bucket}", self._digest_of(round_)
 
         def header(message: torch.Tensor, checksum: int = 0) -> Header:
             return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
 
-        receive_tags = {source: self._next_tag(self._num_received, source) for source in opening.receive_buffers}
-        send_tags = {target: self._next_tag(self._num_sent, target) for target in opening.sent}
-        headers = {
-            target: torch.tensor(header(message, _digest(message)), device=world.control_device)
+        sends = [
+            Message(target, torch.tensor(header(message, _digest(message)), device=device), self._tag_to(target))
             for target, message in opening.sent.items()
-        }
-        headers_received = {
-            source: torch.zeros(len(Header._fields), dtype=torch.int64, device=world.control_device)
+        ]
+        receives = [
+            Message(source, torch.zeros(len(Header._fields), dtype=torch.int64, device=device), self._tag_of(source))
             for source in opening.receive_buffers
-        }
-        exchange = DebugExchange(
-            conversation=conversation,
-            expected={source: header(buffer) for source, buffer in opening.receive_buffers.items()},
-            headers_received=headers_received,
-            post=functools.partial(self._post, receive_tags, send_tags),
-            step=step,
-            bucket=bucket,
-            world=world,
-            bytes_by_peer={target: message.nbytes + headers[target].nbytes for target, message in opening.sent.items()},
-        )
+        ]
 
         def announce(sent: Tensors, received: Tensors) -> Job:
-            works = exchange.post(
-                _HEADERS, dict(zip(headers, sent, strict=True)), dict(zip(headers_received, received, strict=True))
-            )
-            world.progress_markers.note_progress(step, bucket)
+            works = post_point_to_point(self._group, _with(receives, received), _with(sends, sent))
+            world.progress_markers.note_exchange(where)
             yield works
 
-        exchange.pending = world.device_paths.submit(announce, list(headers.values()), list(headers_received.values()))
-        return exchange
-
-    def _post(
-        self,
-        receive_tags: Mapping[int, int],
-        send_tags: Mapping[int, int],
-        purpose: str,
-        sent: Messages,
-        received: Messages,
-    ) -> Works:
-        # Messages in the opposite direction of an edge have the edge's tag, too.
-        tags = {**receive_tags, **send_tags}
-        group = self.world.communicator(range(self.world.world_size), purpose)
-        return post_point_to_point(
-            group,
-            [Message(source, buffer, receive_tags.get(source, tags[source])) for source, buffer in received.items()],
-            [Message(target, message, send_tags.get(target, tags[target])) for target, message in sent.items()],
+        pending = world.device_paths.submit(
+            announce, [message.tensor for message in sends], [message.tensor for message in receives]
         )
+        expected = {source: header(buffer) for source, buffer in opening.receive_buffers.items()}
+        verified = Conversation(_verified(conversation, receives, f"rank {world.rank}: {where}"))
+        begin = functools.partial(self._messages.start, verified, round_, step=step, bucket=bucket)
+        return DebugExchange(world, where, expected, sends, receives, pending, begin)
 
-    @staticmethod
-    def _next_tag(counts: Counter[int], peer: int) -> int:
-        counts[peer] += 1
-        return counts[peer] % _NUM_TAGS
+    def _tag_to(self, target: int) -> int:
+        self._num_sent[target] += 1
+        return self._num_sent[target] % _NUM_TAGS
+
+    def _tag_of(self, source: int) -> int:
+        self._num_received[source] += 1
+        return self._num_received[source] % _NUM_TAGS
 
     def _digest_of(self, round_: Round) -> int:
         if self._round is None or self._round[0] is not round_:
@@ -159,88 +132,65 @@ class DebugTransport(Transport):
         return self._round[1]
 
 
-@dataclass
 class DebugExchange:
     """Messages that are announced but not yet sent, see :class:`gossip.Exchange`."""
 
-    conversation: Conversation
-    expected: Mapping[int, Header]
-    headers_received: Messages
-    post: functools.partial[Works]
-    step: int
-    bucket: int
-    world: World
-    bytes_by_peer: dict[int, int]
-    pending: Pending = field(init=False)
-
-    @property
-    def arrived_at(self) -> Mapping[int, float]:
-        return {}  # messages are sent only when they are awaited
+    def __init__(
+        self,
+        world: World,
+        where: str,
+        expected: Mapping[int, Header],
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        pending: Pending,
+        begin: Callable[[], Exchange],
+    ) -> None:
+        self.arrived_at: Mapping[int, float] = {}  # messages are sent only when they are awaited
+        self.bytes_by_peer = {message.peer: message.tensor.nbytes for message in sends}
+        self._world, self._where, self._expected = world, where, expected
+        self._receives, self._pending, self._begin = receives, pending, begin
 
     def wait(self) -> Arrival:
-        self._await(self.pending, self.world.control_device)
-        announced = {}
-        for source, values in self.headers_received.items():
-            found = Header(*values.tolist())
-            if (difference := self.expected[source].difference(source, found)) is not None:
-                raise ExchangeError(f"{self._where}: {difference}")
-            announced[source] = found.digest
+        self._await_headers()
+        for source, header, _ in self._receives:
+            if (difference := self._expected[source].difference(source, Header(*header.tolist()))) is not None:
+                raise ExchangeError(f"rank {self._world.rank}: {self._where}: {difference}")
+        exchange = self._begin()
+        arrival = exchange.wait()
+        for target, num_bytes in exchange.bytes_by_peer.items():
+            self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + num_bytes
+        return arrival
 
-        assert self.world.device_paths is not None
-        opening = self.conversation.opening
-        pending = self.world.device_paths.submit(
-            functools.partial(self._post_all, announced),
-            list(opening.sent.values()),
-            list(opening.receive_buffers.values()),
-        )
-        self._await(pending, device_of(opening))
-        return self.conversation.arrival
-
-    def _post_all(self, announced: Mapping[int, int], sent: Tensors, received: Tensors) -> Job:
-        opening = self.conversation.opening
-        wire_sent = dict(zip(opening.sent, sent, strict=True))
-        wire_received = dict(zip(opening.receive_buffers, received, strict=True))
-        yield self.post(_MESSAGES, wire_sent, wire_received)
-        yield None
-        for source, message in wire_received.items():
-            digest = _digest(message)
-            if digest != announced[source]:
-                raise ExchangeError(
-                    f"{self._where}: the message from rank {source} was corrupted in transit: its digest is "
-                    f"{digest:08x}, but was {announced[source]:08x} when it was sent; check the network and both "
-                    "hosts' memory"
-                )
-        delivery = Delivery(opening.sent, opening.receive_buffers, on_host=(wire_sent, wire_received))
-        for turn in self.conversation.proceed(delivery):
-            for target, message in turn.sent.items():
-                self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
-            yield self.post(_MESSAGES, turn.sent, turn.receive_buffers)
-
-    @property
-    def _where(self) -> str:
-        return f"rank {self.world.rank}: step {self.step}, bucket {self.bucket}"
-
-    def _await(self, pending: Pending, device: torch.device) -> None:
-        where = f"step {self.step}, bucket {self.bucket}"
-        failure = self.world.wait_for(
-            OnDevice(pending, device),
-            where,
-            lambda: peers_in(pending.awaited, self.expected, self.conversation.opening.sent) or tuple(self.expected),
+    def _await_headers(self) -> None:
+        world, sources, pending = self._world, tuple(self._expected), self._pending
+        failure = world.wait_for(
+            OnDevice(pending, world.control_device),
+            self._where,
+            lambda: peers_in(pending.awaited, sources, self.bytes_by_peer) or sources,
         )
         if failure is not None:
-            error = lost_exchange(self.world, failure, where, pending)
-            if error is pending.error:
-                raise error
-            raise ExchangeError(f"{error}; {self._progress()}", failed_ranks=error.failed_ranks) from pending.error
+            error = lost_exchange(world, failure, self._where, pending)
+            seen = world.progress_markers.last_seen(sources)
+            raise ExchangeError(f"{error}; {seen}", failed_ranks=error.failed_ranks) from pending.error
 
-    def _progress(self) -> str:
-        seen = {source: self.world.progress_markers.progress(source) for source in self.expected}
-        return "; ".join(
-            f"rank {source} was never seen"
-            if progress is None
-            else f"rank {source} was last seen at bucket {progress[1]} of step {progress[0]}"
-            for source, progress in seen.items()
-        )
+
+def _with(messages: Sequence[Message], tensors: Tensors) -> list[Message]:
+    return [message._replace(tensor=tensor) for message, tensor in zip(messages, tensors, strict=True)]
+
+
+def _verified(conversation: Conversation, announced: Sequence[Message], where: str) -> Turns:
+    """Yield the turns of a conversation, in which the messages of the opening are verified before they are decoded."""
+    delivery = yield conversation.opening
+    _, received = delivery.on_host
+    for source, header, _ in announced:
+        digest, at_sender = _digest(received[source]), Header(*header.tolist()).digest
+        if digest != at_sender:
+            raise ExchangeError(
+                f"{where}: the message from rank {source} was corrupted in transit: its digest is {digest:08x}, but "
+                f"was {at_sender:08x} when it was sent; check the network and both hosts' memory"
+            )
+    yield from conversation.proceed(delivery)
+    return conversation.arrival
 
 
 def _digest(tensor: torch.Tensor) -> int:

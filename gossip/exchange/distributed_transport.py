@@ -245,7 +245,7 @@ class DistributedExchange:
             if self.read_in_place is not None:
                 wire_received[source] = self.received[source] = self._in_place(reading)
             else:
-                _bytes_of(wire_received[source]).copy_(reading.message)
+                _bytes_of(wire_received[source]).copy_(reading.buffer.message)
                 reading.done()
         yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
 
@@ -257,7 +257,7 @@ class DistributedExchange:
 
     def _in_place(self, reading: Reading) -> torch.Tensor:
         assert self.read_in_place is not None
-        return reading.message.view(self.read_in_place.message.dtype)
+        return reading.buffer.message.view(self.read_in_place.message.dtype)
 
     def proceed(self, delivery: Delivery) -> Job:
         """Carry the turns after the opening, once that has been delivered."""
@@ -388,16 +388,10 @@ def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
     """Refuse a message that the backend cannot carry."""
     assert world.device_paths is not None
     assert world.membership is not None
-    device = device_of(turn)
+    device = next(iter((turn.sent or turn.receive_buffers).values())).device
     if not world.device_paths.serves(device):
         raise ExchangeError(
             f"rank {world.rank}: step {step}, bucket {bucket}: its parameters are on {device}, but the process "
             f"group only has a backend for {', '.join(world.membership.backends)}; move the module there before "
             'wrapping it, or initialise with backend="cpu:gloo,cuda:nccl"'
         )
-
-
-def device_of(turn: Turn) -> torch.device:
-    """Return the device of the turn's messages."""
-    messages = turn.sent or turn.receive_buffers
-    return next(iter(messages.values())).device

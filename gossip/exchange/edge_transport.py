@@ -5,18 +5,23 @@ from __future__ import annotations
 import queue
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from gossip.algorithms import Algorithm, Asynchronous
 from gossip.communication.host import daemon_threads
+from gossip.communication.world import World
+from gossip.compression.codec import Compression
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.elastic.connections.shared_payloads import SharedPayloads
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.late_messages import LateMessages
+from gossip.exchange.pair_averaging import PairAverager
+from gossip.exchange.pair_transport import PairTransport
 from gossip.exchange.transport import LateDifference, Transport
 from topologies import Round, Topology
 
@@ -56,7 +61,7 @@ class EdgeTransport(Transport):
             self._world, self._members, conversation, sources, step, bucket, patience=patience, shared=self._shared
         )
         if self._finisher is not None:
-            self._finisher.submit(exchange)
+            exchange.end = self._finisher.submit(exchange.finish)
         return exchange
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
@@ -100,6 +105,7 @@ class EdgeExchange:
         self.arrived_at: dict[int, float] = {}
         self.dropped: set[int] = set()  # places whose messages were left out; complete after wait()
         self.delayed: set[int] = set()  # those of them whose messages are mixed in later
+        self.end: Callable[[], None] | None = None  # waits for the thread that finishes it, if there is one
         self._patience, self._shared = patience, shared
         self._world = world
         self._members = members
@@ -112,16 +118,11 @@ class EdgeExchange:
         self._num_turns, self._number = 0, next_number()
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
-        self._finished: queue.SimpleQueue[BaseException | None] | None = None
         self._opening = conversation.opening
         self._send(self._opening)
         alike = max((message.nbytes for message in self._opening.sent.values()), default=0)
         for place in sources:
             world.mesh.expect(members[place], self._key(), alike)
-
-    def hand_over(self) -> None:
-        """Prepare for another thread to finish the exchange."""
-        self._finished = queue.SimpleQueue()
 
     def finish(self) -> None:
         """Wait for the messages, and carry the exchange to its end."""
@@ -136,21 +137,11 @@ class EdgeExchange:
             turn.lost = frozenset(self.dropped)
         self._await_sent(ends_at)
 
-    def run(self) -> None:
-        """Finish in the thread to which it was handed over, and report the outcome to :meth:`wait`."""
-        assert self._finished is not None
-        try:
-            self.finish()
-        except BaseException as error:
-            self._finished.put(error)
-        else:
-            self._finished.put(None)
-
     def wait(self) -> Arrival:
-        if self._finished is None:
+        if self.end is None:
             self.finish()
-        elif (error := self._finished.get()) is not None:
-            raise error
+        else:
+            self.end()
         arrival = self._conversation.arrival
         return arrival._replace(parts=self._read(arrival.parts))
 
@@ -262,7 +253,7 @@ class Finisher:
     """A thread in which exchanges proceed in the order in which they were started; it ends after the last of them."""
 
     def __init__(self, world: ElasticWorld) -> None:
-        self._exchanges: queue.SimpleQueue[EdgeExchange | None] = queue.SimpleQueue()
+        self._exchanges: _Unfinished = queue.SimpleQueue()
         end = weakref.finalize(self, self._exchanges.put, None)
         daemon_threads.start(
             f"gossip-exchanges-{world.member}",
@@ -272,12 +263,46 @@ class Finisher:
             patience=world.timeout,
         )
 
-    def submit(self, exchange: EdgeExchange) -> None:
-        """Finish the exchange after the previous ones."""
-        exchange.hand_over()
-        self._exchanges.put(exchange)
+    def submit(self, finish: Callable[[], None]) -> Callable[[], None]:
+        """Finish an exchange after the previous ones; return what waits for that, and raises what it raised."""
+        outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._exchanges.put((finish, outcomes))
+
+        def wait() -> None:
+            if (error := outcomes.get()) is not None:
+                raise error
+
+        return wait
 
 
-def _finish(exchanges: queue.SimpleQueue[EdgeExchange | None]) -> None:
-    while (exchange := exchanges.get()) is not None:
-        exchange.run()
+_Unfinished = queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
+
+
+def _finish(exchanges: _Unfinished) -> None:
+    while (entry := exchanges.get()) is not None:
+        finish, outcomes = entry
+        try:
+            finish()
+        except BaseException as error:
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+
+
+def make_generation_transport(
+    world: World,
+    schedule: Topology,
+    *,
+    algorithm: Algorithm,
+    compression: Compression,
+    soft_deadline_s: float | None,
+    members: Sequence[int] | None = None,
+    before: Transport | None = None,
+) -> Transport:
+    """Return the transport of a generation."""
+    assert isinstance(world, ElasticWorld)
+    if isinstance(algorithm, Asynchronous):
+        averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)
+        return PairTransport(world, schedule, members=members, averager=averager, max_staleness=algorithm.max_staleness)
+    follows_up = (algorithm.compression or compression).follows_up
+    return EdgeTransport(world, schedule, members=members, follows_up=follows_up, soft_deadline_s=soft_deadline_s)

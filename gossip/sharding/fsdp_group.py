@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from gossip.communication.device_operations import Ended
-from gossip.communication.waiting import is_lost_connection
+from gossip.communication.waiting import Ended, is_lost_connection
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
 from gossip.parameters.buckets import MIXABLE_DTYPES, Bucket

@@ -97,7 +97,7 @@ class CollectiveOperations:
         def average() -> None:
             self._catch_up()
             engine.frozen.compare()
-            if self._world.may_repeat:
+            if self._world.changes:  # then it may be repeated
                 before.callback(snapshot(self.module, self._buckets))
                 before.callback(engine.frozen.snapshot())
             self._average_()

@@ -20,7 +20,7 @@ from gossip.elastic.generations import Generation
 from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason
-from gossip.exchange.generation_transport import make_generation_transport
+from gossip.exchange.edge_transport import make_generation_transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import deserialize, serialize

@@ -67,7 +67,7 @@ INTERNALS_OF_LAB = {
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication.host": "the module of daemon threads",
     "gossip.exchange.distributed_transport": "when a traced exchange has ended",
-    "gossip.communication.json_gathering": "what ranks have measured",
+    "gossip.communication.world": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.elastic": "where a state is handed over, for faults",
     "gossip.elastic.consensus_store": "where ranks agree, for faults",

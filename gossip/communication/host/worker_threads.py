@@ -25,33 +25,15 @@ class Waitable(Protocol):
 
 
 class Operation(NamedTuple):
-    """A posted operation, which ends at some time.
+    """A posted operation, which ends at some time."""
 
-    Attributes
-    ----------
-    awaited : str
-        What it waits for, in words.
-    work : Waitable
-        Its handle.
-    num_bytes : int
-        The number of bytes that it moves.
-    """
-
-    awaited: str
+    awaited: str  # what it waits for, in words
     work: Waitable
-    num_bytes: int = 0
+    num_bytes: int = 0  # that it moves
 
 
 class PostingError(RuntimeError):
-    """An operation could not even be posted.
-
-    Attributes
-    ----------
-    awaited : str
-        What it would have waited for, in words.
-    cause : Exception
-        The error.
-    """
+    """An operation could not even be posted; ``cause`` is why, and ``awaited`` what it would have waited for."""
 
     def __init__(self, awaited: str, cause: Exception) -> None:
         super().__init__(f"posting what waits for {awaited}: {cause}")
@@ -124,8 +106,10 @@ class WorkerThreads:
         self._is_parents = False
         forks.watch(self)
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Job, then: Callable[[], None] | None = None) -> Ticket:
         """Start a job after all that were submitted before, wait for what it yields, and so on, in the background.
+
+        ``then`` is called by whoever first waits for a job that has succeeded.
 
         Raises
         ------
@@ -137,10 +121,9 @@ class WorkerThreads:
         if not self._finalizer.alive:
             raise GossipError(
                 "communication has ended with the program: nothing can be exchanged any more in an exit handler that "
-                "was registered "
-                "before torch was imported; register it later"
+                "was registered before torch was imported; register it later"
             )
-        ticket = Ticket(job)
+        ticket = Ticket(job, then)
         self._tickets.add(ticket)
         self._to_post.put(ticket)
         if self._error is not None:
@@ -190,8 +173,8 @@ class Ticket:
         ``time.perf_counter()`` when the last operation of a name was seen to have ended, by name.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, then: Callable[[], None] | None = None) -> None:
+        self._job, self._then = job, then
         self._done = threading.Event()
         self.error: Exception | None = None
         self.awaited = "its own turn to be posted"
@@ -199,7 +182,12 @@ class Ticket:
 
     def wait(self, timeout: timedelta) -> bool:
         """Return whether it has ended, successfully or not, within ``timeout``. Can be interrupted by Ctrl-C."""
-        return self._done.wait(timeout.total_seconds())
+        if not self._done.wait(timeout.total_seconds()):
+            return False
+        if self.error is None and self._then is not None:
+            then, self._then = self._then, None
+            then()
+        return True
 
     @property
     def done(self) -> bool:

@@ -49,6 +49,10 @@ class ProgressMarkers:
     ----------
     processes : list of Process
         The processes by rank, once all ranks have been waited for.
+    sequence : int
+        The number of this rank's latest collective.
+    has_store : bool
+        Whether notes are stored anywhere.
     nonces : list of str
         A random number of each rank, once all have been waited for: together, they never occur again.
     is_silent : bool
@@ -57,12 +61,13 @@ class ProgressMarkers:
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
         self._store = store
+        self.has_store = store is not None
         self.rank = rank
         self.world_size = world_size
         self.is_silent = False
         self._have_met = False
         self._keys = [f"arrival{rank}" for rank in range(world_size)]
-        self._sequence = -1
+        self.sequence = -1
         self._what = ""
         self.processes = [Process("", 0, 0)] * world_size
         host, port = peer_liveness.listen(store)
@@ -70,29 +75,19 @@ class ProgressMarkers:
         self.nonces = [secrets.token_hex(_NONCE_BYTES)] * world_size
         self._set(f"process{rank}", [*self.processes[rank], self.nonces[rank]])
 
-    @property
-    def has_store(self) -> bool:
-        """Whether notes are stored anywhere."""
-        return self._store is not None
-
-    @property
-    def sequence(self) -> int:
-        """The number of this rank's latest collective."""
-        return self._sequence
-
     def note(self, what: str) -> None:
         """Tell the others that this rank has arrived at its next collective. Local."""
-        self._sequence += 1
+        self.sequence += 1
         self._what = what
-        self._write(Arrival(self._sequence, what))
+        self._write(Arrival(self.sequence, what))
 
     def note_waiting(self, where: str, ranks: Sequence[int], beat: int) -> None:
         """Tell the others for which ranks this rank has been waiting for long. Local."""
-        self._write(Arrival(self._sequence, self._what, waits_in=where, waits_for=list(ranks), beat=beat))
+        self._write(Arrival(self.sequence, self._what, waits_in=where, waits_for=list(ranks), beat=beat))
 
     def note_giving_up(self, blames: Sequence[int] = (), reason: str = "") -> None:
         """Tell the others that this rank has stopped waiting, and why. Local."""
-        self._write(Arrival(self._sequence, self._what, gave_up=True, blames=list(blames), reason=reason))
+        self._write(Arrival(self.sequence, self._what, gave_up=True, blames=list(blames), reason=reason))
 
     def wait_for_all(self, timeout: timedelta) -> str | None:
         """Return None once all ranks have made their first note; after ``timeout``, in words which have not.
@@ -121,20 +116,23 @@ class ProgressMarkers:
         present = [store.check([key]) for key in self._keys]
         return [_arrival(store.get(key)) if there else None for key, there in zip(self._keys, present, strict=True)]
 
-    def note_progress(self, step: int, bucket: int) -> None:
+    def note_exchange(self, where: str) -> None:
         """Tell the others which exchange this rank has announced. Local."""
-        self._set(f"progress{self.rank}", [step, bucket])
+        self._set(f"exchange{self.rank}", where)
 
-    def progress(self, rank: int) -> tuple[int, int] | None:
-        """Return step and bucket of the latest exchange that ``rank`` has announced; None if unknown. Local."""
-        store, key = self._store, f"progress{rank}"
-        if store is None:
-            return None
+    def last_seen(self, ranks: Sequence[int]) -> str:
+        """Return in words which exchanges these ranks have announced last. Local."""
+        store: Any = self._store
+        keys = {rank: f"exchange{rank}" for rank in ranks if store is not None}
+
+        def read(_: threading.Event) -> dict[int, str]:
+            return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
         try:
-            found = self._ask(lambda _: json.loads(store.get(key)) if store.check([key]) else None, _STORE_PATIENCE)
-        except ExchangeError:
-            return None
-        return None if found is None else (found[0], found[1])
+            found = self._ask(read, _STORE_PATIENCE)
+        except ExchangeError as error:
+            return str(error)
+        return "; ".join(f"rank {rank} was last seen in {found.get(rank, 'none')}" for rank in ranks)
 
     def state_of(self, rank: int) -> str:
         """Return ``GONE``, ``SUSPENDED`` or, if the process is alive or its state is unknown, "". Local.
@@ -147,12 +145,12 @@ class ProgressMarkers:
 
     def close(self) -> None:
         """Release the connection to the store. Local."""
-        self._store = None
+        self._store, self.has_store = None, False
 
     # ------------------------------------------------------------------ the store
 
     def _write(self, arrival: Arrival) -> None:
-        self._set(self._keys[self.rank], vars(arrival))
+        self._set(self._keys[self.rank], arrival._asdict())
 
     def _set(self, key: str, content: object) -> None:
         if self._store is None or self.is_silent:

@@ -2,69 +2,49 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.communication.liveness.process_liveness import GONE, SUSPENDED
 
 _NUM_HOPS_TOLD = 4
+_GAVE_UP, _WAITING, _SILENT = "gave up", "waiting", "silent"
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """The newest note of a rank.
+class Arrival(NamedTuple):
+    """The newest note of a rank: where it has arrived, for whom it waits, or why it has given up."""
 
-    Attributes
-    ----------
-    sequence : int
-        The number of collectives that it had called.
-    what : str
-        The name of the latest collective.
-    gave_up : bool
-        Whether it has stopped waiting and will not continue.
-    waits_in : str
-        Where it has been waiting for long; empty if it has had no long wait since.
-    waits_for : sequence of int
-        The ranks that it waits for.
-    beat : int
-        A counter that increases for as long as it waits.
-    blames : sequence of int
-        If it has given up: the ranks that caused this.
-    reason : str
-        If it has given up: the reason, in words.
-    """
-
-    sequence: int
-    what: str
-    gave_up: bool = False
-    waits_in: str = ""
+    sequence: int  # the number of collectives that it had called
+    what: str  # the latest of them
+    gave_up: bool = False  # it has stopped waiting and will not continue
+    waits_in: str = ""  # where it has been waiting for long; empty if it has had no long wait since
     waits_for: Sequence[int] = ()
-    beat: int = 0
-    blames: Sequence[int] = ()
-    reason: str = ""
+    beat: int = 0  # increases for as long as it waits
+    blames: Sequence[int] = ()  # if it has given up: the ranks that caused this
+    reason: str = ""  # and why, in words
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """What this rank knows about another rank.
+class Sighting(NamedTuple):
+    """What this rank knows about another rank: its newest note, whether that changed a moment ago, and its process.
 
-    Attributes
-    ----------
-    arrival : Arrival or None
-        The newest note of the rank.
-    is_fresh : bool
-        Whether the note changed a moment ago.
-    state : str
-        The state of its process, see :meth:`gossip.communication.liveness.progress_markers.ProgressMarkers.state_of`.
-    pid : int
-        The id of its process.
+    ``state`` is as :meth:`gossip.communication.liveness.progress_markers.ProgressMarkers.state_of` returns it.
     """
 
     arrival: Arrival | None
     is_fresh: bool = False
     state: str = ""
     pid: int = 0
+
+    @property
+    def kind(self) -> str:
+        """``GONE``, ``SUSPENDED``, or what the rank itself has said, if it has: a cause comes before its effects."""
+        arrival = self.arrival
+        if arrival is not None and arrival.gave_up and (arrival.blames or not self.state):
+            return _GAVE_UP
+        if self.state:
+            return self.state
+        return _WAITING if arrival is not None and arrival.waits_in and self.is_fresh else _SILENT
 
 
 class Verdict(NamedTuple):
@@ -123,27 +103,15 @@ def find_blocking_ranks(
         Whether it waits in one of them; ranks that have called fewer are then absent.
     """
     reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
-    waiting, given_up, gone, suspended, silent = (list[int]() for _ in range(5))  # where the chains end
+    ends: defaultdict[str, list[int]] = defaultdict(list)  # of the chains, by kind
     queue = list(awaited)
     for other in queue:
-        sighting = sightings[other]
-        arrival = sighting.arrival
-        if arrival is not None and arrival.gave_up and arrival.blames:
-            given_up.append(other)
-        elif sighting.state == GONE:
-            gone.append(other)
-        elif sighting.state == SUSPENDED:
-            suspended.append(other)
-        elif arrival is not None and arrival.gave_up:
-            given_up.append(other)
-        elif arrival is not None and arrival.waits_in and sighting.is_fresh:
-            waiting.append(other)
-            for further in arrival.waits_for:
-                if further != rank and further not in reached_from:
-                    reached_from[further] = other
-                    queue.append(further)
-        else:
-            silent.append(other)
+        kind, arrival = sightings[other].kind, sightings[other].arrival
+        ends[kind].append(other)
+        for further in arrival.waits_for if arrival is not None and kind == _WAITING else ():
+            if further != rank and further not in reached_from:
+                reached_from[further] = other
+                queue.append(further)
 
     def verdict_on(ranks: Sequence[int]) -> Verdict:
         texts = [
@@ -154,18 +122,18 @@ def find_blocking_ranks(
         ]
         return Verdict(tuple(ranks), "; ".join(texts))
 
-    if gone:
+    if gone := ends[GONE]:
         # What a process sent before it ended might still be on its way.
         nothing_comes = is_collective and any(_is_behind(sightings[other].arrival, sequence) for other in gone)
         return verdict_on(gone)._replace(is_certain=True, ends_wait=nothing_comes)
-    if given_up:
-        return _passed_on(given_up, rank, sightings)
-    if suspended:
-        return verdict_on(suspended)._replace(is_certain=True)
-    if silent:
+    if ends[_GAVE_UP]:
+        return _passed_on(ends[_GAVE_UP], rank, sightings)
+    if ends[SUSPENDED]:
+        return verdict_on(ends[SUSPENDED])._replace(is_certain=True)
+    if silent := ends[_SILENT]:
         absent = [other for other in silent if is_collective and _is_behind(sightings[other].arrival, sequence)]
         return verdict_on(absent or silent)
-    return Verdict((), _cycle(where, waiting, sightings))
+    return Verdict((), _cycle(where, ends[_WAITING], sightings))
 
 
 def _is_behind(arrival: Arrival | None, sequence: int) -> bool:

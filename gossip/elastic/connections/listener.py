@@ -7,11 +7,12 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from loguru import logger
 
 from gossip.elastic.connections.peer_connection import PeerConnection
+from gossip.elastic.connections.selector import Watched
 
 _BACKLOG = 4096
 _MOST_UNKNOWN = 64
@@ -25,7 +26,7 @@ _NONE_WAITS = (errno.EAGAIN, errno.EWOULDBLOCK)
 _FAILED_ALONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR)
 
 
-class Listener:
+class Listener(Watched):
     """Accepts connections. Those that have not yet said who they are have a deadline, and are few.
 
     A connection that would leave too few descriptors to the rest of this process is not accepted: it waits in the
@@ -39,34 +40,20 @@ class Listener:
         The address on which to listen.
     connect : callable
         Makes a connection from an accepted socket.
-
-    Attributes
-    ----------
-    socket : socket
-        The listening socket.
-    watched, sent_at
-        See :class:`gossip.elastic.connections.selector.Watched`.
     """
 
     def __init__(self, member: int, host: str, connect: Callable[[socket.socket], PeerConnection]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self.socket.setblocking(False)
-        self.watched, self.sent_at = 0, 0.0
+        super().__init__(socket.create_server((host, 0), family=family, backlog=_BACKLOG))
         self._member = member
         self._connect = connect
-        self._unknown: dict[PeerConnection, float] = {}  # and when they were accepted
+        self.unknown: dict[PeerConnection, float] = {}  # not proved yet to be ranks, and when they were accepted
         self._paused_until = 0.0
         self._has_warned = False
 
     def is_open(self, now: float) -> bool:
         """Return whether connections that wait can be accepted."""
-        return now >= self._paused_until and len(self._unknown) < _MOST_UNKNOWN
-
-    @property
-    def unknown(self) -> Collection[PeerConnection]:
-        """The connections that have not proved yet to be a rank's."""
-        return self._unknown.keys()
+        return now >= self._paused_until and len(self.unknown) < _MOST_UNKNOWN
 
     def accept(self, now: float) -> list[PeerConnection]:
         """Accept the connections that wait, as far as there is room for them. Does not block."""
@@ -90,25 +77,25 @@ class Listener:
             except OSError:  # it has been closed meanwhile
                 connected.close()
                 continue
-            self._unknown[connection] = now
+            self.unknown[connection] = now
             accepted.append(connection)
         return accepted
 
     def overdue(self, now: float) -> list[PeerConnection]:
         """Return the connections that should have said who they are by now."""
         patience_s = _PATIENCE_S if self.is_open(now) else _SHORT_PATIENCE_S
-        return [connection for connection, accepted_at in self._unknown.items() if now - accepted_at > patience_s]
+        return [connection for connection, accepted_at in self.unknown.items() if now - accepted_at > patience_s]
 
     def forget(self, connection: PeerConnection) -> None:
         """Note that a connection is known by now, or closed."""
-        self._unknown.pop(connection, None)
+        self.unknown.pop(connection, None)
 
     def close(self) -> None:
         """Stop listening, and close the connections that nobody knows."""
         self.socket.close()
-        for connection in self._unknown:
+        for connection in self.unknown:
             connection.close()
-        self._unknown.clear()
+        self.unknown.clear()
 
     def _pause(self, now: float) -> None:
         self._paused_until = now + _PAUSE_S

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -372,16 +371,8 @@ class Mesh:
                     messages.append(UnderWay(number, member, nbytes, False, now - sender.heard_at))
             return [self._connections[member] for member in whose_turn(messages)]
 
-    @contextlib.contextmanager
-    def _losing(self, connection: PeerConnection) -> Iterator[None]:
-        """End a connection that is lost within the block, and nothing else: any other exception is this rank's own."""
-        try:
-            yield
-        except ConnectionLost as error:
-            self._lose(connection, str(error))
-
     def _serve_one(self, connection: PeerConnection, events: int) -> None:
-        with self._losing(connection):
+        try:
             if events & WRITE:
                 num_waiting = len(connection.outgoing)
                 connection.send()
@@ -390,6 +381,8 @@ class Mesh:
                         self.changed.notify_all()
             if events & READ:
                 connection.receive(lambda frame: self._sort_in(connection, frame))
+        except ConnectionLost as error:  # any other exception is this rank's own
+            self._lose(connection, str(error))
 
     def _sort_in(self, connection: PeerConnection, frame: Frame) -> None:
         kind, member = frame.key.kind, connection.member

@@ -26,6 +26,7 @@ from gossip.elastic.connections.frame_authentication import (
     make_authenticators,
     tag,
 )
+from gossip.elastic.connections.selector import Watched
 
 _HEADER = struct.Struct("<4sBQQQQ")
 _MAGIC = b"gsp1"
@@ -86,18 +87,10 @@ def next_number() -> int:
 
 
 class Frame(NamedTuple):
-    """A frame that has arrived as a whole.
-
-    Attributes
-    ----------
-    key : Key
-        What it is about.
-    payload : Tensor, [nbytes], uint8
-        Its content.
-    """
+    """A frame that has arrived as a whole."""
 
     key: Key
-    payload: torch.Tensor
+    payload: torch.Tensor  # [nbytes], uint8
 
 
 class Outgoing:
@@ -173,21 +166,11 @@ class Outgoing:
 
 
 class Identity(NamedTuple):
-    """What this end of a connection shows the other one.
+    """What this end of a connection shows the other one."""
 
-    Attributes
-    ----------
-    secret : bytes
-        What all members know; it is not sent.
-    member : int
-        The number of this end.
-    authenticates_all : bool
-        Whether all frames carry authentication codes, and not only the greeting; the same at both ends.
-    """
-
-    secret: bytes
+    secret: bytes  # that all members know; it is not sent
     member: int
-    authenticates_all: bool = True
+    authenticates_all: bool = True  # all frames carry codes, and not only the greeting; the same at both ends
 
 
 class ConnectionLost(Exception):
@@ -216,7 +199,7 @@ def reading(frame: Frame) -> Iterator[None]:
         ) from error
 
 
-class PeerConnection:
+class PeerConnection(Watched):
     """Frames over one TCP connection. Used by one thread, except for :meth:`enqueue`.
 
     It begins with a greeting: each end sends a nonce and then, once it has the other's, an empty frame that carries an
@@ -243,10 +226,6 @@ class PeerConnection:
         Whether it has proved this.
     outgoing : deque of Outgoing
         The frames to send.
-    watched : int
-        The events of its socket that are watched.
-    sent_at : float
-        When it last accepted data, by ``time.monotonic()``.
     heard_at : float
         When data last arrived.
     """
@@ -259,7 +238,7 @@ class PeerConnection:
         own: Identity,
         called: int | None = None,
     ) -> None:
-        connection.setblocking(False)
+        super().__init__(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -267,12 +246,9 @@ class PeerConnection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
-        self.socket = connection
         self.member = called
         self.is_proved = False
         self.outgoing: deque[Outgoing] = deque()
-        self.watched = 0
-        self.sent_at = 0.0
         self.heard_at = time.monotonic()
         self._sending = threading.Lock()
         self._make_buffer = make_buffer

@@ -6,27 +6,27 @@ import contextlib
 import selectors
 import socket
 import time
-from typing import Protocol
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
-class Watched(Protocol):
+class Watched:
     """A socket that is watched.
 
     Attributes
     ----------
     socket : socket
-        The socket.
+        The socket, which does not block.
     watched : int
         The events that are watched.
     sent_at : float
         When it last accepted data, by ``time.monotonic()``.
     """
 
-    socket: socket.socket
-    watched: int
-    sent_at: float
+    def __init__(self, watched: socket.socket) -> None:
+        watched.setblocking(False)
+        self.socket = watched
+        self.watched, self.sent_at = 0, 0.0
 
 
 class Watcher:

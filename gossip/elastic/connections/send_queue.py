@@ -12,27 +12,13 @@ PATIENCE_S = 0.3
 
 
 class UnderWay(NamedTuple):
-    """A message to or from a member that has not ended.
+    """A message to or from a member that has not ended."""
 
-    Attributes
-    ----------
-    number : int
-        Counts the messages of this rank, in both directions, in the order of their exchanges.
-    member : int
-        The other rank.
-    num_bytes : int
-        The size of the whole message: one that has nearly ended counts like one that has not begun.
-    is_sent : bool
-        Whether this rank sends it; otherwise it receives it.
-    quiet_s : float
-        For how long the member has accepted nothing, or given no sign of life.
-    """
-
-    number: int
+    number: int  # counts the messages of this rank, in both directions, in the order of their exchanges
     member: int
-    num_bytes: int
-    is_sent: bool
-    quiet_s: float
+    num_bytes: int  # of the whole message: one that has nearly ended counts like one that has not begun
+    is_sent: bool  # by this rank; otherwise it receives it
+    quiet_s: float  # for how long the member has accepted nothing, or given no sign of life
 
 
 def whose_turn(messages: Iterable[UnderWay]) -> list[int]:

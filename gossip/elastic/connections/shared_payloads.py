@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, SharedFile, keep_order, machine
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer, machine
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind, reading
 
-_PLACE = struct.Struct("<qqqqq")  # the piece of the file, its size, where the slot is, its message's size, the reader
+_PLACE = struct.Struct("<QQ")  # the number of the buffer, and the reader's place in it
 _MOST_READERS = 64  # per message; further readers get it in frames
-_HEADER_BYTES = 8 * _MOST_READERS
-_ALIGNMENT_BYTES = 64
 _PAUSE_S = 0.0005
 
 
@@ -31,34 +29,25 @@ class Wait(Protocol):
 
 
 class _Slot:
-    """Memory for one message; the marks of ranks that have read it precede the message."""
+    """A buffer of this rank, and the ranks that were allowed to read the message that it holds."""
 
-    def __init__(self, memory: torch.Tensor, place: tuple[int, int, int, int]) -> None:
-        self.marks = memory[:_HEADER_BYTES].view(torch.int64)
-        self.message = memory[_HEADER_BYTES:]
-        self._place = place
-        self._readers: list[int] = []
+    def __init__(self, number: int, buffer: Buffer) -> None:
+        self.message = buffer.message
+        self.readers: list[int] = []
+        self._number, self._buffer, self._num_lent = number, buffer, 0
 
     @property
     def unread(self) -> list[int]:
         """The ranks that are still reading it."""
-        return [member for member, mark in zip(self._readers, self.marks.tolist(), strict=False) if not mark]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further rank can be allowed to read it."""
-        return len(self._readers) == _MOST_READERS
-
-    def clear(self) -> None:
-        """Prepare it for another message."""
-        self._readers = []
+        return [self.readers[place] for place in self._buffer.readers]
 
     def lend(self, member: int) -> bytes:
         """Allow a member to read it, and return where the member finds it."""
-        number = len(self._readers)
-        self.marks[number] = 0
-        self._readers.append(member)
-        return _PLACE.pack(*self._place, number)
+        place = len(self.readers)
+        self.readers.append(member)
+        self._num_lent += 1
+        self._buffer.publish({place: self._num_lent})
+        return _PLACE.pack(self._number, place)
 
 
 class SharedPayloads:
@@ -79,15 +68,14 @@ class SharedPayloads:
 
     def __init__(self, mesh: Mesh, wait: Wait) -> None:
         self._mesh, self._wait = mesh, wait
-        self._file, address = SharedFile.make()
+        self._arena, address = Arena.make(_MOST_READERS)
         self._machine = machine()
         self._address = json.dumps([self._machine, address]).encode()
         self._readers: set[int] = set()
-        self._slots: defaultdict[tuple[object, int], list[_Slot]] = defaultdict(list)
+        self._slots: collections.defaultdict[tuple[object, int], list[_Slot]] = collections.defaultdict(list)
         self._by_memory: dict[int, _Slot] = {}
-        self._files: dict[int, SharedFile] = {}
-        self._pieces: dict[tuple[int, int], torch.Tensor] = {}
-        self._lent: dict[int, torch.Tensor] = {}  # by the address of a message: the mark of this reader
+        self._arenas: dict[int, Arena] = {}
+        self._lent: dict[int, tuple[Buffer, int]] = {}  # by the address of a message: this rank's place as its reader
         mesh.handlers |= {
             Kind.MEMORY: self._on_memory,
             Kind.READER: self._on_reader,
@@ -128,7 +116,10 @@ class SharedPayloads:
             # A lost rank may be alive and still reading: memory that it was lent is never changed again.
             left_to_lost = [slot for slot in slots if slot.unread and not self._awaited(slot)]
             if len(slots) - len(left_to_lost) < BUFFERS_PER_ROW:
-                self._add_slots(slots, like.nbytes)
+                first = len(self._arena.buffers)
+                added = [_Slot(*one) for one in enumerate(self._arena.add(0, like.nbytes), first)]
+                slots.extend(added)
+                self._by_memory |= {slot.message.data_ptr(): slot for slot in added}
             found.extend(slot for slot in slots if not slot.unread)
             return bool(found)
 
@@ -139,13 +130,13 @@ class SharedPayloads:
                 where,
                 looks_every_s=_PAUSE_S,
             )
-        found[0].clear()
+        found[0].readers.clear()
         return found[0].message.view(like.dtype).view(like.shape)
 
     def can_send(self, member: int, message: torch.Tensor) -> bool:
         """Return whether a message is in memory that was taken, and a member can read it there."""
         slot = self._by_memory.get(message.data_ptr())
-        return self.reaches(member) and slot is not None and not slot.is_full
+        return self.reaches(member) and slot is not None and len(slot.readers) < _MOST_READERS
 
     def send(self, member: int, key: Key, message: torch.Tensor) -> None:
         """Send a message in memory that was taken to a member that can read it."""
@@ -159,16 +150,6 @@ class SharedPayloads:
     def _awaited(self, slot: _Slot) -> list[int]:
         return [member for member in slot.unread if member not in self._mesh.lost]
 
-    def _add_slots(self, slots: list[_Slot], nbytes: int) -> None:
-        stride = -(-(_HEADER_BYTES + nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        size = BUFFERS_PER_ROW * stride
-        start = self._file.grow(size)
-        piece = torch.frombuffer(self._file.map(start, size), dtype=torch.uint8)
-        for offset in range(0, size, stride):
-            slot = _Slot(piece[offset : offset + _HEADER_BYTES + nbytes], (start, size, offset, nbytes))
-            slots.append(slot)
-            self._by_memory[slot.message.data_ptr()] = slot
-
     # ------------------------------------------------------------------ in the mesh's thread
 
     def _introduce(self, member: int) -> None:
@@ -178,9 +159,9 @@ class SharedPayloads:
     def _on_memory(self, member: int, frame: Frame) -> None:
         with reading(frame):
             where, address = json.loads(frame.payload.numpy().tobytes())
-            file = SharedFile.at(Address(*address)) if where == self._machine else None
-        if file is not None:
-            self._files[member] = file
+            arena = Arena.at(Address(*address), _MOST_READERS) if where == self._machine else None
+        if arena is not None:
+            self._arenas[member] = arena
             self._mesh.send(member, Key(Kind.READER))
 
     def _on_reader(self, member: int, _: Frame) -> None:
@@ -188,13 +169,14 @@ class SharedPayloads:
 
     def _on_lent(self, member: int, frame: Frame) -> None:
         with reading(frame):
-            start, size, offset, nbytes, number = _PLACE.unpack(frame.payload.numpy().tobytes())
-            if (member, start) not in self._pieces:
-                self._pieces[member, start] = torch.frombuffer(self._files[member].map(start, size), dtype=torch.uint8)
-            memory = self._pieces[member, start][offset : offset + _HEADER_BYTES + nbytes]
-            slot = _Slot(memory, (start, size, offset, nbytes))
-        self._lent[slot.message.data_ptr()] = slot.marks[number : number + 1]
-        self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), slot.message, num_bytes=0)
+            number, place = _PLACE.unpack(frame.payload.numpy().tobytes())
+            arena = self._arenas[member]
+            if number >= len(arena.buffers):
+                collections.deque(arena.new_buffers(), maxlen=0)
+            buffer = arena.buffers[number]
+            buffer.is_read_by(place)  # raises if there is no such place
+        self._lent[buffer.message.data_ptr()] = buffer, place
+        self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), buffer.message, num_bytes=0)
 
     def is_lent(self, payload: torch.Tensor) -> bool:
         """Return whether a payload is another rank's memory."""
@@ -204,8 +186,8 @@ class SharedPayloads:
         """Give memory back if it is another rank's, and return whether it was; called in any thread."""
         if not self.is_lent(payload):
             return False
-        keep_order()
-        self._lent[payload.data_ptr()].fill_(1)
+        buffer, place = self._lent[payload.data_ptr()]
+        buffer.done(place)
         return True
 
 

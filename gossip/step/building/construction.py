@@ -269,7 +269,7 @@ def _check(
 
 def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: Compression) -> TransportFactory:
     if arguments.continues:
-        from gossip.exchange.generation_transport import make_generation_transport
+        from gossip.exchange.edge_transport import make_generation_transport
 
         return functools.partial(
             make_generation_transport,

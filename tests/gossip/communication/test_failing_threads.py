@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,10 +23,6 @@ from gossip.communication.waiting import wait_for
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.membership_consensus import Consensus
 from gossip.exchange.pair_averaging import PairAverager
-from gossip.lab.experiments.graceful_stop import GracefulStop
-from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.loggers.log_forwarding import LogForwarder
-from gossip.lab.sweeps import sweep_progress
 
 STEP = 5
 TIMEOUT = timedelta(seconds=20)
@@ -55,7 +50,6 @@ def failing_beside(owner: Any, name: str) -> Any:
 PLACES: dict[str, tuple[type, str, dict[str, Any]]] = {
     "the agreement looks": (Consensus, "_is_due", {}),
     "the mesh handles a frame": (Mesh, "put", {}),
-    "the mesh takes up changes": (Mesh, "_take_up_changes", {}),
     "averages": (PairAverager, "answer", {"algorithm": Asynchronous(max_staleness=1)}),
 }
 
@@ -131,35 +125,3 @@ def test_progress_markers_raise_what_their_thread_raised() -> None:
     progress_markers = ProgressMarkers(dist.HashStore(), 0, 2)
     with mock.patch.object(ProgressMarkers, "_meet", fail), pytest.raises(InjectedError):
         progress_markers.wait_for_all(TIMEOUT)
-
-
-def test_a_signal_is_not_awaited_by_a_thread_that_has_failed() -> None:
-    with mock.patch.object(GracefulStop, "_listen", fail), GracefulStop(None, 0, lambda: [0], 1) as stopping:
-        stopping._thread.join()
-        with pytest.raises(GossipError, match="the thread that listens for signals has failed") as caught:
-            stopping.goes_on(1)
-    assert isinstance(caught.value.__cause__, InjectedError)
-
-
-def test_a_logger_that_cannot_begin_is_named(tmp_path: Path, warnings_told: list[str]) -> None:
-    beginning = mock.Mock(folder=tmp_path)
-    with mock.patch.object(LogForwarder, "_await_beginning", fail):
-        follower = LogForwarder("other", mock.Mock(), beginning, each_rank=False)
-        follower._thread.join()
-    assert warnings_told == [
-        f"logger=other has failed (InjectedError: a bug); training is not affected, and its records are in {tmp_path}"
-    ]
-
-
-def test_a_sweep_goes_on_without_progress_messages(tmp_path: Path, warnings_told: list[str]) -> None:
-    has_said = threading.Event()
-
-    def say(_: str) -> None:
-        has_said.set()
-        fail()
-
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / SUMMARY_FILE).touch()
-    with sweep_progress.told(["1", "2"], tmp_path, pause_s=0.001, say=say):
-        assert has_said.wait(TIMEOUT.total_seconds())
-    assert "no more progress messages; the runs are not affected: InjectedError('a bug')" in warnings_told[0]

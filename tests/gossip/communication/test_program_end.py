@@ -73,41 +73,6 @@ if case["end"] == "an exception":
     raise ValueError("of the program's own")
 """
 
-
-RELEASED_AT_THE_END = """
-import threading, time
-
-from gossip.communication.host.worker_threads import WorkerThreads, Operation
-
-is_awaited = threading.Event()
-
-
-def tell_what_is_left():
-    left = [each.name for each in threading.enumerate() if each.name.startswith("gossip")]
-    os.write(1, f"left: {left}\\n".encode())
-
-
-def is_in_join(frame):
-    return frame is not None and (frame.f_code.co_name == "join" or is_in_join(frame.f_back))
-
-
-def release_what_is_awaited():
-    while not is_in_join(sys._current_frames()[threading.main_thread().ident]):
-        time.sleep(0.001)
-    is_awaited.set()
-
-
-class Message:
-    def wait(self):
-        is_awaited.wait()
-
-
-worker_threads = WorkerThreads("gossip-test", timedelta(seconds=60))
-worker_threads.submit(iter([(Operation("a peer", Message()),)]))
-threading.Thread(target=release_what_is_awaited, daemon=True).start()
-sys.last_of_all.append(tell_what_is_left)
-"""
-
 RELEASED_BY_WHAT_IS_SAID = """
 import threading
 
@@ -131,9 +96,15 @@ class Message:
         is_awaited.wait()
 
 
+def tell_what_is_left():
+    left = [each.name for each in threading.enumerate() if each.name.startswith("gossip")]
+    os.write(1, f"left: {left}\\n".encode())
+
+
 sys.stderr = Said()
 worker_threads = WorkerThreads("gossip-test", timedelta(seconds=60))
 worker_threads.submit(iter([(Operation("a peer", Message()),)]))
+sys.last_of_all.append(tell_what_is_left)
 """
 
 
@@ -168,7 +139,6 @@ for step in range(case["num_steps"]):
 STATUSES = {"in a function": 0, "globally": 0, "sys.exit(3)": 3, "an exception": 1}
 CASES: list[dict[str, object]] = [
     *({"program": RELEASED_TOO_LATE, "end": end} for end in STATUSES),
-    {"program": RELEASED_AT_THE_END},
     {"program": RELEASED_BY_WHAT_IS_SAID},
     {"program": EXCHANGES_AT_THE_VERY_END},
 ]
@@ -194,15 +164,11 @@ def statuses_of(program: str, ended: Ended) -> dict[int, int]:
     return ended.statuses[CASES.index({"program": program})]
 
 
-def test_exit_waits_for_what_is_under_way(ended: Ended) -> None:
-    assert statuses_of(RELEASED_AT_THE_END, ended) == {0: 0, 1: 0}, ended.output
-    assert ended.output.count("left: ") == ended.output.count("left: []") == 2, ended.output
-
-
-def test_exit_says_what_it_waits_for(ended: Ended) -> None:
+def test_exit_waits_for_what_is_under_way_and_says_so(ended: Ended) -> None:
     assert statuses_of(RELEASED_BY_WHAT_IS_SAID, ended) == {0: 0, 1: 0}, ended.output
     said = "messages are in flight that a peer has not yet sent or received (gossip-test-finish, gossip-test-wait)"
     assert ended.output.count(said) == 2, ended.output
+    assert ended.output.count("left: ") == ended.output.count("left: []") == 2, ended.output
 
 
 def test_exchange_after_the_end_of_communication_is_refused_at_once(ended: Ended) -> None:

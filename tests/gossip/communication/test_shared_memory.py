@@ -183,32 +183,5 @@ def pretend_to_be_elsewhere() -> tuple[int, int]:
     return len(local), int(together == (True, False))
 
 
-def description() -> str:
-    world = World(timedelta(seconds=60))
-    text = DistributedTransport(world, topologies.build("ring", 2)).describe()
-    world.close()
-    return text
-
-
-def test_description_says_it() -> None:
-    for line in run_ranks(description, world_size=2):
-        assert line.endswith("; with 1 rank on this machine messages from 64 KiB on go through memory")
-
-
 def test_ranks_that_a_network_keeps_apart_use_it() -> None:
     assert launch(pretend_to_be_elsewhere, world_size=3) == [(0, 1), (1, 1), (1, 1)]
-
-
-def open_files() -> int:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    exchange_everything("complete", "float32", True)
-    before = count()
-    for _ in range(3):
-        exchange_everything("complete", "float32", True)
-    return count() - before
-
-
-def test_memory_is_given_back() -> None:
-    assert all(grown <= 2 for grown in launch(open_files, world_size=WORLD_SIZE))

@@ -115,15 +115,6 @@ def test_pieces_follow_each_other_and_so_do_messages(worker_threads: WorkerThrea
     assert list(first.finished_at) == ["a0", "a1", "a2"]
 
 
-def test_small_messages_are_all_posted_at_once(worker_threads: WorkerThreads, log: Log) -> None:
-    names = [f"{name}0" for name in "abcdefgh"]
-    tickets = [worker_threads.submit(message(log, name, 1, num_bytes=100)) for name in "abcdefgh"]
-    assert log.comes_to(names)
-    for name in names:
-        log.release(name)
-    assert all(ticket.wait(TIMEOUT) for ticket in tickets)
-
-
 def test_a_message_larger_than_the_window_goes_alone(worker_threads: WorkerThreads, log: Log) -> None:
     tickets = [worker_threads.submit(message(log, name, 1, num_bytes=10 * MANY_BYTES)) for name in "ab"]
     assert log.comes_to(["a0"], is_full=True)

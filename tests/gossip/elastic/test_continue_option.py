@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -18,9 +17,7 @@ import torch.distributed as dist
 import unsupervised
 from elastic_ranks import flat, make_model, targets
 from free_ports import free_port
-from loguru import logger
 from ranks import run_ranks
-from tiers import rest_is_slow
 from torch import nn
 
 import gossip
@@ -60,12 +57,9 @@ def min_ranks_of(number: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", [0, 4])
-def test_min_ranks_is_a_number_of_the_ranks(number: int) -> None:
-    assert (
-        launch(min_ranks_of, number, world_size=3)
-        == [f"min_ranks must be from 1 to the number of ranks, 3, got {number}"] * 3
-    )
+def test_min_ranks_is_a_number_of_the_ranks() -> None:
+    text = "min_ranks must be from 1 to the number of ranks, 3, got 4"
+    assert launch(min_ranks_of, 4, world_size=3) == [text] * 3
 
 
 def error_with(make_group: Callable[[int], None]) -> str:
@@ -132,24 +126,6 @@ def test_a_mixing_factor_that_was_set_stays() -> None:
     assert launch(gammas_around_a_death, world_size=3, on_peer_loss="continue") == [expected, None, expected]
 
 
-def told_when_one_leaves() -> list[str]:
-    told: list[str] = []
-    logger.add(lambda message: told.append(message.record["message"]), level="INFO")
-    model = make_model(16, {"topology": "ring"})
-    for step in range(12):
-        if model.world.member == 1 and step == 4:
-            model.leave()
-            return []
-        model(targets(model.world.member, 16)).backward()
-    model.close()
-    return [text for text in told if "ranks continue" in text]
-
-
-def test_who_leaves_is_not_said_to_be_lost() -> None:
-    ((text,), *_) = launch(told_when_one_leaves, world_size=3, on_peer_loss="continue")
-    assert re.fullmatch(r"step \d: 2 ranks continue, ranks 0, 2, with topology ring; left: rank 1", text)
-
-
 def test_launch_raises_when_too_few_are_left_to_go_on() -> None:
     with pytest.raises(LaunchError, match=r"min_ranks=3|SIGKILL"):
         launch(train_and_die, 5, (0, 1), world_size=4, on_peer_loss="continue")
@@ -165,11 +141,11 @@ def test_nothing_of_it_is_loaded_by_default() -> None:
     assert launch(loaded_by_default, world_size=2) == [[], []]
 
 
-def save_with_a_death(folder: str, number: int) -> tuple[torch.Tensor, list[str]]:
+def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
     rank = dist.get_rank()
     from fault_places import injected  # it loads what another test shows not to be loaded
 
-    deaths = [Fault(place="together", step=number)] if rank == 2 else []
+    deaths = [Fault(place="together", step=4)] if rank == 2 else []
     model = make_model(16, {"topology": "ring"})
     for _ in range(4):
         model(targets(rank, 16)).backward()
@@ -213,10 +189,9 @@ def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
         return checkpoint.world_size, checkpoint.step, flat(model.module)
 
 
-@pytest.mark.parametrize("number", rest_is_slow([4, 2]))
-def test_a_rank_that_ends_while_all_save_is_left_out(number: int, tmp_path: Path) -> None:
+def test_a_rank_that_ends_while_all_save_is_left_out(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
-    with unsupervised.started(save_with_a_death, folder, number, world_size=4) as ranks:
+    with unsupervised.started(save_with_a_death, folder, world_size=4) as ranks:
         results = ranks.results()
     assert [rank for rank, result in enumerate(results) if result is None] == [2]
     assert all(

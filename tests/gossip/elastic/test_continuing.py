@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -23,54 +22,39 @@ NUM_STEPS = 25
 NUMEL = 64
 
 
-DEATHS = [Fault(step=5), Fault(step=5, bucket=1, num_bytes=40), Fault(step=5, bucket=1), Fault()]
-
-
 @pytest.mark.parametrize(
     ("victim", "death", "topology"),
-    rest_is_slow(
-        zip([2, 0, 2, 0], DEATHS, ["ring", "one_peer_exponential", "one_peer_exponential", "ring"], strict=True), 3
-    ),
+    [
+        (2, Fault(step=5), "ring"),
+        (0, Fault(step=5, bucket=1, num_bytes=40), "one_peer_exponential"),
+        (0, Fault(), "ring"),
+    ],
 )
 def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Fault, victim: int) -> None:
     assert_follow_the_recursion(run(NUM_STEPS, ends={victim: death}, topology=topology), topology)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_bytes", rest_is_slow([2**20, 1, 8 * 2**19]))
-def test_a_message_that_was_sent_in_part_is_never_mixed_in(num_bytes: int) -> None:
-    ends = {1: Fault(step=3, bucket=1, num_bytes=num_bytes)}
+def test_a_large_message_that_was_sent_in_part_is_never_mixed_in() -> None:
+    ends = {1: Fault(step=3, bucket=1, num_bytes=2**20)}
     assert_follow_the_recursion(run(8, ends=ends, numel=2**19, topology="ring"), "ring")
 
 
-@pytest.mark.parametrize(
-    "ends",
-    rest_is_slow(
-        [
-            {4: Fault(step=5), 1: Fault(place="agreeing")},
-            {0: Fault(step=5), 3: Fault(step=5)},
-        ]
-    ),
-)
-def test_two_ranks_end(ends: dict[int, Fault]) -> None:
-    """Also while the others agree on who is left without the first one."""
+def test_a_second_rank_ends_while_the_others_agree_on_who_is_left_without_the_first() -> None:
+    ends = {4: Fault(step=5), 1: Fault(place="agreeing")}
     outcome = run(NUM_STEPS, ends=ends, world_size=6, topology="one_peer_exponential")
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
-IN_CONSTRUCTION = [
-    Fault(place="calling"),
-    Fault(place="listening"),
-    *(Fault(place="together", step=number) for number in range(4)),
-]
+IN_CONSTRUCTION = [Fault(place="calling"), Fault(place="listening"), Fault(place="together", step=2)]
 
 
-@pytest.mark.parametrize(("death", "victim"), rest_is_slow(zip(IN_CONSTRUCTION, itertools.cycle([2, 0]), strict=False)))
+@pytest.mark.parametrize(("death", "victim"), rest_is_slow(zip(IN_CONSTRUCTION, [2, 0, 2], strict=True)))
 def test_a_rank_ends_while_all_construct_the_model(death: Fault, victim: int) -> None:
     assert_agree(run(NUM_STEPS, ends={victim: death}, topology="ring"))
 
 
-@pytest.mark.parametrize("number", rest_is_slow([8, 6, 10, 12]))
+@pytest.mark.parametrize("number", rest_is_slow([8, 10]))
 def test_a_rank_ends_in_the_global_average(number: int) -> None:
     outcome = run(3, ends={2: Fault(place="together", step=number)}, topology="ring")
     before = np.stack(list(dense(outcome, "ring")[-1].values()))
@@ -121,19 +105,16 @@ def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_p
         )
 
 
+COMPRESSED: dict[str, Any] = {"compression": "choco", "topology": "ring"}
 COMBINATIONS: list[dict[str, Any]] = [
-    {"compression": "int8", "topology": "ring"},
-    {"algorithm": "adapt_then_combine", "topology": "one_peer_exponential"},
-    {"compression": "choco", "topology": "ring"},
-    {"compression": "powergossip", "topology": "ring"},
-    {"algorithm": "gradient_tracking", "topology": "ring"},
+    COMPRESSED,
     {"algorithm": "push_sum", "topology": "one_peer_exponential"},
     {"step_in_backward": False, "topology": "ring"},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", rest_is_slow(COMBINATIONS, 2))
+@pytest.mark.parametrize("options", COMBINATIONS)
 def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any]) -> None:
     outcome = run(250, ends={2: Fault(step=9, bucket=1, num_bytes=40)}, **options)
     assert_agree(outcome)
@@ -143,9 +124,8 @@ def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["awc", "atc"])
-def test_the_corrections_of_those_who_are_left_cancel_each_other(form: str) -> None:
-    algorithm = gossip.algorithms.IntegralCorrection(form=form)
+def test_the_corrections_of_those_who_are_left_cancel_each_other() -> None:
+    algorithm = gossip.algorithms.IntegralCorrection(form="atc")
     outcome = run(400, ends={2: Fault(step=60)}, topology="ring", algorithm=algorithm)
     optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
     for one in outcome.stays.values():
@@ -179,7 +159,7 @@ def test_ranks_end_anywhere(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", rest_is_slow([{"topology": "ring"}, COMBINATIONS[0], COMBINATIONS[2]], 2))
+@pytest.mark.parametrize("options", [{"topology": "ring"}, COMPRESSED])
 def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str, Any]) -> None:
     numel = 2**17  # also in 4 bits enough to be shared
     shared, sent = (run(6, numel=numel, shares_memory=shares_memory, **options) for shares_memory in (True, False))
@@ -187,6 +167,5 @@ def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str
         assert all(map(torch.equal, one.values, sent.stays[member].values))
 
 
-@pytest.mark.parametrize("options", rest_is_slow([{"fallback_topology": "star"}, {}]))
-def test_a_size_that_the_topology_cannot_serve_is_served_by_another(options: dict[str, Any]) -> None:
-    assert_agree(run(NUM_STEPS, ends={1: Fault(step=5)}, topology="hypercube", **options))
+def test_a_size_that_the_topology_cannot_serve_is_served_by_another() -> None:
+    assert_agree(run(NUM_STEPS, ends={1: Fault(step=5)}, topology="hypercube", fallback_topology="star"))

@@ -48,21 +48,16 @@ def test_a_pair_grows_to_four() -> None:
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
-OPTIMIZERS = {
-    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
-}
-
-
-@pytest.mark.parametrize(("name", "numel"), rest_is_slow(zip(OPTIMIZERS, [2**18 + 1, NUMEL], strict=True)))
-def test_parameters_and_optimizer_state_are_those_of_their_source(name: str, numel: int) -> None:
-    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, numel=numel, topology="ring", optimizer=OPTIMIZERS[name])
+def test_parameters_and_optimizer_state_are_those_of_their_source() -> None:
+    """They are given in several pieces."""
+    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, numel=2**18 + 1, topology="ring", optimizer=momentum)
     assert_agree(outcome)
     assert outcome.stays[3].came is not None
     assert outcome.stays[3].digests[0] != outcome.stays[3].digests[1]
 
 
-@pytest.mark.parametrize("place", rest_is_slow(["entering", "taking", "asking", "agreeing"]))
+@pytest.mark.parametrize("place", rest_is_slow(["entering", "taking"]))
 def test_one_that_ends_while_it_joins_leaves_the_others_alone(place: str) -> None:
     # The one that ended was member 3; the next one is member 4.
     outcome = run((0, 1, 2, 4), world_size=3, num_joining=1, doomed=Fault(place=place), topology="ring")
@@ -92,7 +87,6 @@ def test_a_rank_that_leaves_loses_nothing(leaver: int, is_told: bool) -> None:
 
 COMBINATIONS: list[dict[str, Any]] = [
     {"compression": "choco"},
-    {"compression": "powergossip"},
     {"step_in_backward": True, "clip_grad_norm": 100.0},
     {"buffers": "average"},
 ]
@@ -104,44 +98,6 @@ def test_what_has_a_state_goes_on_with_one_more(options: dict[str, Any]) -> None
 
 
 # ---------------------------------------------------------------------- what all ranks do together
-
-
-def work_together(folder: str) -> list[Any]:
-    """Rank 0 to 2 and one that joins: average and save when all are there."""
-    model = make_model(NUMEL, {"topology": "ring"})
-    found: list[Any] = []
-    if joins():
-        with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
-            model.global_avg()
-    target = targets(model.world.member, NUMEL)
-    for last in steps_until(model, lambda: len(model.members) == 4, num_more=5):
-        if last is None and model.step > 0:
-            # The joining rank is let in meanwhile: it has no part in what is done before its first step.
-            with model.averaged():
-                pass
-        model(target).backward()
-    with model.averaged():
-        found.append(flat(model.module))
-    gossip.save(model, folder)
-    model(target).backward()
-    checkpoint = gossip.load(model, folder)
-    found += [checkpoint.step == model.step, checkpoint.world_size, model.consensus_distance()[0]]
-    model(target).backward()
-    model.global_avg()
-    found.append(flat(model.module))
-    model.close()
-    return found
-
-
-def test_one_that_joins_takes_part_in_what_all_ranks_do_together(tmp_path: Path) -> None:
-    with unsupervised.started(work_together, str(tmp_path), world_size=3) as ranks:
-        ranks.join(work_together, str(tmp_path))
-        first, *others = ranks.results()
-    assert first[1:3] == [True, 4]
-    for other in others:
-        assert torch.equal(first[0], other[0])
-        assert first[1:4] == other[1:4]
-        assert torch.equal(first[4], other[4])
 
 
 def wait_longer_than_the_timeout(frozen: int) -> tuple[int, ...]:
@@ -178,9 +134,12 @@ class Together(NamedTuple):
     average: torch.Tensor
 
 
-def measure_and_save_after_each_step(folder: str, dying: int | None) -> Together:
-    """Rank 0 to 2 and one that joins; ``dying`` ends between the joining rank's admission and its first step's end."""
+def measure_and_save_after_each_step(folder: str) -> Together:
+    """Rank 0 to 2 and one that joins; rank 2 ends between the joining rank's admission and its first step's end."""
     model = make_model(NUMEL, {"topology": "ring"})
+    if joins():
+        with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
+            model.global_avg()
     target = targets(model.world.member, NUMEL)
     joined_at = model.step if joins() else None
     members: list[tuple[int, ...]] = []
@@ -188,24 +147,26 @@ def measure_and_save_after_each_step(folder: str, dying: int | None) -> Together
         model(target).backward()
         if joined_at is None and len(model.members) == 4:
             joined_at = model.step
-            if model.world.member == dying:
+            if model.world.member == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
         model.consensus_distance()  # of those who have made a step: the joining rank is not among them at first
         gossip.save(model, folder, keep=2)
         if joined_at is not None:
             members.append(model.members)
     exchanging = model.topology.world_size
+    checkpoint = gossip.load(model, folder)
+    assert (checkpoint.step, checkpoint.world_size) == (model.step, 3)
+    model(target).backward()
     model.global_avg()
     model.close()
     return Together(joined_at, members, exchanging, flat(model.module))
 
 
-@pytest.mark.parametrize("dying", rest_is_slow([2, None]))
-def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path, dying: int | None) -> None:
-    with unsupervised.started(measure_and_save_after_each_step, str(tmp_path), dying, world_size=3) as ranks:
-        ranks.join(measure_and_save_after_each_step, str(tmp_path), dying)
-        told = [one for one in ranks.results(silent=() if dying is None else (dying,)) if one is not None]
-    remaining = tuple(member for member in range(4) if member != dying)
+def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path) -> None:
+    with unsupervised.started(measure_and_save_after_each_step, str(tmp_path), world_size=3) as ranks:
+        ranks.join(measure_and_save_after_each_step, str(tmp_path))
+        told = [one for one in ranks.results(silent=(2,)) if one is not None]
+    remaining = 0, 1, 3
     assert len(told) == len(remaining)
     joining_rank = told[-1]
     for one in told:
@@ -270,7 +231,6 @@ def test_a_rank_that_fails_again_and_again_is_left_out_in_the_end(tmp_path: Path
             {"restart": 1},
             r"restart=1 needs other ranks that continue and can be joined; pass on_peer_loss=\"continue\"",
         ),
-        ({"restart": -1, "on_peer_loss": "continue"}, "restart must be the number of times .*, at least 0, got -1"),
         ({"restart": True, "on_peer_loss": "continue"}, "restart must be the number of times .*, got True"),
     ],
 )

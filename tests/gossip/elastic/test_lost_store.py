@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -35,7 +33,6 @@ print(store.port, flush=True)
 time.sleep(600)
 """
 LOST = "the next one that is lost or leaves ends the training of all, and none can join; save a checkpoint now"
-BACK = "the key-value store replies again; ranks may be lost, leave and join"
 
 
 @contextlib.contextmanager
@@ -49,24 +46,14 @@ def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 class Course(NamedTuple):
-    """What a rank tells.
-
-    Attributes
-    ----------
-    warnings : list of str
-        What it logged.
-    noted : list of bool
-        By step, whether its record says that the store is lost.
-    end : str
-        The error that ended its training.
-    """
+    """What a rank tells."""
 
     warnings: list[str]
-    noted: list[bool]
-    end: str
+    noted: list[bool]  # by step, whether its record says that the store is lost
+    end: str  # the error that ended its training
 
 
-def train(folder: str, *, comes_back: bool) -> Course:
+def train(folder: str) -> Course:
     """Two ranks make a step, one more when they know that the store is lost, and end one of them after a checkpoint."""
     rank = dist.get_rank()
     target = targets(rank, 4)
@@ -80,18 +67,13 @@ def train(folder: str, *, comes_back: bool) -> Course:
             assert stats is not None
             noted.append(stats.to_dict()["is_store_lost"])
 
-        def reach(place: str, *, is_lost: bool) -> None:
-            (Path(folder) / f"{place}{rank}").touch()
-            while model.world.is_store_lost != is_lost:  # type: ignore[attr-defined]
-                time.sleep(0.01)
-            step()
-
         step()
-        reach("ready", is_lost=True)
+        (Path(folder) / f"ready{rank}").touch()
+        while not model.world.is_store_lost:  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        step()
         gossip.save(model, folder + "/saved")
         gossip.load(model, folder + "/saved")
-        if comes_back:
-            reach("noticed", is_lost=False)
         if rank == 1:
             os._exit(9)
         try:
@@ -102,31 +84,18 @@ def train(folder: str, *, comes_back: bool) -> Course:
     return Course(texts, noted, end)
 
 
-def await_places(folder: Path, place: str) -> None:
-    while not all((folder / f"{place}{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
-
-
-def course_of_rank_0(folder: Path, *, comes_back: bool) -> Course:
+def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
     with served() as (server, port):
         place = SimpleNamespace(host="127.0.0.1", port=port)
-        function = functools.partial(train, str(folder), comes_back=comes_back)
         with (
             mock.patch.object(unsupervised, "store_at", return_value=place),
-            unsupervised.started(function, world_size=2) as ranks,
+            unsupervised.started(train, str(tmp_path), world_size=2) as ranks,
         ):
-            await_places(folder, "ready")
-            server.send_signal(signal.SIGSTOP if comes_back else signal.SIGKILL)
-            if comes_back:
-                await_places(folder, "noticed")
-                server.send_signal(signal.SIGCONT)
+            while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+                time.sleep(0.01)
+            server.kill()
             course: Course
             course, _ = ranks.results()
-    return course
-
-
-def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
-    course = course_of_rank_0(tmp_path, comes_back=False)
     (warning,) = (text for text in course.warnings if "key-value store" in text)
     assert warning.startswith("rank 0: the key-value store does not reply (")
     assert LOST in warning
@@ -134,17 +103,6 @@ def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
     assert all(course.noted[1:])
     assert "the key-value store does not reply" in course.end
     assert "without it the remaining ranks cannot agree on who trains" in course.end
-
-
-@pytest.mark.slow
-def test_a_store_that_stood_still_is_of_use_again(tmp_path: Path) -> None:
-    course = course_of_rank_0(tmp_path, comes_back=True)
-    lost, back = (text for text in course.warnings if "key-value store" in text)
-    assert lost.startswith("rank 0: the key-value store has not replied for 2 s")
-    assert LOST in lost
-    assert BACK in back
-    assert course.noted[:3] == [False, True, False]
-    assert course.end == "", "it goes on without the other rank"
 
 
 def test_silence_is_told_from_an_answer_under_way() -> None:

@@ -6,22 +6,15 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import unsupervised
-from elastic_ranks import flat, make_model, steps_until, targets
 from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
-from gossip import ExchangeError
 from gossip.elastic.connections.frame_authentication import Authenticator, tag
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Outgoing, PeerConnection
+from gossip.elastic.connections.peer_connection import PeerConnection
 
-NUMEL = 64
 HEADER_BYTES, TAG_BYTES = 37, 16
 PAYLOAD = torch.arange(3 * 2**17, dtype=torch.int64).view(torch.uint8)  # hashed in several parts
 ALTERED = "a frame arrived that is not what was sent"
@@ -214,51 +207,3 @@ def test_a_member_in_place_of_another_one_is_not_connected() -> None:
     with meshes(2) as (first, second):
         first.call({7: second.address})
         assert await_loss(first, 7) == "rank 1 replied in its place"
-
-
-# ---------------------------------------------------------------------- in a training
-
-
-class Altering:
-    """A socket on whose way a bit is changed."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def sendmsg(self, parts: list[memoryview]) -> int:
-        content = bytearray(b"".join(parts))
-        content[-1] ^= 1
-        return self._connection.send(content)
-
-
-def train() -> tuple[torch.Tensor | str, dict[int, str]]:
-    """In step 5 a frame of rank 1 is changed on its way; until one is given up, and some steps more."""
-    rank, send = dist.get_rank(), Outgoing.send
-    model = make_model(NUMEL, {"topology": "ring"})
-    changed: list[Outgoing] = []
-
-    def send_changed(frame: Outgoing, connection: Any, authenticator: Authenticator | None) -> bool:
-        if rank == 1 and model.step >= 5 and not changed:
-            changed.append(frame)
-            connection = Altering(connection)
-        return send(frame, connection, authenticator)
-
-    try:
-        with mock.patch.object(Outgoing, "send", send_changed):
-            for _ in steps_until(model, lambda: len(model.members) == 3):
-                model(targets(rank, NUMEL)).backward()
-        model.global_avg()
-        return flat(model.module), model.world.mesh.lost
-    except ExchangeError as error:
-        return str(error), model.world.mesh.lost
-    finally:
-        model.close()
-
-
-def test_a_training_goes_on_as_when_two_ranks_lose_each_other() -> None:
-    with unsupervised.started(train, world_size=4) as ranks:
-        told = ranks.results()
-    means = [mean for mean, _ in told if isinstance(mean, torch.Tensor)]
-    assert len(means) == 3
-    assert all(torch.equal(mean, means[0]) for mean in means)
-    assert any(lost.get(1, "").startswith(ALTERED) for _, lost in told)

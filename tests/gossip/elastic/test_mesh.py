@@ -31,24 +31,6 @@ def test_frames_arrive_as_they_were_sent(nbytes: int) -> None:
                     assert torch.equal(await_frame(receiver, source, message(source)), payload)
 
 
-def test_a_frame_has_ended_when_it_was_sent() -> None:
-    with connected(2) as (first, second):
-        frame = first.send(1, message(0), torch.ones(2**22))
-        assert await_frame(second, 0, message(0)).view(torch.float32).sum() == 2**22
-        await_that(first, lambda: frame.has_ended)
-
-
-def test_many_frames_of_several_senders_are_all_there() -> None:
-    with connected(4) as members:
-        for sender in members[1:]:
-            for step in range(50):
-                sender.send(0, message(step), torch.full((1000,), float(step)))
-        for step in reversed(range(50)):
-            for source in (1, 2, 3):
-                values = await_frame(members[0], source, message(step)).view(torch.float32)
-                assert values.tolist() == [step] * 1000
-
-
 def test_who_does_not_read_is_sent_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_BACKLOG_BYTES", 2**20)
     with connected(2) as (first, second):

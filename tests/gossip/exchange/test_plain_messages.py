@@ -6,13 +6,11 @@ import ast
 from collections.abc import Iterator
 from datetime import timedelta
 
-import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from repository import REPOSITORY
 
-from gossip import ExchangeError
-from gossip.communication.json_gathering import all_gather_json
+from gossip.communication.world import all_gather_json
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_COLLECTIVES = {
@@ -56,18 +54,6 @@ def test_no_file_pickles_between_ranks() -> None:
     assert {path: names for path, names in found.items() if names} == BETWEEN_A_PARENT_AND_ITS_CHILDREN
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "dist.all_gather_object(everyone, mine)",
-        "from pickle import loads",
-        "torch.load(path, weights_only=False)",
-    ],
-)
-def test_what_pickles_is_found(source: str) -> None:
-    assert list(unpickled(ast.parse(source)))
-
-
 def gather_from(rank_dependent: list[object]) -> list[object]:
     return all_gather_json(rank_dependent[dist.get_rank()], "gathering", timedelta(seconds=60))
 
@@ -75,15 +61,3 @@ def gather_from(rank_dependent: list[object]) -> list[object]:
 def test_plain_data_arrives_as_it_was_sent() -> None:
     sent = [{"times": [0.1, 1e-300, 2**53], "name": "wörter", "none": None}, [[], {}, "x" * 10_000], 3]
     assert run_ranks(gather_from, sent, world_size=3) == [sent] * 3
-
-
-def gather_on_rank_0() -> str:
-    if dist.get_rank() == 1:
-        return ""
-    with pytest.raises(ExchangeError) as caught:
-        all_gather_json(0, "gathering", timedelta(seconds=0.5))
-    return str(caught.value)
-
-
-def test_plain_data_of_a_rank_that_does_not_come_is_not_waited_for() -> None:
-    assert "not all of the 2 ranks took part within 0.5 s: rank 1" in run_ranks(gather_on_rank_0, world_size=2)[0]

@@ -90,24 +90,6 @@ def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
     assert run_ranks(exchange_everything, name, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
 
 
-def describe_transports() -> dict[str, str]:
-    lines = {}
-    for label, topology in TOPOLOGIES.items():
-        world = World(timedelta(seconds=60))
-        lines[label] = DistributedTransport(world, topology, shares_memory=False).describe()
-        world.close()
-    return lines
-
-
-def test_description_says_how_messages_go() -> None:
-    lines = run_ranks(describe_transports, world_size=WORLD_SIZE)[0]
-    plain = "backend gloo, 1 communicator on rank 0; messages point-to-point"
-    assert lines["star"] == lines["random_matching"] == plain
-    assert lines["complete"] == plain.replace("1 communicator", "2 communicators") + (
-        ", from 64 KiB on by all-reduce in 1 group"
-    )
-
-
 def bytes_of_each_topology() -> dict[str, int]:
     sent = {}
     for label, topology in TOPOLOGIES.items():

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from gossip import launch
 from gossip.launching.joining import find_placement
 from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, first_host, step_of, tasks_per_node
 
@@ -110,12 +109,3 @@ def test_port_differs_between_steps_at_the_same_time() -> None:
             assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS <= 32768
             ports[job, step] = found.port
     assert len(set(ports.values())) == len(ports)
-
-
-def test_launch_in_a_step_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TASK.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match="world_size is 4, but this process is rank 5 of 9, because SLURM_PROCID=5 and SLURM_"
-    ):
-        launch(print, world_size=4)

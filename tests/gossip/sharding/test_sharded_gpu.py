@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gossip import GossipDataParallel, launch
-from gossip.communication import device_operations
+from gossip.communication import device_paths
 
 pytestmark = pytest.mark.gpu
 
@@ -194,7 +194,7 @@ def steps_without_synchronisation(shape: tuple[int, int], by_hand: bool, options
     torch.cuda.set_sync_debug_mode("error")
     try:
         waits = AssertionError("waits until the device is idle")
-        with mock.patch.object(device_operations, "device_is_idle", side_effect=waits):
+        with mock.patch.object(device_paths, "device_is_idle", side_effect=waits):
             for _ in range(5):
                 step()
     except (RuntimeError, AssertionError) as error:
