@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from elastic_ranks import make_model, targets
+from test_world import Never
 from tiers import rest_is_slow
 
 from gossip import GossipError
@@ -99,16 +100,6 @@ def test_jobs_fail_with_what_their_thread_raised() -> None:
         "fail" in str(traceback.extract_tb(ticket.error.__traceback__)) for ticket in (first, second) if ticket.error
     )
     assert threads.close(TIMEOUT)
-
-
-class Never:
-    """Something that does not end."""
-
-    error = None
-
-    def wait(self, timeout: timedelta) -> bool:
-        threading.Event().wait(timeout.total_seconds())
-        return False
 
 
 def test_a_long_wait_ends_with_what_its_thread_raised() -> None:

@@ -71,12 +71,6 @@ def test_values_are_read_as_they_were_written() -> None:
     assert (reader.add("number", 1), writer.add("number", 1)) == (1, 2)
 
 
-def test_a_store_without_a_key_is_as_it_was() -> None:
-    kept = dist.HashStore()
-    under(kept, "stopping").set("asked", "10")
-    assert kept.get("stopping/asked") == b"10"
-
-
 ALTERATIONS: dict[str, Callable[[dist.Store], None]] = {
     "a plain value": lambda kept: kept.set("training/decision", "null"),
     "a changed value": lambda kept: kept.set("training/decision", kept.get("training/decision")[:-1] + b"x"),

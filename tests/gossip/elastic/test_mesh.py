@@ -66,13 +66,6 @@ def test_who_says_goodbye_has_left() -> None:
         assert await_frame(second, 0, message(0)).nbytes == 2**22
 
 
-def test_who_is_cut_off_learns_it() -> None:
-    with connected(2) as (first, second):
-        first.cut(1, "did not answer")
-        await_loss(second, 0)
-        assert first.lost == {1: "did not answer"}
-
-
 def greeting(kind: Kind = Kind.HELLO, nonce: bytes = b"n" * 16) -> bytes:
     return bytes(Outgoing(Key(kind, 1, True))._left[0][:-8]) + len(nonce).to_bytes(8, "little") + nonce
 
