@@ -62,21 +62,15 @@ ROOMS = (
 """A room imports rooms that stand before it, and itself."""
 
 INTERNALS_OF_LAB = {
-    "gossip.checkpoints": "where a checkpoint is written, for faults",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication.host": "the module of daemon threads",
     "gossip.exchange.distributed_transport": "when a traced exchange has ended",
     "gossip.communication.world": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
-    "gossip.elastic": "where a state is handed over, for faults",
-    "gossip.elastic.consensus_store": "where ranks agree, for faults",
     "gossip.exchange.edge_transport": "where messages leave and arrive, for faults and notes of them",
     "gossip.exchange.pair_transport": "the same, where ranks do not make their steps together",
-    "gossip.elastic.state_transfer": "where a state is given, for faults",
-    "gossip.elastic.elastic_world": "where all ranks do things together, for faults",
     "gossip.elastic.connections.mesh": "what serves connections, for links that are cut",
-    "gossip.elastic.joining_rank": "where a rank joins, for faults",
     "gossip.elastic.connections.peer_connection": "where a message is sent in part, for faults",
     "gossip.communication.waiting": "whether DDP has lost a peer",
     "gossip.compression.compiled_passes": "what quantized the buckets of a record",
