@@ -12,12 +12,11 @@ from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
 from gossip.lab.report.report_document import Setting
-from gossip.lab.sweeps.sweep_curves import Metric, read_curve
 from gossip.lab.sweeps.sweep_jobs import Job, topology_label
 from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
-from gossip.lab.sweeps.sweep_rows import Result, make_rows
+from gossip.lab.sweeps.sweep_rows import Metric, Result, make_rows, read_curve
 
 _MAX_DRAWN_WORLD_SIZE = 64
 

@@ -12,11 +12,18 @@ from gossip.lab.experiments.experiment_build import import_modules, make_compres
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.report.report_document import Choice
-from gossip.lab.sweeps import sweep_grid
-from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_jobs import Job, fingerprint, make_setting, with_choice
+from gossip.lab.sweeps.sweep_jobs import (
+    GOSSIP_ONLY,
+    Job,
+    Run,
+    expand,
+    fingerprint,
+    make_setting,
+    section_of,
+    with_choice,
+)
 
-_OF_VARIANTS = (*sweep_grid.GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
+_OF_VARIANTS = (*GOSSIP_ONLY, "optimizer", "scheduler", "wrapper")
 """The config sections in which a setting may differ from all-reduce and still be compared with it."""
 
 _TOLD_APART = (
@@ -43,7 +50,7 @@ def make_plan(
 ) -> Plan:
     """Expand the axes, compose the configuration of each run and leave out impossible combinations.
 
-    Axes and variants are those of :func:`gossip.lab.sweeps.sweep_grid.expand`. ``compose`` maps overrides to the
+    Axes and variants are those of :func:`gossip.lab.sweeps.sweep_jobs.expand`. ``compose`` maps overrides to the
     configuration and the selected file of each config group; it raises for keys and files that do not exist.
     ``choose`` returns the choice of the tuning for a run; None if there is none.
 
@@ -53,11 +60,11 @@ def make_plan(
     import_modules(base)
     keys = [key for key, overrides in axes.items() if len(overrides) > 1]
     keys += [override.partition("=")[0] for variant in variants for override in variant]
-    other = [key for key in keys if key not in _TOLD_APART and sweep_grid.section_of(key) != "algorithm"]
+    other = [key for key in keys if key not in _TOLD_APART and section_of(key) != "algorithm"]
     jobs: dict[str, Job] = {}
     reasons: dict[str, str | None] = {}
     left_out: dict[str, None] = {}
-    for run in sweep_grid.expand(axes, str(base["method"]), variants):
+    for run in expand(axes, str(base["method"]), variants):
         choice = choose(run)
         config, choices = compose(with_choice(run, choice))
         job = Job(run, config, make_setting(run, config, choices, other), choice)
@@ -91,7 +98,7 @@ def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) 
                 problem = f"has no value; write {key}=..."
             elif key in axes:
                 problem = "is an option of the sweep too; leave it out there, or set sweep.variants=[]"
-            elif sweep_grid.section_of(key) not in _OF_VARIANTS:
+            elif section_of(key) not in _OF_VARIANTS:
                 options = ", ".join(_OF_VARIANTS)
                 problem = f"would be another one than all-reduce's; a variant may have options of {options}"
             if problem:

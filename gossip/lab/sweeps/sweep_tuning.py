@@ -10,9 +10,8 @@ from pydantic import Field, field_validator
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.report.report_document import Choice, Number, Trial
-from gossip.lab.sweeps.sweep_curves import Metric
-from gossip.lab.sweeps.sweep_grid import Run, is_gossip_only
-from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweep_jobs import Job, Run, is_gossip_only
+from gossip.lab.sweeps.sweep_rows import Metric
 
 Axes = Mapping[str, Sequence[str]]
 

@@ -41,7 +41,7 @@ class GridSweeper:
     """Launches the runs of a sweep that have not been completed, and writes the report over all of them.
 
     The axes are given as in hydra, ``topology=ring,torus``, by ``params`` and on the command line, which takes
-    precedence. :func:`gossip.lab.sweeps.sweep_grid.expand` defines the runs that result. Each run has a folder whose
+    precedence. :func:`gossip.lab.sweeps.sweep_jobs.expand` defines the runs that result. Each run has a folder whose
     name is derived from its configuration.
     """
 

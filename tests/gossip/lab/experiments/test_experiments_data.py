@@ -70,22 +70,6 @@ def test_stdlib_text_targets_are_the_next_characters() -> None:
     assert torch.equal(data.train_targets[:-1, -1][same_module], data.train_inputs[1:, 0][same_module])
 
 
-def test_stdlib_text_shares_no_module_between_splits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    letters = "abcdefghij"
-    for letter in letters:
-        (tmp_path / f"{letter}.py").write_text(letter * 100)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(tmp_path)}[name])
-    data = stdlib_text(context_length=9, test_fraction=0.25)  # 250 bytes: two modules and half of a third
-    train, test = (set(text_of(split.flatten())) for split in (data.train_inputs, data.test_inputs))
-    assert len(test) == 3
-    assert len(train) == 7
-    assert not train & test
-    by_label = {label: set() for label in data.train_labels.tolist()}
-    for label, sample in zip(data.train_labels.tolist(), data.train_inputs, strict=True):
-        by_label[label] |= set(text_of(sample))
-    assert [by_label[label] for label in sorted(by_label)] == [{letter} for letter in sorted(train)]
-
-
 def test_stdlib_text_replaces_what_is_not_in_the_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.py").write_bytes("x\té\r\n😀\x7f\x00~ ".encode() + b"\xff" + b"yyyy")

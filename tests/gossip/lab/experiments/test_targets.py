@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from composing import composed
 
 from gossip.lab.experiments.experiment_build import build, check
@@ -188,10 +187,3 @@ def test_interpolations_of_a_folder_are_not_resolved(tmp_path: Path) -> None:
     assert continued["optimizer"]["lr"] == value
     with pytest.raises(ConfigurationError, match=r"^optimizer.lr=\$\{.*a run's configuration has no"):
         check(continued)
-
-
-def test_pickles_in_these_tests_do_run_code(pickled: tuple[str, Path]) -> None:
-    file, appears = pickled
-    with pytest.raises(RuntimeError, match="Invalid magic number"):
-        torch.load(file, weights_only=False)
-    assert appears.exists()

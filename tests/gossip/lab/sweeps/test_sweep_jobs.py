@@ -8,8 +8,7 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.run_folder import FolderError, claim, lock, write_failure, write_json
-from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_jobs import Job, fingerprint, make_setting
+from gossip.lab.sweeps.sweep_jobs import Job, Run, fingerprint, make_setting
 
 CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 

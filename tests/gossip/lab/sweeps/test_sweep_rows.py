@@ -9,10 +9,8 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
-from gossip.lab.sweeps.sweep_curves import Metric, Point, mean_curve, read_curve, steps_to_target
-from gossip.lab.sweeps.sweep_grid import Run
-from gossip.lab.sweeps.sweep_jobs import Job, make_setting
-from gossip.lab.sweeps.sweep_rows import Result, make_rows
+from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting
+from gossip.lab.sweeps.sweep_rows import Metric, Point, Result, make_rows, mean_curve, read_curve, steps_to_target
 
 ACCURACY = Metric(metric="accuracy", target=0.9)
 SPLIT = "data.partition={scheme:dirichlet,alpha:0.1}"

@@ -10,9 +10,8 @@ import pytest
 
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report.report_document import Choice, Setting
-from gossip.lab.sweeps.sweep_curves import Metric
-from gossip.lab.sweeps.sweep_grid import Run, expand
-from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.sweeps.sweep_jobs import Job, Run, expand
+from gossip.lab.sweeps.sweep_rows import Metric
 from gossip.lab.sweeps.sweep_tuning import Tuning, read_tuning
 
 ACCURACY, LOSS = Metric(metric="accuracy", target=None), Metric(metric="loss", target=None)
