@@ -42,7 +42,6 @@ def run_job(
     *,
     again: bool = False,
     on_failure: Callable[[], str] = str,
-    keep_refused: bool = False,
 ) -> dict[str, Any]:
     """Run one configuration to completion, and return its summary, as in ``summary.json``.
 
@@ -64,13 +63,11 @@ def run_job(
         Called after the failure of a run that had begun to train, or was about to, has been recorded; on one rank only,
         the first to fail. Returns the text to print last, for a rank that is terminated without returning to the
         caller.
-    keep_refused : bool
-        Whether a refused run leaves its folder with the reason, as in a sweep, where it is a row of the table.
 
     Raises
     ------
     ConfigurationError
-        The configuration cannot be run; no worker was started, and a new run leaves no files unless ``keep_refused``.
+        The configuration cannot be run; no worker was started, and a new run leaves no files.
     LaunchError
         The port is in use, or a worker failed.
     """
@@ -84,7 +81,6 @@ def run_job(
             "engine=processes"
         )
     is_resumed = config.get("resume") is not None
-    takes_back = not is_resumed and not keep_refused
     with contextlib.ExitStack() as until_the_end:
         with _refused_by_all(world):
             if world.rank == 0:
@@ -98,7 +94,7 @@ def run_job(
                 run_folder.sign(folder, resuming.identities())
         if is_resumed:
             overrides = resuming.all_overrides(folder, overrides)
-        return _run_in_folder(config, folder, overrides, world, started_at, takes_back, on_failure)
+        return _run_in_folder(config, folder, overrides, world, started_at, on_failure)
 
 
 def _run_in_folder(
@@ -107,10 +103,9 @@ def _run_in_folder(
     overrides: Sequence[str],
     world: World,
     started_at: float,
-    takes_back: bool,
     on_failure: Callable[[], str],
 ) -> dict[str, Any]:
-    """Run in a folder that is claimed and locked; with ``takes_back``, unclaim it if the run is refused."""
+    """Run in a folder that is claimed and locked; unclaim it if a new run is refused."""
     has_begun = False
     forwarding: LogForwarding | None = None
     ending: Ending | None = None
@@ -161,7 +156,7 @@ def _run_in_folder(
         ending = Ending("completed", summary, figures, folder / MODEL_FILE)
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
-        if takes_back and is_refused:
+        if is_refused and config.get("resume") is None:
             if world.rank == 0:
                 run_folder.unclaim(folder)
             raise

@@ -77,14 +77,15 @@ def _comment(path: Path) -> list[str]:
 
 def _options(path: Path, group: str = "") -> list[str]:
     """Return one line per option: the key as it is written on the command line, its value and its comment."""
-    rows = [row for row in _rows(path, group.replace("/", ".")) if row[0].partition(".")[0] not in _OF_HYDRA]
+    rows = [row for row in rows_of(path, group.replace("/", ".")) if row[0].partition(".")[0] not in _OF_HYDRA]
     if group:
         rows = [row for row in rows if not row[0].removeprefix(f"{group}.").startswith(_OF_A_FILE)]
     width = min(44, max((len(option) for option, _ in rows), default=0))
     return [f"  {option:{width}}  {comment}".rstrip() for option, comment in rows]
 
 
-def _rows(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+def rows_of(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the options of a config file below a key, as they are written on the command line, and their comments."""
     above: list[tuple[int, str]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         match = _LINE.fullmatch(line)

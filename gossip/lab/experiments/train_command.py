@@ -208,14 +208,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
         if config.get("resume") is not None:
             config = _resumed(config, folder, overrides, str(settings.job.config_name))
         overrides = [override for override in overrides if not override.startswith("resume=")]
-        summary = run_job(
-            config,
-            folder,
-            overrides,
-            again=state is State.BEGIN_AGAIN,
-            keep_refused=in_sweep,
-            on_failure=on_failure,
-        )
+        summary = run_job(config, folder, overrides, again=state is State.BEGIN_AGAIN, on_failure=on_failure)
     except Exception as error:
         if not in_sweep:
             raise
@@ -244,10 +237,12 @@ class _FolderChoice:
         self._found: str | None = None
 
     def __call__(self, output_root: str, name: str, resume: str | None, *, _root_: Any) -> str:
+        from omegaconf import OmegaConf
+
         if not _is_to_go_on_if_it_can(resume):
             return resuming.folder_to_use(output_root, name, resume)
         if self._found is None:
-            asked = {str(key): _plain_value(_root_[key]) for key in _root_ if key != "hydra"}
+            asked = plain(OmegaConf.masked_copy(_root_, [key for key in _root_ if key != "hydra"]), complete=False)
             self._found = _said_by_rank_0(
                 lambda: str(resuming.find(Path(output_root), asked) or f"{output_root}/{name}"), "choosing a run folder"
             )
@@ -266,12 +261,6 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
         keys.append("launch.world_size")  # set by the launcher of the ranks
     defaults = plain(compose(config_name), complete=False)
     return resuming.continued_configuration(folder, asked, defaults, keys)
-
-
-def _plain_value(value: Any) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def plain(config: Any, *, complete: bool = True) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class LogForwarder:
     def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning, *, each_rank: bool) -> None:
         self.name = name
         self._make, self._beginning, self._each_rank = make, beginning, each_rank
+        self._folder = beginning.folder
         self._is_over, self._is_given_up = threading.Event(), threading.Event()
         self._ending: Ending | None = None
         self._loggers: dict[str, Logger] = {}
@@ -88,10 +89,6 @@ class LogForwarder:
             logger.warning(
                 "logger={} {}; training is not affected, and its records are in {}", self.name, what, self._folder
             )
-
-    @property
-    def _folder(self) -> Path:
-        return self._beginning.folder
 
     def _await_beginning(self) -> int | None:
         """Wait for the ranks to begin and return their first step; None if they never begin."""

@@ -29,7 +29,9 @@ class TensorBoardLogger:
         """Open an event file; values not known to be on disk are written again and supersede the earlier ones."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._close_quietly()
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
         self._beginning = beginning
         self._next_step = min(int(beginning.read_state(NAME).get("next_step", 0)), beginning.step)
         folder = beginning.folder / NAME / beginning.records
@@ -57,11 +59,6 @@ class TensorBoardLogger:
             self._writer.add_image(f"figures/{path.stem}", _pixels(path), self._next_step, dataformats="HWC")
         self.flush()
         self._writer.close()
-
-    def _close_quietly(self) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(Exception):
-                self._writer.close()
 
 
 def _code(content: Mapping[str, Any]) -> str:
