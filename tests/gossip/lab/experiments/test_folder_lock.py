@@ -43,6 +43,7 @@ def test_lock_of_a_file_that_its_owner_removes_meanwhile_is_taken_anew(
         calls.append(file)
         if len(calls) == 1:
             (tmp_path / LOCK_FILE).unlink()
+            (tmp_path / LOCK_FILE).touch()  # of a third
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_when_the_first_has_ended)
