@@ -15,7 +15,7 @@ from typing import Any
 
 ANSWER_TIMEOUT_S = 60.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, ""), "ArrowRight": (39, ""), "ArrowLeft": (37, "")}
+_KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, "")}
 
 
 #: The charts of a report, if it has any, are drawn.
