@@ -42,16 +42,16 @@ def records(folder: Path, kinds: dict[str, dict[str, Any]], **options: Any) -> l
 
 @pytest.mark.slow
 def test_worker_measures_every_method_in_alternating_order(tmp_path: Path) -> None:
-    for carried, *found in records(tmp_path, KINDS, model="cnn", straggler="one_slow", repetitions=2):
+    for carried, *found in records(tmp_path, KINDS, model="small_mlp", straggler="one_slow", repetitions=2):
         assert carried["goodput_bytes_per_s"] > 1e6
         assert [each["method"] for each in found] == [*KINDS, *reversed(KINDS)]
         assert [each["repetition"] for each in found] == [0] * 3 + [1] * 3
         by_method = {each["method"]: each for each in found[:3]}
         for each in by_method.values():
             assert len(each["step_s"]) == 3
-            assert each["peak_memory_bytes"] > 3 * 6.2e6  # parameters, gradients, momentum
+            assert each["peak_memory_bytes"] > 3 * 4.2e6  # parameters, gradients, momentum
             assert 0 < each["final_loss"] < 10
-        assert by_method["ddp"]["sent_bytes"] > 3 * 6e6 / 2
+        assert by_method["ddp"]["sent_bytes"] > 3 * 4e6 / 2
 
 
 @pytest.mark.slow
