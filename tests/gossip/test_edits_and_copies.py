@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from ranks import run_ranks
+from replicas import assert_equal_states
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
@@ -34,11 +35,6 @@ def train(model: nn.Module, steps: range, rank: int = 0) -> None:
 
 def wrap(**arguments: object) -> GossipDataParallel:
     return GossipDataParallel(make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments)
-
-
-def assert_equal(actual: nn.Module, wanted: nn.Module) -> None:
-    for (name, one), other in zip(actual.state_dict().items(), wanted.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
 
 
 # ------------------------------------------------------------------ edits, with what is in flight
@@ -92,8 +88,7 @@ def edit_between_steps(algorithm: str) -> None:
         results.append(copy.deepcopy(model.state_dict()))
         model.close()
     for other, edit in zip(results[1:], EDITS, strict=True):
-        for name, value in results[0].items():
-            assert torch.equal(other[name], value), f"{edit.__name__}: {name}"
+        assert_equal_states(other, results[0], edit.__name__)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -138,7 +133,7 @@ def copy_and_go_on(algorithm: str) -> None:
         torch.load(saved, weights_only=False),
     ]
     for each in copies:
-        assert_equal(each, model)
+        assert_equal_states(each.state_dict(), model.state_dict())
         each(batch(5)).sum().backward()  # plain: no step, gradients stay
         assert all(parameter.grad is not None for parameter in each.parameters())
         blocks = {parameter.untyped_storage().data_ptr() for parameter in each.parameters()}
@@ -146,7 +141,7 @@ def copy_and_go_on(algorithm: str) -> None:
     assert model.step == 2
     train(model, range(2, 4), model.rank)
     train(undisturbed, range(2, 4), model.rank)
-    assert_equal(model, undisturbed)
+    assert_equal_states(model.state_dict(), undisturbed.state_dict())
     detached = copies[0]
     assert detached.step == 2
     assert detached.optimizer is None

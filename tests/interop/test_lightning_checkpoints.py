@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, network, trainer_of
-from replicas import flat, gathered
+from replicas import assert_equal_states, flat, gathered
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -87,12 +87,7 @@ def interrupt(folder: str) -> None:
         checkpoints = ModelCheckpoint(f"{folder}/{name}", "{epoch}", save_top_k=-1)
         run.fit(1, enable_checkpointing=True, callbacks=[Killed(), checkpoints])
         resumed = run.fit(7, f"{folder}/{name}/epoch=1.ckpt")
-        assert resumed.keys() == whole.keys()
-        for what, value in whole.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(resumed[what], value), (name, what)
-            else:
-                assert resumed[what] == value, (name, what)
+        assert_equal_states(resumed, whole, name)
         assert not torch.equal(*gathered(whole["moments"])), "every rank has an optimizer of its own"
         assert torch.equal(*gathered(whole["in the end"]))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from ranks import run_ranks
+from replicas import assert_equal_states
 from small_runs import MODES, TINY_BUCKETS, assert_same
 from torch import nn
 from torch.optim import lr_scheduler
@@ -213,13 +214,8 @@ def test_buckets_step_as_the_whole_does(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
-    for (key, wanted), actual in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(actual, wanted), key
-    wanted_state, state = optimizer.state_dict()["state"], model.optimizer.state_dict()["state"]
-    assert wanted_state.keys() == state.keys()
-    for index in wanted_state:
-        for key, value in wanted_state[index].items():
-            assert torch.equal(torch.as_tensor(state[index][key]), torch.as_tensor(value)), key
+    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert_equal_states(model.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
     model.close()
 
 
@@ -229,8 +225,7 @@ def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
     values = copy.deepcopy(model.state_dict())
     model.optimizer.step()
     model.optimizer.zero_grad()
-    for key, value in values.items():
-        assert torch.equal(model.state_dict()[key], value), key
+    assert_equal_states(model.state_dict(), values)
     with pytest.raises(ValueError, match="the update was made inside backward"):
         model.optimizer.step(lambda: 0.0)
 
@@ -248,5 +243,4 @@ def test_group_added_after_wrapping_is_trained_from_then_on() -> None:
         optimizer.step()
         plain.zero_grad()
         assert all(parameter.grad is None for parameter in module.parameters())
-    for key, wanted in plain.state_dict().items():
-        assert torch.equal(module.state_dict()[key], wanted), key
+    assert_equal_states(module.state_dict(), plain.state_dict())

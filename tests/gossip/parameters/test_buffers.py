@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from replicas import gathered
+from replicas import assert_equal_states, gathered
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
@@ -126,12 +126,10 @@ def recalibrate() -> None:
         assert torch.equal(gathered(norm.running_var)[0], norm.running_var)
         assert model.training
         assert model.module[2].momentum == 0.1
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_equal_states(model.state_dict(), before)
     with pytest.raises(ValueError, match="recalibrate has no batch on any rank"), model.averaged(recalibrate=[]):
         pass
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_equal_states(model.state_dict(), before)
     model(torch.ones(4, 3)).sum().backward()
     model.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from replicas import assert_equal_states, snapshot
 from safetensors.torch import load_file
 from torch import nn
 
@@ -94,18 +95,16 @@ def test_everything_that_leaves_a_model_has_bare_names(way: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("now", "before"), [("bare", "whole"), ("child", "nested")])
 def test_a_checkpoint_loads_compiled_or_not(now: str, before: str, tmp_path: Path) -> None:
-    wanted = []
     with make(before) as model:
         one_step(model)
         gossip.save(model, tmp_path)
         one_step(model)
-        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+        wanted = snapshot(model)
     with make(now) as model:
         gossip.load(model, tmp_path)
         assert model.step == 1
         one_step(model)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, wanted[0][name]), name
+        assert_equal_states(model.state_dict(), wanted)
     torch.manual_seed(0)
     workers = VirtualWorkers(WAYS[now](Net()), 1, SGD)
     gossip.load(workers, tmp_path)

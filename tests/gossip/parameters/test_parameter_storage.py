@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from replicas import assert_equal_states
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -169,25 +170,19 @@ def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
     for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.picture, plain.picture)):
         assert len(saved_by(torch.save, ours)) == len(saved_by(torch.save, theirs))
     state = torch.load(io.BytesIO(saved_by(torch.save, module.state_dict())))
-    _assert_same(state, plain.state_dict())
+    assert_equal_states(state, plain.state_dict())
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
 
 
 def _check_safetensors(module: nn.Module, plain: nn.Module, path: Path) -> None:
     values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "head.weight"}
     safetensors.torch.save_file(values, path)
-    _assert_same(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
+    assert_equal_states(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
     path.unlink()
     safetensors.torch.save_model(module, str(path))
     found = make_module()
     assert safetensors.torch.load_model(found, path) == (set(), [])
-    _assert_same(found.state_dict(), plain.state_dict())
-
-
-def _assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
-        assert torch.equal(found[name], values), name
+    assert_equal_states(found.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("when", ["wrapped", "bare", "after close"])

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from replicas import assert_equal_states
 from sharded_loops import make_mesh
 from sharded_models import MeshShape, values_of
 from tiers import rest_is_slow
@@ -229,7 +230,4 @@ def export_columns(ranks_per_group: int, chunk_bytes: int, folder: Path) -> dict
 @pytest.mark.parametrize(("ranks_per_group", "chunk_bytes"), [(2, 4), (2, 20), (4, 44), (2, 2**20)])
 def test_export_joins_rows_and_columns(ranks_per_group: int, chunk_bytes: int, tmp_path: Path) -> None:
     averages = run_ranks(export_columns, ranks_per_group, chunk_bytes, tmp_path, world_size=2 * ranks_per_group)
-    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert exported.keys() == averages[0].keys()
-    for name, values in averages[0].items():
-        assert torch.equal(exported[name], values), name
+    assert_equal_states(safetensors.torch.load_file(tmp_path / "model.safetensors"), averages[0])
