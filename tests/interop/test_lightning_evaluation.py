@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_modules import Net, batches, trainer_of
-from loguru import logger
+from listening import logged
 from replicas import flat, gathered
 
 from gossip import launch
@@ -73,13 +73,10 @@ class RequeuesNothing(SLURMEnvironment):
 def signal_all() -> None:
     """Training ends after the batch."""
     module = Signalled()
-    texts: list[str] = []
-    sink = logger.add(lambda message: texts.append(str(message)), level="ERROR", format="{message}")
     place = {name: str(dist.get_rank()) for name in ("SLURM_PROCID", "SLURM_LOCALID")}
     of_slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0", **place}
-    with mock.patch.dict(os.environ, of_slurm), pytest.raises(SIGTERMException):
+    with mock.patch.dict(os.environ, of_slurm), pytest.raises(SIGTERMException), logged("ERROR") as texts:
         trainer_of(GossipStrategy("ring"), plugins=RequeuesNothing()).fit(module, batches())
-    logger.remove(sink)
     assert len(module.trained) == 3
     (text,) = texts
     assert text.startswith(f"rank {dist.get_rank()}: signal {signal.SIGUSR1:d}: the job is not requeued")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from loguru import logger
 from replicas import assert_equal_states
 from separate import SGD, batch, everything, make_module, make_workers, stacked, train
 from torch import nn
@@ -20,14 +18,6 @@ import gossip
 from gossip import GossipError, VirtualWorkers
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    found: list[str] = []
-    handle = logger.add(lambda message: found.append(message.record["message"]), level="WARNING")
-    yield found
-    logger.remove(handle)
 
 
 def make(world_size: int = 3, optimizer: Any = SGD, **arguments: Any) -> VirtualWorkers:
@@ -48,7 +38,7 @@ def run(workers: VirtualWorkers, steps: range) -> None:
 @pytest.mark.parametrize("optimizer", [SGD, ADAM, lambda named: (SGD(named[:2]), ADAM(named[2:]))])
 @pytest.mark.parametrize("compression", [None, "bf16", "int8", "choco"])
 def test_resumed_run_goes_on_bit_for_bit(
-    compression: str | None, optimizer: Any, tmp_path: Path, warned: list[str]
+    compression: str | None, optimizer: Any, tmp_path: Path, warnings_told: list[str]
 ) -> None:
     workers = make(optimizer=optimizer, compression=compression, buffers="average")
     run(workers, range(3))
@@ -60,7 +50,7 @@ def test_resumed_run_goes_on_bit_for_bit(
     assert resumed.step == 3
     run(resumed, range(3, 6))
     assert_equal_states(everything(resumed), everything(workers))
-    assert not warned
+    assert not warnings_told
 
 
 @pytest.mark.parametrize("before", [["cpu"], ["cpu"] * 2])
@@ -137,16 +127,16 @@ class Caching(nn.Linear):
         self.register_buffer("cache", torch.zeros(length), persistent=False)
 
 
-def test_buffers_that_no_state_dict_has_are_restored_if_they_fit(tmp_path: Path, warned: list[str]) -> None:
+def test_buffers_that_no_state_dict_has_are_restored_if_they_fit(tmp_path: Path, warnings_told: list[str]) -> None:
     workers, resumed, longer = (make_workers(Caching(length), 3) for length in (4, 4, 5))
     ((_, stack),) = workers.named_buffers()
     stack.copy_(torch.randn(3, 4))
     gossip.save(workers, tmp_path)
     gossip.load(resumed, tmp_path)
     assert torch.equal(dict(resumed.named_buffers())["cache"], stack)
-    assert not warned
+    assert not warnings_told
     gossip.load(longer, tmp_path)
-    assert "buffer 'cache', which is not persistent and has another shape or dtype here" in warned[0]
+    assert "buffer 'cache', which is not persistent and has another shape or dtype here" in warnings_told[0]
 
 
 def test_bad_steps_count_on(tmp_path: Path) -> None:
