@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 import topologies
 from gossip.algorithms import IntegralCorrection
 from gossip.algorithms.base import Form
-from gossip.algorithms.integral_gains import steps_to_mix
+from gossip.algorithms.integral_correction import steps_to_mix
 from topologies import Topology
 from topologies.analysis.static_rounds import is_static_and_symmetric
 

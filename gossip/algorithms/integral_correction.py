@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from gossip.algorithms.base import VALUES, Form, Kept, Requires, WithForm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.integral_gains import Gains, gains_on
 from topologies import Topology
+from topologies.analysis import connected, consensus_rate
+from topologies.analysis.exactness import known_exact_after
+from topologies.analysis.static_rounds import is_static_and_symmetric
 from topologies.validation import check_real
 
 CORRECTION, SECOND_MOMENT = "correction", "exp_avg_sq"
+
+
+class Gains(NamedTuple):
+    """The factors by which an exchange enters the values and the correction, from a round on."""
+
+    start: int
+    gamma: float
+    kappa: float
 
 
 class IntegralCorrection(WithForm):
@@ -98,9 +109,32 @@ class IntegralCorrection(WithForm):
 
     def on(self, topology: Topology, delivers: float = 1.0) -> IntegralCorrection:
         fitted = copy.copy(self)
-        textbook = self._takes_textbook_gains
-        fitted._gains = gains_on(topology, self.form, *self._given, delivers, takes_textbook=textbook)
+        fitted._gains = tuple(self._gains_on(topology, delivers))
         return fitted
+
+    def _gains_on(self, topology: Topology, delivers: float) -> Iterator[Gains]:
+        """Yield the gains of each phase of a schedule.
+
+        With an exchange every k steps the correction is applied k times as often as it grows, so kappa is divided by k.
+        """
+        if topology.world_size == 1:
+            yield Gains(0, 1.0, 0.0)
+            return
+        gamma, kappa = self._given
+        for phase in topology.phases:
+            if phase.topology.period is not None and not connected(phase.topology):
+                raise ValueError(
+                    f"topology {topology.name!r} never brings all ranks together: an integral correction would grow "
+                    "without end; choose a connected topology"
+                )
+            if self._takes_textbook_gains and is_static_and_symmetric(phase.topology):
+                own_gamma, own_kappa = 0.5, 0.5 * delivers / phase.every
+            else:
+                steps = steps_to_mix(phase.topology, phase.every)
+                own_kappa = delivers / ((2 if self.form == "atc" else 4) * steps)
+                own_gamma = 1 - (own_kappa if kappa is None else kappa) / 2
+            chosen = own_gamma if gamma is None else gamma, own_kappa if kappa is None else kappa
+            yield Gains(phase.start, *chosen)
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         super().check_optimizers(optimizers)
@@ -197,3 +231,16 @@ class Extra(IntegralCorrection):
 
     def __init__(self) -> None:
         super().__init__("awc")
+
+
+def steps_to_mix(topology: Topology, every: int = 1) -> float:
+    """Return the number of steps in which a schedule with one exchange every ``every`` steps mixes, to three digits.
+
+    The rounding makes ranks compute the same number whatever their processors round. A periodic schedule that is not
+    exact takes at least a period, because until then some ranks have not exchanged anything.
+    """
+    rounds: float | None = known_exact_after(topology)
+    if rounds is None:
+        rate = consensus_rate(topology)
+        rounds = max(topology.period or 1, -1 / math.log(rate) if rate > 0 else 1)
+    return float(f"{max(1.0, rounds) * every:.3g}")

@@ -1,12 +1,14 @@
-"""Graphs from files, and graphs made fit for ranks: connected, simple, with nodes 0 .. n-1."""
+"""Graphs from files, which are never read in part, and graphs made fit for ranks: connected, with nodes 0 .. n-1."""
 
 from __future__ import annotations
 
+import ast
 import itertools
+import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import networkx as nx
 
 from topologies.graphs.edge_weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
-from topologies.graphs.graph_formats import from_file, from_node_link
 from topologies.integers import listed
 from topologies.validation import check_real
 
@@ -30,9 +31,9 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     if isinstance(source, nx.Graph):
         graph = source
     elif isinstance(source, Mapping):
-        graph = from_node_link(source)
+        graph = _from_node_link(source)
     elif isinstance(source, str | os.PathLike):
-        graph = from_file(Path(source))
+        graph = _from_file(Path(source))
     else:
         raise TypeError(
             f"graph must be a networkx graph, a path or node-link data, got {type(source).__name__}; pass one of these"
@@ -40,6 +41,80 @@ def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) ->
     if not len(graph):
         raise ValueError("graph has no nodes; pass a graph with one node per rank")
     return graph
+
+
+def _from_file(path: Path) -> nx.Graph:
+    """Return the graph of a file in the format of its suffix."""
+    name = repr(str(path)[-200:])  # its end: a whole document may stand in place of a path
+    if path.suffix.lower() not in _READERS:
+        raise ValueError(f"graph file {name} has none of the suffixes {', '.join(_READERS)}; rename or convert it")
+    try:
+        return _READERS[path.suffix.lower()](path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"graph file {name} does not exist; check the path") from None
+    except Exception as error:  # the parsers raise many types; none of them names the file
+        raise ValueError(
+            f"graph file {name} does not hold a graph in the format of its suffix "
+            f"({type(error).__name__}: {error}); check the file"
+        ) from error
+
+
+def _from_node_link(data: Mapping[str, Any]) -> nx.Graph:
+    """Return the graph of node-link data; an edge that names a node that is not listed is refused."""
+    try:
+        graph = nx.node_link_graph(dict(data), edges="edges" if "edges" in data else "links")
+    except (AttributeError, KeyError, TypeError, nx.NetworkXError) as error:
+        raise ValueError(
+            f"this is no node-link data ({type(error).__name__}: {error}); it has the keys nodes and edges (or links), "
+            f"write it with networkx.node_link_data"
+        ) from error
+    _check_number_of_nodes(graph, len(data["nodes"]))
+    return graph
+
+
+def _check_number_of_nodes(graph: nx.Graph, num_listed: int) -> None:
+    """Refuse a graph of which networkx made nodes of misspelt ends of edges, or one node of two."""
+    if len(graph) != num_listed:
+        raise ValueError(
+            f"the graph lists {num_listed} nodes, but there are {len(graph)} different ones among them and the ends of "
+            f"its edges; correct the names"
+        )
+
+
+def _read_xml(read: Callable[[Path], nx.Graph]) -> Callable[[Path], nx.Graph]:
+    def read_checked(path: Path) -> nx.Graph:
+        graph = read(path)
+        _check_number_of_nodes(graph, len(re.findall(r"<(?:\w+:)?node\b", path.read_text(encoding="utf-8"))))
+        return graph
+
+    return read_checked
+
+
+def _read_edge_list(path: Path) -> nx.Graph:
+    # As a multigraph: the same pair twice, with other weights perhaps, must not go unnoticed.
+    graph = nx.MultiGraph()
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        ends, brace, attributes = line.partition("#")[0].partition("{")
+        fields = re.split(r"\s*,\s*|\s+", ends.strip())
+        if brace and not fields[-1]:  # a comma before the attributes
+            fields.pop()
+        if fields == [""]:
+            continue
+        if not all(fields) or len(fields) not in ((2,) if brace else (2, 3)):
+            raise ValueError(f"line {number} is {line[:120]!r}, it must be 'a b', 'a b weight' or 'a b {{..}}'")
+        data = {"weight": float(fields[2])} if len(fields) == 3 else ast.literal_eval(brace + attributes or "{}")
+        graph.add_edge(fields[0], fields[1], **data)
+    return graph
+
+
+_READERS: dict[str, Callable[[Path], nx.Graph]] = {
+    ".graphml": _read_xml(nx.read_graphml),
+    ".gexf": _read_xml(nx.read_gexf),
+    ".edgelist": _read_edge_list,
+    ".edges": _read_edge_list,
+    ".txt": _read_edge_list,
+    ".json": lambda path: _from_node_link(json.loads(path.read_text(encoding="utf-8-sig"))),
+}
 
 
 def clean_graph(graph: nx.Graph, weights: str | None = None, *, world_size: int | None = None) -> nx.Graph:
