@@ -53,10 +53,10 @@ def distances(
 
 CHOCO = {sparsifier: gossip.Choco(sparsifier=sparsifier) for sparsifier in ("top_k", "sign")}
 FLOORS: list[tuple[str, Compression | str | None, int, float]] = [
-    ("ring", "bf16", 600, 3e-2),  # the values' own resolution, 2^-8 of each, for 64 of them
-    ("one_peer_exponential", "int4", 600, 1e-5),
-    ("ring", CHOCO["top_k"], 1_000, 1e-2),
-    ("ring", CHOCO["sign"], 1_000, 1e-2),
+    ("ring", "bf16", 300, 3e-2),  # the values' own resolution, 2^-8 of each, for 64 of them
+    ("one_peer_exponential", "int4", 300, 1e-5),
+    ("ring", CHOCO["top_k"], 600, 1e-2),
+    ("ring", CHOCO["sign"], 600, 1e-2),
 ]
 FORMS = [IntegralCorrection("awc"), IntegralCorrection("atc")]
 
