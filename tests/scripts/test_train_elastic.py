@@ -61,6 +61,22 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, 
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None:
+    options = ("+model.rank=1", "+model.step=40", "training.steps=1500", "wrapper.max_difference=clip")
+    wrong = [text.replace("killed", "wrong") for text in MORTAL]
+    run = train(tmp_path, *wrong, *options, "training.evaluate_every_epochs=0")
+    assert run.status == 0, run.stderr
+    assert "do not come back by being mixed" in run.stderr
+    summary = summary_of(tmp_path)
+    assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
+    assert summary["averaged_test_accuracy"] > 0.5
+    (folder,) = run_folders(tmp_path)
+    joined_at, last = summary["changes_of_ranks"][-1]["step"], summary["steps"] - 1
+    steps = [record["step"] for record in read_jsonl(folder / "rank1.jsonl")]
+    assert steps[steps.index(joined_at) :] == list(range(joined_at, last + 1))
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     once = tmp_path / "once"
     scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={once}")

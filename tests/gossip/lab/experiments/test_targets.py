@@ -66,6 +66,8 @@ def test_targets_that_run_code_are_refused_wherever_they_stand(pickled: tuple[st
         )
         assert text.endswith("add trusted_targets=[torch.load]")
     assert not appears.exists()
+    pickle.loads(Path(file).read_bytes())
+    assert appears.exists()
 
 
 def refuse(section: str, name: object, match: str, trusted: tuple[str, ...] = ()) -> None:
