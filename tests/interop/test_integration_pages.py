@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from examples import code, defined
 from free_ports import free_port
+from preloaded import TORCHRUN
 from repository import REPOSITORY
-from running import TIMEOUT_S
+from running import TIMEOUT_S, run, running
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
 
 from gossip.integrations.transformers import GossipTrainer
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port")
-EXAMPLES: dict[tuple[str, int], tuple[str, Sequence[str]]] = {
-    ("docs/accelerate.md", 0): (r"^(the averaged model's error: \d+\.\d+\s+){3}$", ACCELERATE),
-    ("docs/lightning.md", 0): (r"tensor\(\d+\.\d+\)", ()),
-    ("docs/lightning.md", 1): (r"the averaged model's error: \d+\.\d{3}\s", ()),
-    ("docs/transformers.md", 0): (r"\b27584\b", ()),
-    ("docs/schedule_free.md", 0): (r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s", ()),
+EXAMPLES = {
+    ("docs/lightning.md", 0): r"tensor\(\d+\.\d+\)",
+    ("docs/lightning.md", 1): r"the averaged model's error: \d+\.\d{3}\s",
+    ("docs/transformers.md", 0): r"\b27584\b",
+    ("docs/schedule_free.md", 0): r"rank [01]: (\d\.\d{3})\s*rank [01]: \1\s",
 }
-"""What the example of a page prints, and the launcher that starts it."""
+"""What the example of a page prints."""
 
 
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
-def test_an_example_of_a_page(page: str, number: int, tmp_path: Path) -> None:
-    printed, launcher = EXAMPLES[page, number]
+def test_an_example_of_a_page(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # where Lightning starts ranks itself
     (tmp_path / "example.py").write_text(code(page, number))
-    run = subprocess.run(
-        [sys.executable, *launcher, *([str(free_port())] if launcher else []), "example.py"],
-        cwd=tmp_path,
-        env={**os.environ, "MASTER_PORT": str(free_port())},  # where Lightning starts ranks itself
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.search(printed, run.stdout), run.stdout
+    finished = run(str(tmp_path / "example.py"), tmp_path)
+    assert finished.status == 0, finished.stderr
+    assert re.search(EXAMPLES[page, number], finished.stdout), finished.stdout
+
+
+def test_the_example_of_accelerate_under_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(code("docs/accelerate.md", 0))
+    launcher = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", str(free_port()))
+    command = [sys.executable, "-m", *launcher, "example.py"]
+    printed = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+    assert re.search(r"^(the averaged model's error: \d+\.\d+\s+){3}$", printed.stdout), printed.stdout
 
 
 def test_a_trainer_of_another_kind_gossips() -> None:
@@ -79,14 +77,8 @@ def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(code("docs/several_nodes.md", 0))
     (command,) = re.findall(r"^    torchrun (--nnodes 2 .* train\.py 4)$", TEXT, re.MULTILINE)
     words = command.replace("node1:29500", f"127.0.0.1:{free_port()}").split()
-    words = [str(Path(sys.executable).parent / "torchrun"), *words]
-    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    agents = [subprocess.Popen(words, **options) for _ in range(2)]
-    try:
-        outputs = [agent.communicate(timeout=100) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert "4 ranks: [[1." in "".join(output for output, _ in outputs)
+    agent = functools.partial(running, tmp_path, *words, script=Path(TORCHRUN))
+    with agent() as first, agent() as second:
+        found = first.finished(), second.finished()
+    assert [each.status for each in found] == [0, 0], found
+    assert "4 ranks: [[1." in "".join(each.stdout for each in found)
