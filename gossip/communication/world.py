@@ -436,7 +436,7 @@ class World:
         """Start each operation when the previous one has ended, and return what waits for the last. Collective.
 
         Tensors are such as :meth:`on_wire` returns; ``what`` is for error texts. Waiting ``holds_host`` until the
-        device has ended its part, or else only what follows on the device. Other ``paths`` than :attr:`device_paths`
+        device has ended its part, or else only what follows on the device. Other ``paths`` than ``device_paths``
         have an order of their own.
         """
         paths = paths or self.device_paths
