@@ -13,7 +13,6 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.communication.world import accumulation_dtype
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
 from gossip.private_torch import note_step_called
 
@@ -180,16 +179,6 @@ def _step_probe(
         for parameter, gradient in zip(parameters, of_replica, strict=True):
             parameter.grad = gradient.clone()
         step(probe)
-
-
-def row_norms(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """Return the Euclidean norm of each row's gradients over all of ``parameters``, [k]; None without gradients."""
-    norms = [
-        torch.linalg.vector_norm(parameter.grad.flatten(1), dim=1, dtype=accumulation_dtype(parameter.dtype))
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from loguru import logger
@@ -15,17 +15,18 @@ from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
-from gossip.step.step_order import SkippedRows
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import (
     Stacks,
     check_stacks_held,
     left_alone,
     num_held,
-    row_norms,
     stack_groups,
     step_all,
 )
+
+RowsByName = Mapping[str, Sequence[torch.Tensor]]
+"""By parameter and shard, some rows of its stack, [k], bool."""
 
 
 class StackedUpdater:
@@ -62,8 +63,7 @@ class StackedUpdater:
         self._num_held = num_held(optimizers)
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
-        self._names = [list(shards[0].parameters)] if self._clips_all else []
-        self._group_of_bucket: dict[int, int] = {}
+        self._groups: list[Sequence[str]] = [list(shards[0].parameters)] if self._clips_all else []
         self.add(buckets)
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
@@ -71,9 +71,7 @@ class StackedUpdater:
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
-        for bucket in buckets if not self._clips_all else ():
-            self._group_of_bucket[bucket.index] = len(self._names)
-            self._names.append(list(bucket.names))
+        self._groups += [bucket.names for bucket in buckets if not self._clips_all]
 
     def note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
         """Set the scale of ranks that have none yet; return the factors that make up the difference for the others."""
@@ -113,70 +111,58 @@ class StackedUpdater:
             check_stacks_held(self._optimizers, self._stacks)
             self._num_held = num_held(self._optimizers)
 
-    def apply(self, step: int, direct: Callable[[SkippedRows], None] | None = None) -> torch.Tensor:
+    def apply(self, step: int, direct: Callable[[RowsByName], None] | None = None) -> torch.Tensor:
         """Clip and step, except for rows without gradients or with ones that are not finite; return the latter, [n].
 
         Parameters
         ----------
         direct : callable, optional
-            Called right before the optimizers step, with a function that returns which rows of a bucket are left
-            unchanged; it replaces the gradients.
+            Called right before the optimizers step, with the rows that are left unchanged; it replaces the gradients.
         """
         skipped, left = self.prepare(step)
         if direct is not None:
-            direct(
-                lambda index: [
-                    rows.to(s.device) for rows, s in zip(left[self._group(index)], self._shards, strict=True)
-                ]
-            )
+            direct(left)
             self.reached = {}
         with left_alone(self._optimizers, self._rows_left_alone(left)):
             step_all(self._optimizers)
         self.drop_gradients()
         return skipped
 
-    def prepare(self, step: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    def prepare(self, step: int) -> tuple[torch.Tensor, RowsByName]:
         """Rescale the gradients to each replica's own, and clip them.
 
         Returns
         -------
         Tensor, [n], bool
             The ranks whose gradients are not finite.
-        list of list of Tensor
-            By group of parameters and shard, the rows that are not to be updated.
+        mapping of str to sequence of Tensor
+            The rows that are not to be updated, in host memory.
         """
         skipped = torch.zeros_like(self.scales, dtype=torch.bool)
         self._complete_gradients()
         self._scale_gradients()
-        left: list[list[torch.Tensor]] = []
-        for names in self._names:
-            left.append([])
+        left: dict[str, Sequence[torch.Tensor]] = {}
+        for names in self._groups:
+            by_shard = []
             for shard in self._shards:
                 own = slice(shard.ranks.start, shard.ranks.stop)
-                parameters = [shard.parameters[name] for name in names if shard.parameters[name].grad is not None]
-                not_finite = self._measure_and_clip(parameters)
-                idle = self.scales[own] == 0
-                left[-1].append(idle if not_finite is None else idle | not_finite.cpu())
-                if not_finite is not None:
-                    skipped[own] |= not_finite.cpu()
+                not_finite = self._clip(shard, names).cpu()
+                skipped[own] |= not_finite
+                by_shard.append((self.scales[own] == 0) | not_finite)
+            left |= dict.fromkeys(names, by_shard)
         if bool(skipped.any()):
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
         return skipped, left
 
-    def _group(self, index: int) -> int:
-        """Return the group of parameters, clipped together, to which a bucket belongs."""
-        return 0 if self._clips_all else self._group_of_bucket[index]
-
-    def _rows_left_alone(self, left: Sequence[Sequence[torch.Tensor]]) -> dict[nn.Parameter, torch.Tensor]:
+    def _rows_left_alone(self, left: RowsByName) -> dict[nn.Parameter, torch.Tensor]:
         alone: dict[nn.Parameter, torch.Tensor] = {}
-        for names, by_shard in zip(self._names, left, strict=True):
+        for name, by_shard in left.items():
             for shard, rows in zip(self._shards, by_shard, strict=True):
-                own = slice(shard.ranks.start, shard.ranks.stop)
-                for name in names:
-                    own_rows = rows | ~self.reached[name][own] if name in self.reached else rows
-                    if shard.parameters[name].grad is not None and bool(own_rows.any()):
-                        alone[shard.parameters[name]] = own_rows.to(shard.device)
+                if name in self.reached:
+                    rows = rows | ~self.reached[name][shard.ranks.start : shard.ranks.stop]
+                if shard.parameters[name].grad is not None and bool(rows.any()):
+                    alone[shard.parameters[name]] = rows.to(shard.device)
         return alone
 
     def _complete_gradients(self) -> None:
@@ -197,20 +183,21 @@ class StackedUpdater:
             for gradient in gradients:
                 gradient.mul_(along_rows(scales, gradient))
 
-    def _measure_and_clip(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """Return the rows whose gradients are not finite, [k]; None if all are finite."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._clip_grad_norm is None and all(map(all_finite, gradients)):
-            return None
-        norms = row_norms(parameters)
-        if norms is None:
-            return None
+    def _clip(self, shard: Shard, names: Sequence[str]) -> torch.Tensor:
+        """Clip the gradients of these parameters together, and return the rows in which some are not finite, [k]."""
+        gradients = [gradient for name in names if (gradient := shard.parameters[name].grad) is not None]
+        if not gradients or (self._clip_grad_norm is None and all(map(all_finite, gradients))):
+            return torch.zeros(len(shard.ranks), dtype=torch.bool)
         if self._clip_grad_norm is not None:
-            factors = (self._clip_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+            norms = [
+                torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=accumulation_dtype(gradient.dtype))
+                for gradient in gradients
+            ]
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            factors = (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(along_rows(factors, gradient))
-        not_finite = torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
-        return not_finite if bool(not_finite.any()) else None
+        return torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
 
     def count_bad_steps(self, is_bad: torch.Tensor, step: int) -> None:
         """Raise if a rank had gradients or messages that were not finite in too many consecutive steps."""

@@ -36,7 +36,7 @@ from gossip.virtual.replica_calls import ReplicaCalls
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
-from gossip.virtual.stacked_updating import StackedUpdater, along_rows
+from gossip.virtual.stacked_updating import RowsByName, StackedUpdater, along_rows
 from gossip.virtual.virtual_arguments import make_module, resolve_devices
 from topologies import Topology
 from topologies.validation import check_integer
@@ -415,8 +415,15 @@ class VirtualWorkers(KeepsObjects):
         meter = StackedMeter(torch.zeros(self.world_size, dtype=torch.int64))
         everything = range(len(self._exchanges.in_flight))
         self._order.begin(everything, self.step, meter)
-        direct = partial(self._order.direct, everything, self.step) if self.algorithm.directs else None
-        skipped = self._updater.apply(self.step, direct)
+
+        def direct(left: RowsByName) -> None:
+            def skipped(index: int) -> list[torch.Tensor]:
+                by_shard = left[self._exchanges.names(index)[0]]
+                return [rows.to(shard.device) for rows, shard in zip(by_shard, self._shards, strict=True)]
+
+            self._order.direct(everything, self.step, skipped)
+
+        skipped = self._updater.apply(self.step, direct if self.algorithm.directs else None)
         self._order.end(everything, self.step, meter)
         if self.algorithm.before_forward:
             for index in everything:

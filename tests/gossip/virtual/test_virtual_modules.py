@@ -291,3 +291,16 @@ def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> No
             separate.train(batch(6, seed=step))
         assert_same(workers, separate)
     assert len(warnings_told) == 1
+
+
+def test_an_algorithm_that_directs_gradients_trains_what_is_unfrozen_beside_averaged_buffers() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    module[0].requires_grad_(False)
+    workers = make_workers(module, 2, algorithm="gradient_tracking", buffers="average")
+    for step in range(4):
+        if step == 2:
+            assert torch.equal(workers.replica(0)[0].weight, module[0].weight)  # type: ignore[index]
+            for stack in workers.parameters():
+                stack.requires_grad_(True)
+        train(workers, batch(8, seed=step))
+    assert not torch.equal(workers.replica(0)[0].weight, module[0].weight)  # type: ignore[index]
