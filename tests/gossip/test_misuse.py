@@ -201,10 +201,12 @@ def test_backward_that_steps_two_models_is_pointed_out_once(warnings_told: list[
     critic.close()
 
 
-def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_autograd_is_refused() -> None:
     model = GossipDataParallel(make_module(), SGD)
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
-    with pytest.raises(GossipError, match="compiled_autograd is on"):
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(GossipError, match="compiled_autograd is on"),
+    ):
         model(batch())
     model.close()
 

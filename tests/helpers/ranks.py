@@ -168,9 +168,11 @@ def _leave() -> None:
     if "torch.distributed.tensor" in sys.modules:  # DTensor remembers meshes, whose groups are gone
         from torch.distributed.tensor import _redistribute, debug
 
-        debug._clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-        _redistribute.clear_redistribute_planner_cache()
+        for name, value in [*vars(debug).items(), *vars(_redistribute).items()]:  # their names differ by release
+            if name.startswith(("_clear_", "clear_")):
+                value()
+            elif hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def _report(call: _Call) -> bytes:

@@ -54,13 +54,13 @@ class Running:
         self.process, self._outputs = process, outputs
 
     def first_line(self) -> str:
-        """The first line of its standard output, as soon as that is there."""
+        """The first line of its standard output, as soon as that is there, without what gloo of torch 2.10 writes."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             # Not by seeking: the script writes at the same place.
-            line, end, _ = os.pread(self._outputs[0].fileno(), 1 << 16, 0).decode().partition("\n")
-            if end:
-                return line
+            *lines, _ = os.pread(self._outputs[0].fileno(), 1 << 16, 0).decode().split("\n")
+            if found := [line for line in lines if line and not line.startswith("[Gloo]")]:
+                return found[0]
             assert self.process.poll() is None, self.finished()
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 from unittest import mock
@@ -139,10 +140,11 @@ def train_without_the_process_group() -> None:
     module[1].set_custom_reduce_scatter(custom)
     before = [(group._all_gather_comm, group._reduce_scatter_comm) for group in private_torch._fsdp_groups(module)]
     model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
-    with (
-        mock.patch.object(dist, "all_gather_single", side_effect=AssertionError("gathers by the process group")),
-        mock.patch.object(dist, "reduce_scatter_single", side_effect=AssertionError("reduces by the process group")),
-    ):
+    names = {"all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor"}
+    with contextlib.ExitStack() as patches:
+        for name in names & vars(dist).keys():  # those with "single" are of torch 2.13
+            refuse = AssertionError(f"{name} is called on the process group")
+            patches.enter_context(mock.patch.object(dist, name, side_effect=refuse))
         module[0](torch.ones(2, SIZE)).sum().backward()
     model.close()
     after = [(group._all_gather_comm, group._reduce_scatter_comm) for group in private_torch._fsdp_groups(module)]
