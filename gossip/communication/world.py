@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections import Counter
@@ -486,33 +485,3 @@ def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are summed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def all_gather_json(content: Any, what: str, timeout: timedelta) -> list[Any]:
-    """Return every rank's ``content``, by rank. Collective; without a process group, only this process's.
-
-    It is sent as JSON: what a peer sends is never unpickled, because unpickling runs its code.
-
-    Parameters
-    ----------
-    content : plain data
-        Numbers, strings, None, lists and dictionaries with strings as keys. A tuple arrives as a list; a float arrives
-        unchanged.
-    what : str
-        What is being done, for the error text.
-    timeout : timedelta
-        How long to wait for the others.
-
-    Raises
-    ------
-    TypeError
-        ``content`` is not plain data.
-    ExchangeError
-        A rank did not take part in time.
-    """
-    payload = json.dumps(content).encode()
-    world = World(timeout)
-    try:
-        return [json.loads(data) for data in world.gather_bytes(payload, what)]
-    finally:
-        world.close()

@@ -66,7 +66,7 @@ INTERNALS_OF_LAB = {
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication.host": "the module of daemon threads",
     "gossip.exchange.distributed_transport": "when a traced exchange has ended",
-    "gossip.communication.world": "what ranks have measured",
+    "gossip.communication.json_gathering": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.exchange.edge_transport": "where messages leave and arrive, for faults and notes of them",
     "gossip.exchange.pair_transport": "the same, where ranks do not make their steps together",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 
 from gossip import World
-from gossip.communication.world import all_gather_json
+from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.networks import Link

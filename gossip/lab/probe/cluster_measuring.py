@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip import Cluster, SlowRank, Workload
+from gossip.communication.json_gathering import all_gather_json
 from gossip.communication.shared_buffers import machine
-from gossip.communication.world import all_gather_json
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
 from gossip.launching import DEFAULT_TIMEOUT

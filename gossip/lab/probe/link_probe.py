@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication.host import daemon_threads
-from gossip.communication.world import all_gather_json
+from gossip.communication.json_gathering import all_gather_json
 from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.launching import DEFAULT_TIMEOUT
 from topologies.graphs.edge_colouring import edge_colouring

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from repository import REPOSITORY
 
-from gossip.communication.world import all_gather_json
+from gossip.communication.json_gathering import all_gather_json
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_COLLECTIVES = {
