@@ -16,7 +16,7 @@ import gossip
 from gossip import GossipDataParallel, GossipError
 from gossip.integrations.common_checks import released_gradients
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
-from gossip.optimizers.bucket_optimizer import requires_closure
+from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from gossip import GossipDataParallel
 from gossip.integrations.common_checks import released_gradients
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
 from gossip.integrations.lightning_checks import check_trainer
-from gossip.optimizers.bucket_optimizer import requires_closure
+from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
 if TYPE_CHECKING:

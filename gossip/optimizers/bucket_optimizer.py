@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError
+from gossip.optimizers.closures import requires_closure
 from gossip.parameters.names import named_parameters
 from gossip.private_torch import (
     FLAG_OF_FUSED,
@@ -23,30 +22,6 @@ from gossip.private_torch import (
     tree_leaves,
     without_step_hooks,
 )
-
-Closure = Callable[[], Any]
-
-
-def requires_closure(optimizer: Optimizer) -> bool:
-    """Return whether ``step()`` requires a closure, which it then evaluates as often as it likes, as LBFGS does."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def evaluate_first(optimizer: Optimizer, closure: Closure) -> Any:
-    """Evaluate a closure that ``step()`` does not require, and return the loss; the optimizer then steps without it.
-
-    When this is done before the exchange is combined, gradients are computed at x(t), and the messages have this time
-    to arrive, as in a loop without a closure.
-    """
-    if optimizer.__dict__.get("found_inf") is not None:
-        raise ValueError(
-            "scaler.step(optimizer, closure) cannot work: the scaler looks for overflows before the closure is "
-            "evaluated; evaluate it yourself, then call scaler.step(optimizer)"
-        )
-    with torch.enable_grad():
-        return closure()
-
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
 OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None

@@ -11,7 +11,8 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
-from gossip.optimizers.bucket_optimizer import Closure, fire_step_hooks
+from gossip.optimizers.bucket_optimizer import fire_step_hooks
+from gossip.optimizers.closures import Closure
 from gossip.step.backward_pass import TWO_MODELS, GradientHooks, steps_another_model
 from gossip.step.engine import StepEngine
 

@@ -19,7 +19,7 @@ from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
 from gossip.measuring.step_stats import Meter, StepStats
-from gossip.optimizers.bucket_optimizer import Closure
+from gossip.optimizers.closures import Closure
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters

@@ -17,7 +17,8 @@ from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import BucketOptimizer, Closure, check_parameters_held
+from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
+from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors
 from gossip.sharding.local_group import LocalGroup
@@ -121,12 +122,16 @@ class Updater:
         """Let one optimizer make its own step, as the user asked, and return its result; gradients are kept."""
         with fast_range("gossip::update"), _timed(meter):
             make_step: Callable[..., Any] = type(optimizer).step
-            if closure is not None:
+            evaluated = closure if isinstance(closure, EvaluatedClosure) else None
+            if closure is not None and evaluated is None:
                 return make_step(optimizer, closure)
             if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
-                return None
+                return None if evaluated is None else evaluated.loss
             direct()
-            return make_step(optimizer)
+            if evaluated is None:
+                return make_step(optimizer)
+            evaluated.hand_over(f"rank {self._rank}: step {step}")
+            return make_step(optimizer, evaluated)
 
     def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
         """Return whether the gradients that the optimizer is about to apply are finite; measures their norm."""

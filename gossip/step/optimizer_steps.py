@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
-from gossip.optimizers.bucket_optimizer import Closure, evaluate_first, requires_closure
+from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
 from gossip.step.backward_pass import GradientHooks
 from gossip.step.engine import StepEngine
 
@@ -52,9 +52,8 @@ class OptimizerSteps(StepEngine):
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         self.check_usable()
-        loss = None
         if closure is not None and not requires_closure(optimizer):
-            loss, closure = evaluate_first(optimizer, closure), None
+            closure = EvaluatedClosure(optimizer, closure)
             self.check_usable()
         with self.fatal():
             progress = self._progress
@@ -68,7 +67,7 @@ class OptimizerSteps(StepEngine):
                 self._check_reduced()
                 self._begin_step()
                 self.check_places()
-                self._begin_all(looks_at_gradients=closure is None)
+                self._begin_all(looks_at_gradients=closure is None or isinstance(closure, EvaluatedClosure))
             with self._stepping_optimizers():
                 result = self.updater.update_by(optimizer, closure, self.step, progress.meter, self._direct_once)
             progress.stepped.append(optimizer)
@@ -76,7 +75,7 @@ class OptimizerSteps(StepEngine):
                 self.updater.settle_scale()
                 self._end_all()
                 self._finish_step()
-            return result if loss is None else loss
+            return result
 
     def _check_reduced(self) -> None:
         group = self.group

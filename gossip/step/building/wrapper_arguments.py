@@ -23,7 +23,8 @@ from gossip.exchange.clipping import check_clipping, check_max_difference, clips
 from gossip.exchange.exchanges import UsesExchange
 from gossip.exchange.transport import TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, requires_closure
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.optimizers.closures import requires_closure
 from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters
 from topologies import Topology

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from small_runs import TINY_BUCKETS, assert_same
 from torch import nn
 
-from gossip import GossipDataParallel
+from gossip import GossipDataParallel, GossipError
 
 NUM_STEPS = 4
 FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -134,7 +134,8 @@ class SharpnessAware(torch.optim.SGD):
     """Goes uphill first, and takes the gradient there."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        assert closure is not None
         climbed = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, ascent in climbed:
             parameter.add_(ascent)
@@ -146,11 +147,53 @@ class SharpnessAware(torch.optim.SGD):
         return loss
 
 
+class Twice(torch.optim.SGD):
+    """Looks at the loss again after the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        super().step()
+        with torch.enable_grad():
+            return closure()
+
+
+class SharpnessAwareByItself(SharpnessAware):
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().step(closure)
+
+
+class TwiceByItself(Twice):
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [(SharpnessAware, "after it has changed parameters or gradients"), (Twice, "again")],
+)
+def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_remedy(
+    kind: type[torch.optim.Optimizer], when: str
+) -> None:
+    model = wrap(make_module(), functools.partial(kind, lr=0.1))
+    loss_of(model, 0).backward()
+    with pytest.raises(GossipError) as caught:
+        model.optimizer.step(make_closure(model, [model.optimizer], 0))
+    assert f"rank 0: step 0: {kind.__name__}.step(closure) evaluates the closure {when}" in str(caught.value)
+    assert "in a subclass: def step(self, closure): return super().step(closure)" in str(caught.value)
+    model.close()
+
+
 def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=3)
 
 
-@pytest.mark.parametrize("factory", [functools.partial(SharpnessAware, lr=0.1), lbfgs])
+@pytest.mark.parametrize(
+    "factory",
+    [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(TwiceByItself, lr=0.1), lbfgs],
+)
 def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable[..., torch.optim.Optimizer]) -> None:
     model, plain = wrap(make_module(), factory), make_module()
     optimizer = factory(list(plain.named_parameters()))
