@@ -19,12 +19,18 @@ _COLUMNS = (
     "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
     "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
 )  # fmt: skip
-
-
-_PRINTED = (
-    "averaged_test_accuracy", "local_test_accuracy_mean", "local_test_accuracy_worst", "consensus_distance_before",
-    "consensus_distance_before_relative", "steps", "training_time_s", "exposed_wait_s", "bytes_sent_per_step",
-)  # fmt: skip
+_PRINTED = {
+    "averaged_test_accuracy": "{:.2%}",
+    "local_test_accuracy_mean": "{:.2%}",
+    "local_test_accuracy_worst": "{:.2%}",
+    "consensus_distance_before": "{:.2g}",
+    "consensus_distance_before_relative": "{:.2g}",
+    "steps": "{}",
+    "training_time_s": "{:.2f}",
+    "exposed_wait_s": "{:.2f}",
+    "bytes_sent_per_step": "{:,.0f}",
+}
+"""The columns of the table on the terminal, and how their numbers are written."""
 
 
 def table_callback() -> Any:
@@ -65,11 +71,15 @@ def _print(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
     overrides = [summary["overrides"] for summary in summaries]
     common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
-    columns = [name.replace("_", " ").replace(" ", "\n", 1) for name in _PRINTED]
-    table = Table("job", "overrides", "status", *columns, title=escape(" ".join([f"{len(summaries)} runs", *common])))
+    table = Table("job", "overrides", "status", title=escape(" ".join([f"{len(summaries)} runs", *common])))
+    for name in _PRINTED:
+        table.add_column(name.replace("_", " ").replace(" ", "\n", 1), justify="right")
     for summary in summaries:
         own = [override for override in summary["overrides"] if override not in common]
-        cells = ["" if summary.get(name) is None else f"{summary[name]:.5g}" for name in _PRINTED]
+        missing = "-" if summary["status"] == "completed" else ""
+        cells = (
+            missing if summary.get(name) is None else form.format(summary[name]) for name, form in _PRINTED.items()
+        )
         table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
     print_table(table)
     for summary in summaries:

@@ -50,7 +50,7 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
     assert (failed["overrides"], failed["reason"], failed["steps"]) == ("seed=1 topology=ring", "because", "")
     assert silent["reason"] == "its process ended without leaving summary.json"
     printed = capsys.readouterr().out
-    assert "0.975" in printed
+    assert "97.50%" in printed
     assert "job 9 failed: because" in printed
 
 
