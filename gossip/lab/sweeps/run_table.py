@@ -20,17 +20,17 @@ _COLUMNS = (
     "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
 )  # fmt: skip
 _PRINTED = {
-    "averaged_test_accuracy": "{:.2%}",
-    "local_test_accuracy_mean": "{:.2%}",
-    "local_test_accuracy_worst": "{:.2%}",
-    "consensus_distance_before": "{:.2g}",
-    "consensus_distance_before_relative": "{:.2g}",
-    "steps": "{}",
-    "training_time_s": "{:.2f}",
-    "exposed_wait_s": "{:.2f}",
-    "bytes_sent_per_step": "{:,.0f}",
+    "averaged_test_accuracy": ("averaged\naccuracy", "{:.2%}"),
+    "local_test_accuracy_mean": ("local\nmean", "{:.2%}"),
+    "local_test_accuracy_worst": ("local\nworst", "{:.2%}"),
+    "consensus_distance_before": ("consensus\ndistance", "{:.2g}"),
+    "consensus_distance_before_relative": ("relative\ndistance", "{:.2g}"),
+    "steps": ("steps", "{}"),
+    "training_time_s": ("seconds\nin steps", "{:.2f}"),
+    "exposed_wait_s": ("seconds\nwaited", "{:.2f}"),
+    "bytes_sent_per_step": ("bytes sent\nper step", "{:,.0f}"),
 }
-"""The columns of the table on the terminal, and how their numbers are written."""
+"""The columns of the table on the terminal: their heads, and how their numbers are written."""
 
 
 def table_callback() -> Any:
@@ -66,19 +66,22 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
 
 def _print(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Print one line per run, then the reason of each failure."""
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
     from rich.table import Table
 
     overrides = [summary["overrides"] for summary in summaries]
     common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
-    table = Table("job", "overrides", "status", title=escape(" ".join([f"{len(summaries)} runs", *common])))
-    for name in _PRINTED:
-        table.add_column(name.replace("_", " ").replace(" ", "\n", 1), justify="right")
+    table = Table(title=escape(" ".join([f"{len(summaries)} runs", *common])), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("job", "overrides", "status"):
+        table.add_column(head, overflow="fold")  # a narrow terminal has more lines, and loses nothing
+    for head, _ in _PRINTED.values():
+        table.add_column(head, justify="right", overflow="fold")
     for summary in summaries:
         own = [override for override in summary["overrides"] if override not in common]
         missing = "-" if summary["status"] == "completed" else ""
         cells = (
-            missing if summary.get(name) is None else form.format(summary[name]) for name, form in _PRINTED.items()
+            missing if summary.get(name) is None else form.format(summary[name]) for name, (_, form) in _PRINTED.items()
         )
         table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
     print_table(table)
