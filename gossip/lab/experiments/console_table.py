@@ -63,10 +63,14 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to stdout, at its full width if stdout is not a terminal."""
+    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.measure import Measurement
 
+    table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
+    for column in table.columns:
+        column.overflow = "fold"  # rich would cut words
     console = Console()
     if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
         unlimited = console.options.update(max_width=10_000)

@@ -66,17 +66,14 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
 
 def _print(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Print one line per run, then the reason of each failure."""
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape  # rich would interpret a list such as logger=[jsonl,wandb] as a style tag
     from rich.table import Table
 
     overrides = [summary["overrides"] for summary in summaries]
     common = [each for each in overrides[0] if all(each in other for other in overrides)] if len(overrides) > 1 else []
-    table = Table(title=escape(" ".join([f"{len(summaries)} runs", *common])), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("job", "overrides", "status"):
-        table.add_column(head, overflow="fold")  # a narrow terminal has more lines, and loses nothing
+    table = Table("job", "overrides", "status", title=escape(" ".join([f"{len(summaries)} runs", *common])))
     for head, _ in _PRINTED.values():
-        table.add_column(head, justify="right", overflow="fold")
+        table.add_column(head, justify="right")
     for summary in summaries:
         own = [override for override in summary["overrides"] if override not in common]
         missing = "-" if summary["status"] == "completed" else ""
