@@ -354,24 +354,24 @@ class ElasticWorld(FailureDetector):
             while True:
                 self.enter(*self.consensus.begin_together())
                 self._num_primitives = 0
+                results: list[_Result] = []
                 try:
-                    result = operation()
+                    results.append(operation())
                     self.exchange(dict.fromkeys(self._others), "ending it together")
                 except GenerationEndedError:
-                    if self._is_committed():
-                        return result
+                    may_have_ended = self._is_one_ahead() and bool(results)
                 else:
-                    if self.consensus.commit(self._generation, self._members):
-                        return result
+                    may_have_ended = True
+                if may_have_ended and self.consensus.commit(self._generation, self._members):
+                    return results[0]
                 undo()
         finally:
             self.is_joint = self.consensus.is_joint = False
 
-    def _is_committed(self) -> bool:
-        """Return whether one that takes part has completed the operation: then all have its result, this one too."""
+    def _is_one_ahead(self) -> bool:
+        """Return whether one that takes part was past the operation: if it has completed it, all have its result."""
         generation = self.consensus.wait_for_generation_after(self._generation.number)
-        has_ended = generation.furthest(self._members) > self.consensus.position
-        return has_ended and self.consensus.commit(self._generation, self._members)
+        return generation.furthest(self._members) > self.consensus.position
 
     def check_joint(self) -> None:
         if not self.is_alone:

@@ -208,8 +208,15 @@ def stay(
             return Stay(member, first, values, digests, generations, lost, came[0] if came else None)
 
         num_steps = until if isinstance(until, int) else NUM_MORE
-        expected = until if isinstance(until, int) or member in leaves else without(until, leaves)
-        for last in steps_until(model, lambda: isinstance(until, int) or model.members == expected, num_steps):
+
+        def is_complete() -> bool:
+            if isinstance(until, int):
+                return True
+            seen = {other for _, members in generations for other in members}
+            expected = until if member in leaves else without(until, leaves)
+            return model.members == expected and seen.issuperset(until)
+
+        for last in steps_until(model, is_complete, num_steps):
             note()
             if last is not None and member in leaves and model.step == last - num_steps // 2:
                 if is_told:

@@ -177,6 +177,28 @@ def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Pat
         assert torch.equal(one.average, joining_rank.average)
 
 
+def average_while_rank_2_trains() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 2 makes a step more than the others, which wait for it with their average, and leaves; before and after."""
+    model = make_model(NUMEL, {"topology": "ring"})
+    rank = model.world.member
+    for _ in range(4 + (rank == 2)):
+        model(targets(rank, NUMEL)).backward()
+    before = flat(model.module)
+    if rank == 2:
+        model.leave()
+    else:
+        model.global_avg()
+        model.close()
+    return before, flat(model.module)
+
+
+def test_an_average_is_repeated_without_one_that_went_on_and_left() -> None:
+    with unsupervised.started(average_while_rank_2_trains, world_size=3) as ranks:
+        (before, average), (before_on_1, average_on_1), _ = ranks.results()
+    assert torch.equal(average, average_on_1)
+    assert torch.allclose(average, (before + before_on_1) / 2, rtol=1e-12)
+
+
 # ---------------------------------------------------------------------- gossip.launch(restart=)
 
 
