@@ -19,7 +19,7 @@ from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
-from gossip.lab.benchmarks.network.networks import Link, Network
+from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl
 from gossip.launching import find_placement, launch
@@ -78,24 +78,23 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     report = ""
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
-        network = Network() if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
-        with contextlib.closing(network):
-            records = run_workers(name, case, network, folder / case_name)
-            said = [_machine(network), *notes]
+        lab = None if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
+        with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
+            records = run_workers(name, case, lab, folder / case_name)
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
-        document = Document(settings=settings, network=network.name, notes=notes, results=results)
+        document = Document(settings=settings, network=case.network, notes=notes, results=results)
         (folder / benchmark.files[0]).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        report = benchmark.report(settings, results, said)
+        report = benchmark.report(settings, results, [_machine(case), *notes])
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
         benchmark.draw(settings, results, folder)
     return results, report
 
 
-def _machine(network: Network) -> str:
+def _machine(case: BenchmarkSettings) -> str:
     """Describe versions, processors, the congestion control in the lab, and the quantizer of int8 and int4."""
-    tcp = "" if network.shared else f" TCP by {CONGESTION_CONTROL};"
+    tcp = "" if case.link is None else f" TCP by {CONGESTION_CONTROL};"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, kernel {platform.release()}, "
         f"{os.cpu_count()} cores ({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."
@@ -106,18 +105,17 @@ Hosts = tuple[list[str], tuple[str, int]]
 """Where the workers of a case in the lab go: to namespaces of hosts, and to the store by which they meet."""
 
 
-def run_workers(name: str, case: BenchmarkSettings, network: Network, folder: Path) -> list[list[Record]]:
+def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Path) -> list[list[Record]]:
     """Run the ranks of a case until all have measured, and return the records of each.
 
     The records of rank i are written to rank<i>.jsonl as soon as they are known.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeout = timedelta(seconds=case.timeout_s)
-    hosts, store = None, None
-    if isinstance(network, Lab):
-        store = network.start_store(timeout)
-        hosts = network.namespaces(), (store.host, store.port)
-    place = Place(0, network.interface, case.world_size if network.shared else case.local_size)
+    hosts, store, place = None, None, Place(0, "lo", case.world_size)
+    if lab is not None:
+        store = lab.start_store(timeout)
+        hosts, place = (lab.namespaces(), (store.host, store.port)), Place(0, lab.interface, case.local_size)
     options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
     options |= BENCHMARKS[name]().launch_options(case)
     launch(_work, name, case, place, hosts, folder, world_size=case.world_size, **options)

@@ -1,4 +1,4 @@
-"""Where the workers of a benchmark run: on loopback, or in a lab in which each has a host (:mod:`.shaped_hosts`)."""
+"""Links of the lab, and the store by which workers on its hosts meet (:mod:`.shaped_hosts`)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,6 @@ import torch.distributed as dist
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MAX_DELAY_S = 1.0
-
-
-class Network:
-    """All workers on 127.0.0.1, with links as fast as memory; the base of a network of hosts.
-
-    Attributes
-    ----------
-    name : str
-        Either "loopback" or "lab".
-    interface : str
-        The network interface that a worker uses.
-    shared : bool
-        Whether all workers use the same interface, so that its counters are the sum over the workers.
-    """
-
-    name = "loopback"
-    interface = "lo"
-    shared = True
-
-    def close(self) -> None:
-        """Release all resources."""
 
 
 @dataclass(frozen=True)

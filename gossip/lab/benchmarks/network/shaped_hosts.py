@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gossip.lab.benchmarks.network.delayed_cables import DelayedCables, open_tap
 from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.networks import Link, Network, store_at
+from gossip.lab.benchmarks.network.networks import Link, store_at
 
 MAX_HOSTS = 200
 _NETWORK = "10.77.0"
@@ -40,7 +40,7 @@ class LabUnavailable(Exception):
     """The lab cannot be created on this machine or by this user; the text says why in one line."""
 
 
-class Lab(Network):
+class Lab:
     """Hosts on a bridge; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
     Parameters
@@ -56,9 +56,7 @@ class Lab(Network):
         The lab cannot be created here.
     """
 
-    name = "lab"
     interface = "eth0"
-    shared = False
 
     def __init__(self, num_hosts: int, link: Link | None = None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:

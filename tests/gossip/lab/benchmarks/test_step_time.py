@@ -16,7 +16,6 @@ from benchmark_cases import step_time_case
 import gossip
 from gossip.lab.benchmarks import bench_methods
 from gossip.lab.benchmarks.harness import run_workers
-from gossip.lab.benchmarks.network.networks import Network
 from gossip.lab.benchmarks.stragglers import delay_s
 from gossip.lab.benchmarks.workloads import WORKLOADS
 
@@ -37,7 +36,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 def records(folder: Path, kinds: dict[str, dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
     """Measure methods on two ranks."""
     methods = {name: {"method": name.split()[0], **given} for name, given in kinds.items()}
-    return run_workers("step_time", step_time_case(methods=methods, **options), Network(), folder)
+    return run_workers("step_time", step_time_case(methods=methods, **options), None, folder)
 
 
 @pytest.mark.slow
