@@ -50,8 +50,9 @@ CONFIG: Spec = {
 
 def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share."""
-    levels = [series.index for panel in panels for series in panel.series if chart.is_level(series.row)]
-    named = list({series.name: series for panel in panels for series in panel.series}.values())
+    every = [series for panel in panels for series in panel.series]
+    levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]
+    named = list({series.name: series for series in every}.values())
     return {
         "height": 260,
         "autosize": {"type": "fit", "contains": "padding"},
@@ -84,29 +85,21 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
         end = chart.end(series.row)
         if end is None:
             continue
-        across, up, spread = end
-        low, high = up - (spread or 0.0), up + (spread or 0.0)
+        low, high = end.y - (end.spread or 0.0), end.y + (end.spread or 0.0)
         ends.append({
             "index": series.index,
             "name": series.name,
-            "is_level": chart.is_level(series.row),
+            "is_level": end.is_level,
             # What has no place on a logarithmic axis, such as zero, is not drawn.
-            "x": None if x.share(across) is None else across / x.unit.size,
-            "y": None if y.share(up) is None else up / y.unit.size,
+            "x": None if x.share(end.x) is None else end.x / x.unit.size,
+            "y": None if y.share(end.y) is None else end.y / y.unit.size,
             "low": (max(low, y.low) if y.is_log else low) / y.unit.size,
             "high": high / y.unit.size,
-            "value": chart.height_text(series.row),
-            "where": chart.width_text(series.row),
-            "words": describe(chart, series),
+            "value": end.height,
+            "where": end.width,
+            "words": end.words(series.name),
         })  # fmt: skip
     return ends
-
-
-def describe(chart: Chart, series: Series) -> str:
-    """Describe the end point of a row in words."""
-    if chart.end(series.row) is None:
-        return series.name
-    return f"{series.name}: {chart.height_text(series.row)} at {chart.width_text(series.row)}"
 
 
 def make_curves(rows: Sequence[Row], names: dict[int, str]) -> list[Spec]:

@@ -5,16 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Metric, Row, Value
 from gossip.lab.report.scales import Scale
 
-#: The end point of a row: x, y and the spread of y.
-End = tuple[float, float, float | None]
-
 #: The initial share of a run that does not count for the lower end of the accuracy axis: all runs start near chance.
 _START = 0.5
+
+
+class End(NamedTuple):
+    """The end point of a row in a chart, with the spread of y; x and y also in words.
+
+    A level stays at the start of the x-axis, because it sends nothing however long it runs.
+    """
+
+    x: float
+    y: float
+    spread: float | None
+    is_level: bool
+    width: str
+    height: str
+
+    def is_within(self, x: Scale, y: Scale) -> bool:
+        """Whether it has a place within the axes; zero has none on a logarithmic one."""
+        return y.reaches(self.y) and (self.is_level or x.reaches(self.x))
+
+    def words(self, name: str) -> str:
+        """Describe the end point of the row with this name."""
+        return f"{name}: {self.height} at {self.width}"
 
 
 @dataclass(frozen=True)
@@ -39,10 +59,13 @@ class Chart:
     def end(self, row: Row) -> End | None:
         """Return the end point of a row; None if it is not known."""
         known = self._known(row)
-        value = None if self.y_value is None else row.values.get(self.y_value)
         if not known:
             return None
-        return (*known[-1], None) if value is None else (known[-1][0], value.mean, value.spread)
+        x, y = known[-1]
+        value = row.values.get(self.y_value or "") or Value(mean=y, spread=None, count=1)
+        width = f"{x:g} steps" if self.x_curve == "step" else self.x.text(x)
+        height = self.y.value_text(value.model_copy(update={"interval": None}))
+        return End(x, value.mean, value.spread, row.method == "local" and x == 0, width, height)
 
     def scales(self, rows: Sequence[Row]) -> tuple[Scale, Scale] | None:
         """Return the axes that all rows share; None if there is nothing to draw.
@@ -53,37 +76,20 @@ class Chart:
         ends = [(row, end) for row in rows if (end := self.end(row)) is not None]
         if not ends:
             return None
-        up = [(row.method == "gossip", [y, *self._heights(row)]) for row, (_, y, _) in ends]
-        spreads = [[y - spread, y + spread] for _, (_, y, spread) in ends if spread]
+        up = [(row.method == "gossip", [end.y, *self._heights(row)]) for row, end in ends]
+        spreads = [[end.y - end.spread, end.y + end.spread] for _, end in ends if end.spread]
         compared, others = _divided(up)
         y = Scale.without_outliers(
             compared, [*others, *spreads], self.y, may_be_log=self.y is not FRACTION, target=self.target
         )
         across = [
-            (row.method == "gossip", [x, *(x for x, height in self._known(row) if height >= y.low)])
-            for row, (x, height, _) in ends
-            if y.reaches(height) and not self.is_level(row)
+            (row.method == "gossip", [end.x, *(x for x, height in self._known(row) if height >= y.low)])
+            for row, end in ends
+            if y.reaches(end.y) and not end.is_level
         ]
         # If there are only levels, which span the whole x-axis, any range will do.
         compared, others = _divided(across or [(True, [0.0, 1.0])])
         return Scale.without_outliers(compared, others, self.x, may_be_log=self.x is not NUMBER), y
-
-    def height_text(self, row: Row) -> str:
-        """Format the final y-value of a row, with its spread; a dash if there is none."""
-        end = self.end(row)
-        return "-" if end is None else self.y.value_text(Value(mean=end[1], spread=end[2], count=1))
-
-    def width_text(self, row: Row) -> str:
-        """Format the final x-value of a row; a dash if there is none."""
-        end = self.end(row)
-        if end is None:
-            return "-"
-        return f"{end[0]:g} steps" if self.x_curve == "step" else self.x.text(end[0])
-
-    def is_level(self, row: Row) -> bool:
-        """Whether a row stays at the start of the x-axis, because it sends nothing however long it runs."""
-        end = self.end(row)
-        return row.method == "local" and end is not None and end[0] == 0
 
     def _known(self, row: Row) -> list[tuple[float, float]]:
         if row.curves is None:
@@ -127,9 +133,3 @@ def charts(document: Document) -> list[Chart]:
 def quantity_of(metric: Metric) -> Quantity:
     """Return the quantity in which a metric is measured."""
     return FRACTION if metric.name == "accuracy" else NUMBER
-
-
-def beyond(chart: Chart, row: Row, x: Scale, y: Scale) -> bool:
-    """Whether a row ends beyond the axes, such as at zero on a logarithmic one."""
-    end = chart.end(row)
-    return end is not None and not (y.reaches(end[1]) and (chart.is_level(row) or x.reaches(end[0])))

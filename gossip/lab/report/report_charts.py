@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossip.lab.report.chart_specs import CONFIG, describe, make_curves, make_ends, make_spec
-from gossip.lab.report.charts import Chart, beyond, charts
+from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
+from gossip.lab.report.charts import Chart, charts
 from gossip.lab.report.report_document import Document
 from gossip.lab.report.scales import Scale
 from gossip.lab.report.series import Panel, Series, Style
@@ -24,8 +24,8 @@ class Drawn:
 
     def beyond(self, panel: Panel) -> list[str]:
         """Return the ends of a panel's rows that lie beyond the axes, in words."""
-        outside = [series for series in panel.series if beyond(self.chart, series.row, self.x, self.y)]
-        return [describe(self.chart, series) for series in outside]
+        ends = [(series.name, self.chart.end(series.row)) for series in panel.series]
+        return [end.words(name) for name, end in ends if end is not None and not end.is_within(self.x, self.y)]
 
 
 @dataclass(frozen=True)
