@@ -23,17 +23,16 @@ t and rank, rounds that are used for the first time included; n is ``--large-wor
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,18 +40,19 @@ import topologies
 from topologies import Topology
 from topologies.schedule import options_text
 
+T = TypeVar("T")
 LARGE_FAMILIES = ("one_peer_exponential", "one_peer_hypercube", "ring", "base", "random_matching")
 MOST_ROUNDS = 16
 REPEATS = 3
 NUM_LARGE_CALLS = 400
 
 
-def served_variants(name: str, world_size: int) -> dict[str, Any]:
+def served_variants(name: str, world_size: int) -> tuple[int, list[dict[str, Any]]]:
     """Return the size nearest to ``world_size`` that a family serves, and the options of its variants there."""
     for distance in range(world_size):
         for size in dict.fromkeys((world_size - distance, world_size + distance)):
             if size >= 2 and (found := topologies.variants(name, size)):
-                return {"size": size, "options": [options_text(topology.options) for topology in found]}
+                return size, [dict(topology.options) for topology in found]
     raise ValueError(f"family {name!r} serves no world_size from 2 to {2 * world_size - 1}; choose a larger one")
 
 
@@ -82,13 +82,9 @@ def rows_of_one_rank(topology: Topology) -> None:
         topology.round(t).neighbours(topology.world_size // 3)
 
 
-def measure(name: str, world_size: int, variant: int) -> dict[str, Any]:
+def measure(name: str, world_size: int, options: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of one row of the first table."""
-    options = topologies.variants(name, world_size)[variant].options
-
-    def build() -> Topology:
-        return topologies.build(name, world_size, **options)
-
+    build = functools.partial(topologies.build, name, world_size, **options)
     num_rounds = len(rounds_of(build()))
     timed: dict[str, list[float]] = {"build_s": [], "first_s": [], "row_s": [], "one_rank_s": []}
     for _ in range(REPEATS):
@@ -116,7 +112,7 @@ def measure(name: str, world_size: int, variant: int) -> dict[str, Any]:
     }
 
 
-def measure_large(name: str, world_size: int) -> dict[str, Any]:
+def measure_large(name: str, world_size: int) -> dict[str, float]:
     """Return the numbers of one row of the second table."""
     powers_of_two = 1 << (world_size.bit_length() - 1), 1 << world_size.bit_length()
     size = min(powers_of_two, key=lambda size: abs(size - world_size)) if name == "one_peer_hypercube" else world_size
@@ -139,29 +135,28 @@ def measure_large(name: str, world_size: int) -> dict[str, Any]:
     }
 
 
-def in_a_process(kind: str, *arguments: object, time_limit_s: float) -> dict[str, Any] | str:
-    """Return what this script measures in a process of its own, or why it does not."""
-    command = [sys.executable, __file__, kind, *map(str, arguments)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return f"more than {time_limit_s:g} s"
-    if done.returncode:
-        return done.stderr.strip().splitlines()[-1] if done.stderr else f"status {done.returncode}"
-    measured: dict[str, Any] = json.loads(done.stdout)
-    return measured
+def in_a_process(work: Callable[..., T], *arguments: object, time_limit_s: float) -> T | str:
+    """Return what a call gives in a process of its own, or why it gives nothing."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        try:
+            return pool.apply_async(work, arguments).get(time_limit_s)
+        except multiprocessing.TimeoutError:
+            return f"more than {time_limit_s:g} s"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
     """Yield the rows of the first table."""
     for name in families:
-        served = in_a_process("--variants", name, world_size, time_limit_s=time_limit_s)
+        served = in_a_process(served_variants, name, world_size, time_limit_s=time_limit_s)
         if isinstance(served, str):
             yield [name, "", served]
             continue
-        for variant, options in enumerate(served["options"]):
-            row = [name, str(served["size"]), options[:44]]
-            found = in_a_process("--measure", name, served["size"], variant, time_limit_s=time_limit_s)
+        size, variants = served
+        for options in variants:
+            row = [name, str(size), options_text(options)[:44]]
+            found = in_a_process(measure, name, size, options, time_limit_s=time_limit_s)
             if isinstance(found, str):
                 yield [*row, found]
                 continue
@@ -180,7 +175,7 @@ def table_rows(families: Sequence[str], world_size: int, time_limit_s: float) ->
 def large_rows(families: Sequence[str], world_size: int, time_limit_s: float) -> Iterator[list[str]]:
     """Yield the rows of the second table."""
     for name in filter(LARGE_FAMILIES.__contains__, families):
-        found = in_a_process("--measure-large", name, world_size, time_limit_s=time_limit_s)
+        found = in_a_process(measure_large, name, world_size, time_limit_s=time_limit_s)
         if isinstance(found, str):
             yield [name, "", found]
             continue
@@ -203,26 +198,13 @@ def main() -> None:
     parser.add_argument("--large-world-size", type=int, default=1_000_000, help="ranks of the second table")
     parser.add_argument("--families", nargs="+", choices=topologies.available(), default=topologies.available())
     parser.add_argument("--time-limit-s", type=float, default=300.0, help="seconds per process")
-    parser.add_argument("--variants", nargs=2, help=argparse.SUPPRESS)  # these three are for its own processes
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--measure-large", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.variants:
-        name, size = arguments.variants
-        print(json.dumps(served_variants(name, int(size))))
-    elif arguments.measure:
-        name, size, variant = arguments.measure
-        print(json.dumps(measure(name, int(size), int(variant))))
-    elif arguments.measure_large:
-        name, size = arguments.measure_large
-        print(json.dumps(measure_large(name, int(size))))
-    else:
-        limits = {"time_limit_s": arguments.time_limit_s}
-        header = "family, n, options, build, first, row, one rank, B/edge, describe, MiB"
-        print_table(header, table_rows(arguments.families, arguments.world_size, **limits))
-        print()
-        large = large_rows(arguments.families, arguments.large_world_size, **limits)
-        print_table("family, n, build, median, largest, MiB", large)
+    limits = {"time_limit_s": arguments.time_limit_s}
+    header = "family, n, options, build, first, row, one rank, B/edge, describe, MiB"
+    print_table(header, table_rows(arguments.families, arguments.world_size, **limits))
+    print()
+    large = large_rows(arguments.families, arguments.large_world_size, **limits)
+    print_table("family, n, build, median, largest, MiB", large)
 
 
 if __name__ == "__main__":
