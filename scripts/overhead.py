@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import statistics
 import sys
@@ -48,6 +47,7 @@ import gossip
 from gossip import GossipDataParallel, launch
 from gossip.compression.part_memory import staging_bytes
 from gossip.exchange.outlier_detection import SAMPLE_NUMEL
+from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.models import CharTransformer
 
 Step = Callable[[], None]
@@ -103,48 +103,48 @@ MODELS = {"transformer": transformer, "small_tensors": small_tensors, "transform
 SMALL_MODELS = ("transformer", "small_tensors")
 
 
-def make_step(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    optimizer: Optimizer | None,
-    *,
-    calls_step: bool,
-    clip_norm: float | None = None,
-) -> Step:
-    """The loop's body, plain or with the wrapper."""
-    assert optimizer is not None
+class Training:
+    """A loop's body: forward, backward and update, plain or with the wrapper, which takes further options."""
 
-    def step() -> None:
-        model(inputs).square().mean().backward()
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if calls_step:
-            optimizer.step()
-            optimizer.zero_grad()
+    def __init__(
+        self,
+        model_name: str,
+        optimize: Optimize,
+        mode: Mode,
+        *,
+        is_plain: bool,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        module, inputs = MODELS[model_name]()
+        self.module, self._inputs = module.to(device), inputs.to(device)
+        if is_plain:
+            self.model, self.optimizer = self.module, optimize(list(self.module.named_parameters()))
+        else:
+            self.model = GossipDataParallel(self.module, optimize, **mode.options, **options)
+            self.optimizer = self.model.optimizer
+        self._calls_step, self._clip_norm = is_plain or mode.calls_step, mode.plain_clip_norm if is_plain else None
 
-    return step
+    def __call__(self) -> None:
+        """Make one step."""
+        self.model(self._inputs).square().mean().backward()
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
+        if self._calls_step:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 def measure_time(
     model_name: str, mode_name: str, optimize: Optimize, num_steps: int, device: torch.device
 ) -> dict[str, Any]:
     """Paired steps, in turns: the ratio's quartiles and the medians of both sides."""
-    torch.manual_seed(0)
-    module, inputs = MODELS[model_name]()
-    module, inputs = module.to(device), inputs.to(device)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    mode = MODES.get(mode_name, Mode())
-
-    def make_plain(module: nn.Module) -> Step:
-        optimizer = optimize(list(module.named_parameters()))
-        return make_step(module, inputs, optimizer, calls_step=True, clip_norm=mode.plain_clip_norm)
-
-    plain = make_plain(copy.deepcopy(module))
-    if mode_name == CONTROL:
-        other = make_plain(module)
-    else:
-        wrapped = GossipDataParallel(module, optimize, **mode.options)
-        other = make_step(wrapped, inputs, wrapped.optimizer, calls_step=mode.calls_step)
+    plain, other = (
+        Training(model_name, optimize, MODES.get(mode_name, Mode()), is_plain=is_plain, device=device)
+        for is_plain in (True, mode_name == CONTROL)
+    )
     return {"model": model_name, "mode": mode_name, **measure_pairs(plain, other, num_steps, synchronize)}
 
 
@@ -176,18 +176,12 @@ def measure_differences(model_name: str, choice: str | None, optimizer_name: str
     """Runs on every rank: steps without and with ``max_difference``, in turns."""
     logger.remove()
     torch.set_num_threads(1)
-
-    def make(max_difference: Any) -> Step:
-        torch.manual_seed(0)
-        module, inputs = MODELS[model_name]()
-        wrapped = GossipDataParallel(module, OPTIMIZERS[optimizer_name], "ring", max_difference=max_difference)
-        return make_step(wrapped, inputs, wrapped.optimizer, calls_step=False)
-
-    return {
-        "model": model_name,
-        "mode": f"max_difference={choice}",
-        **measure_pairs(make(None), make(choice), num_steps),
-    }
+    options: dict[str, Any] = {"is_plain": False, "topology": "ring"}
+    without, other = (
+        Training(model_name, OPTIMIZERS[optimizer_name], Mode(), max_difference=each, **options)
+        for each in (None, choice)
+    )
+    return {"model": model_name, "mode": f"max_difference={choice}", **measure_pairs(without, other, num_steps)}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -260,23 +254,16 @@ class LiveBytes(TorchDispatchMode):
 def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_cap_mb: float) -> dict[str, Any]:
     """Runs on every rank: on rank 0 the bytes at the worst moment, by kind, and the bound."""
     logger.remove()
-    torch.manual_seed(0)
-    module, inputs = MODELS[model_name]()
-    optimize = OPTIMIZERS[optimizer_name]
-    parameters, num_messages, sample_bytes = list(module.parameters()), 0, 0
-    if mode_name == CONTROL:
-        optimizer = optimize(list(module.named_parameters()))
-        step = make_step(module, inputs, optimizer, calls_step=True)
-        buckets, followed = [parameters], [parameter.data for parameter in parameters]
-    else:
-        mode = MODES[mode_name]
-        wrapped = GossipDataParallel(module, optimize, bucket_cap_mb=bucket_cap_mb, **mode.options)
-        assert wrapped.optimizer is not None
-        optimizer, num_messages = wrapped.optimizer, 2
-        step = make_step(wrapped, inputs, optimizer, calls_step=mode.calls_step)
-        buckets = [list(bucket.parameters) for bucket in wrapped._buckets]
-        followed = [bucket.block for bucket in wrapped._buckets]
+    is_plain, mode = mode_name == CONTROL, MODES.get(mode_name, Mode())
+    step = Training(model_name, OPTIMIZERS[optimizer_name], mode, is_plain=is_plain, bucket_cap_mb=bucket_cap_mb)
+    parameters, num_messages, sample_bytes = list(step.module.parameters()), 0, 0
+    if isinstance(step.model, GossipDataParallel):
+        num_messages = 2
+        buckets = [list(bucket.parameters) for bucket in step.model._buckets]
+        followed = [bucket.block for bucket in step.model._buckets]
         sample_bytes = sum(block[:: -(-block.numel() // SAMPLE_NUMEL)].numel() * block.itemsize for block in followed)
+    else:
+        buckets, followed = [parameters], [parameter.data for parameter in parameters]
     all_bytes = sum(parameter.nbytes for parameter in parameters)
 
     meter = LiveBytes(parameters)
@@ -286,11 +273,11 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
         step()  # makes the optimizer's state and the transport's buffers
         meter.looks = True
         step()
-    state = sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if isinstance(each, torch.Tensor))
+    state = sum(each.nbytes for each in tree_leaves(dict(step.optimizer.state)) if isinstance(each, torch.Tensor))
     kept = staging_bytes() + sample_bytes  # the former for the mixing of one part, whatever the size of the model
     messages = meter.now - all_bytes - state - kept  # what outlives a step
-    if mode_name != CONTROL:
-        wrapped.close()
+    if isinstance(step.model, GossipDataParallel):
+        step.model.close()
     total, gradients, indices = meter.peak
     had_gradient = {id(parameters[index]) for index in indices}
     live = [parameter for bucket in buckets if not had_gradient.isdisjoint(map(id, bucket)) for parameter in bucket]
@@ -308,29 +295,25 @@ def measure_memory(model_name: str, mode_name: str, optimizer_name: str, bucket_
 
 def time_table(results: list[dict[str, Any]], plain: str = "plain") -> str:
     """Markdown."""
-    lines = [
-        f"| model | mode | median ratio to {plain} | quartiles | {plain}, ms | mode, ms |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    titles = ["model", "mode", f"median ratio to {plain}", "quartiles", f"{plain}, ms", "mode, ms"]
+    rows = []
     for row in results:
         quartiles = f"{row['ratio_lower_quartile']:.3f} to {row['ratio_upper_quartile']:.3f}"
-        times = f"{row['plain_ms']:.2f} | {row['mode_ms']:.2f}"
-        lines.append(f"| {row['model']} | {row['mode']} | {row['ratio']:.3f} | {quartiles} | {times} |")
-    return "\n".join(lines)
+        times = [f"{row[key]:.2f}" for key in ("plain_ms", "mode_ms")]
+        rows.append([row["model"], row["mode"], f"{row['ratio']:.3f}", quartiles, *times])
+    return table(titles, rows)
 
 
 def memory_table(results: list[dict[str, Any]]) -> str:
     """Markdown, in MiB."""
-    lines = [
-        "| model | mode | parameters | gradients | optimizer state | messages | scratch | sum | bound | sum / bound |",
-        "| --- " * 10 + "|",
-    ]
+    kinds = ["parameters", "gradients", "optimizer state", "messages", "scratch", "sum", "bound"]
+    rows = []
     for row in results:
-        parts = [row["parameters"], row["gradients"], row["state"], row["messages"]]
+        parts = [row[key] for key in ("parameters", "gradients", "state", "messages")]
         sizes = [*parts, row["total"] - sum(parts), row["total"], row["bound"]]
-        cells = " | ".join(f"{size / 2**20:.2f}" for size in sizes)
-        lines.append(f"| {row['model']} | {row['mode']} | {cells} | {row['total'] / row['bound']:.3f} |")
-    return "\n".join(lines)
+        cells = [f"{size / 2**20:.2f}" for size in sizes]
+        rows.append([row["model"], row["mode"], *cells, f"{row['total'] / row['bound']:.3f}"])
+    return table(["model", "mode", *kinds, "sum / bound"], rows)
 
 
 def main() -> None:
