@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from gossip import GossipDataParallel, launch, make_shard_mesh
+from gossip import GossipDataParallel, launch
 from gossip.lab.benchmarks.network.counters import PeakMemory
+from gossip.lab.experiments.training_methods import grouped
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -40,14 +40,8 @@ CASES = {
 
 def wrapped(module: nn.Sequential, local_size: int, shard: Any) -> GossipDataParallel:
     """The model of a rank of a group."""
-    if shard is None:
-        return GossipDataParallel(module, ADAMW, "ring", bucket_cap_mb=BUCKET_CAP_MB)
-    mesh = make_shard_mesh(local_size, "cpu")
-    if shard == "fsdp":
-        for part in (*module, module):
-            fully_shard(part, mesh=mesh["shard"])
-        shard = None
-    return GossipDataParallel(module, ADAMW, "ring", bucket_cap_mb=BUCKET_CAP_MB, mesh=mesh, shard=shard)
+    options = {} if shard is None else grouped(module, local_size, shard)
+    return GossipDataParallel(module, ADAMW, "ring", bucket_cap_mb=BUCKET_CAP_MB, **options)
 
 
 def measure(local_size: int, shard: str | None, width: int, depth: int) -> tuple[float, float]:

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import topologies
-from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel, make_shard_mesh
+from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel
 from gossip.lab.benchmarks.workloads import Batch, loss_of
+from gossip.lab.experiments.training_methods import grouped, shard_parts
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, nearest
 
 MOMENTUM = 0.9
@@ -123,9 +123,8 @@ class Local(Method):
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         if options.get("shard") == _FSDP:
-            mesh = make_shard_mesh(int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
+            mesh = grouped(self._module, int(os.environ["LOCAL_WORLD_SIZE"]), _FSDP)["mesh"]
             self._group = mesh.get_group("gossip")
-            _shard(self._module, mesh["shard"])
         return self._module
 
 
@@ -151,7 +150,8 @@ class HybridSharding(Method):
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         shape = dist.get_world_size() // local_size, local_size
-        return _shard(self._module, init_device_mesh("cpu", shape, mesh_dim_names=("all", "one")))
+        shard_parts(self._module, init_device_mesh("cpu", shape, mesh_dim_names=("all", "one")))
+        return self._module
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing within the block: the replicas are equal."""
@@ -206,13 +206,9 @@ class Gossip(Method):
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         arguments = gossip_arguments(options, dist.get_world_size(), local_size)
-        if arguments.get("shard") is not None:
-            arguments["mesh"] = make_shard_mesh(local_size, "cpu")
-            if arguments["shard"] == _FSDP:
-                del arguments["shard"]
-                _shard(self._module, arguments["mesh"]["shard"])
-            elif arguments["shard"] == _WHOLE:
-                arguments["shard"] = "none"  # in a benchmark's options, "none" means that the option is not given
+        if (shard := arguments.pop("shard", None)) is not None:
+            # In a benchmark's options, "none" means that the option is not given.
+            arguments |= grouped(self._module, local_size, "none" if shard == _WHOLE else shard)
         return GossipDataParallel(self._module, self._optimize, timeout=timeout, **arguments)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
@@ -376,11 +372,3 @@ def averaged(module: nn.Module, group: dist.ProcessGroup | None = None) -> Itera
     finally:
         for tensor, values in zip(tensors, saved, strict=True):
             tensor.copy_(values)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard each linear layer, and then the remaining parameters."""
-    for layer in [part for part in module.modules() if isinstance(part, nn.Linear)]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -142,19 +143,24 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
         logger.info("without meaning for method=ddp, and ignored: {}", ", ".join(ignored))
 
 
-def _grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
+def grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
     """Return the wrapper's options for groups of ranks; with shard=fsdp, apply ``fully_shard`` first. Collective."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
-
     mesh = make_shard_mesh(local_size, "cpu")
     if shard != "fsdp":
         return {"mesh": mesh, "shard": shard}
+    shard_parts(module, mesh["shard"])
+    return {"mesh": mesh}
+
+
+def shard_parts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply ``fully_shard`` to each part of a sequence or list of modules, and then to the rest. Collective."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
+
     for container in module.modules():
         for part in container if isinstance(container, nn.Sequential | nn.ModuleList) else ():
             if next(part.parameters(), None) is not None and not isinstance(part, FSDPModule):
-                fully_shard(part, mesh=mesh["shard"])
-    fully_shard(module, mesh=mesh["shard"])
-    return {"mesh": mesh}
+                fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
 
 
 class GossipMethod(Method):
@@ -171,7 +177,7 @@ class GossipMethod(Method):
             sums_on_wire = experiment.compression.adds_on_wire
             options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         if settings.launch.local_size > 1:
-            options |= _grouped(module, settings.launch.local_size, settings.shard)
+            options |= grouped(module, settings.launch.local_size, settings.shard)
         self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
