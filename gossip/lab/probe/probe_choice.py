@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from gossip import ALGORITHMS, simulate_time
@@ -96,30 +97,20 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
     """
     cluster, workload = measured.cluster, measured.workload
     is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
-    candidates = [
-        (every, compression, (name, options), ALGORITHMS.get(name)(**options))
-        for every in PERIODS
-        for compression in (None, *COMPRESSION_RATIOS)  # none of these changes the loss (docs/compression.md)
-        for name, options in (_CORRECTED if is_corrected else (_PLAIN,))
-    ]  # in increasing order of what they lose
-    steps_s = [
-        simulate_time(
-            topology.every(every),
-            cluster,
-            workload,
-            num_steps,
-            algorithm=algorithm,
-            compression_ratio=COMPRESSION_RATIOS.get(compression or "", 1.0),
-        ).step_time_s
-        + measured.coding_s.get(compression or "", 0.0) / every
-        for every, compression, _, algorithm in candidates
-    ]
-    lates = [data == "different" and not algorithm.before_forward for *_, algorithm in candidates]
-    costs_s = [
-        step_s * (every + late) ** DRIFT for step_s, (every, *_), late in zip(steps_s, candidates, lates, strict=True)
-    ]
-    best = next(number for number, cost_s in enumerate(costs_s) if cost_s <= _SAME * min(costs_s))
-    every, compression, (name, options), _ = candidates[best]
+    forms = _CORRECTED if is_corrected else (_PLAIN,)
+    found = []
+    # In increasing order of what they lose; no compression changes the loss (docs/compression.md).
+    for every, compression, (name, options) in itertools.product(PERIODS, (None, *COMPRESSION_RATIOS), forms):
+        algorithm, ratio = ALGORITHMS.get(name)(**options), COMPRESSION_RATIOS.get(compression or "", 1.0)
+        run = simulate_time(
+            topology.every(every), cluster, workload, num_steps, algorithm=algorithm, compression_ratio=ratio
+        )
+        step_s = run.step_time_s + measured.coding_s.get(compression or "", 0.0) / every
+        late = data == "different" and not algorithm.before_forward
+        worth_s = step_s * (every + late) ** DRIFT
+        found.append(Choice(topology, every, name, options, compression, step_s, worth_s, reason=""))
+    shortest_s = min(choice.worth_s for choice in found)
+    best = next(choice for choice in found if choice.worth_s <= _SAME * shortest_s)
     why = (
         "data differ, and plain gossip would stop short of all-reduce's loss"
         if data == "different"
@@ -128,8 +119,8 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
         else "data are alike and ranks few, so plain gossip is as good as all-reduce"
     )
     reason = (
-        f"{why[0].upper()}{why[1:]}; a step is predicted to take {seconds_text(steps_s[best])}, of which "
+        f"{why[0].upper()}{why[1:]}; a step is predicted to take {seconds_text(best.step_time_s)}, of which "
         f"{seconds_text(workload.compute_s)} computes, and uncompressed with an exchange in every step "
-        f"{seconds_text(steps_s[0])}."
+        f"{seconds_text(found[0].step_time_s)}."
     )
-    return Choice(topology, every, name, options, compression, steps_s[best], costs_s[best], reason)
+    return replace(best, reason=reason)
