@@ -10,7 +10,7 @@ from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_s
 from gossip.lab.report.charts import Chart, charts
 from gossip.lab.report.report_document import Document
 from gossip.lab.report.scales import Scale
-from gossip.lab.report.series import Panel, Series, Style
+from gossip.lab.report.series import Panel, Series
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,6 @@ class Drawn:
         return [end.words(name) for name, end in ends if end is not None and not end.is_within(self.x, self.y)]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An entry of the legend, which controls all rows of one name."""
-
-    style: Style
-    rows: list[int]
-
-
 def draw_charts(document: Document, divided: Sequence[Panel]) -> list[Drawn]:
     """Return the charts in which there is anything to draw."""
     drawn = []
@@ -47,12 +39,12 @@ def draw_charts(document: Document, divided: Sequence[Panel]) -> list[Drawn]:
     return drawn
 
 
-def legend_of(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> dict[str, Entry]:
-    """Return the entries of the legend by name."""
-    entries: dict[str, Entry] = {}
+def legend_of(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> dict[str, list[Series]]:
+    """Return the rows that an entry of the legend controls, by their name, which they share with their style."""
+    entries: dict[str, list[Series]] = {}
     for series in _every(divided):
         if any(each.chart.end(series.row) for each in drawn):
-            entries.setdefault(series.name, Entry(series.style, [])).rows.append(series.index)
+            entries.setdefault(series.name, []).append(series)
     return entries
 
 
