@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import statistics
 import time
-from multiprocessing.connection import Connection
-from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import topologies
-from gossip import VirtualWorkers
-from gossip.launching import fork_server
+from gossip import VirtualWorkers, launch
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
@@ -89,61 +85,32 @@ class Virtual:
         return torch.cat([each.detach().flatten(1) for each in self.workers.parameters()], 1)
 
 
-class Trainee:
-    """Trains in one way; lives in a process of its own."""
-
-    def __init__(self, kind: type[Virtual] | type[Loop], world_size: int, arguments: argparse.Namespace) -> None:
-        if kind is Loop:
-            torch.set_num_threads(1)
-        self.device = torch.device(arguments.device)
-        self.way = kind(world_size, topologies.build(arguments.topology, world_size), self.device)
-        torch.manual_seed(1)
-        self.inputs = torch.randn(world_size * arguments.batch_size, 64, device=self.device)
-        self.targets = torch.randint(10, (len(self.inputs),), device=self.device)
-
-    def steps(self, number: int) -> list[float]:
-        """Seconds of so many steps."""
-        times = []
-        for _ in range(number):
-            start = time.perf_counter()
-            self.way(self.inputs, self.targets)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return times
-
-
-def _work(pipe: Connection, *arguments: Any) -> None:
-    trainee = Trainee(*arguments)
-    while (number := pipe.recv()) is not None:
-        pipe.send((trainee.steps(number), trainee.way.block.cpu().numpy()))
-
-
-def measure(world_size: int, arguments: argparse.Namespace) -> tuple[float, float | None]:
-    """Median seconds of a step: of the virtual workers, and of the loop unless it is left out."""
-    kinds: list[type[Virtual] | type[Loop]] = [Virtual, Loop] if world_size <= arguments.loop_up_to else [Virtual]
-    context = multiprocessing.get_context("forkserver")
-    fork_server.start(("gossip",))
-    pipes = []
-    for kind in kinds:
-        ours, theirs = context.Pipe()
-        context.Process(target=_work, args=(theirs, kind, world_size, arguments), daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    times: list[list[float]] = [[] for _ in kinds]
+def measure(world_size: int, arguments: argparse.Namespace) -> float:
+    """Runs on every rank, each of which trains in its own way: median seconds of a step."""
+    rank, device = dist.get_rank(), torch.device(arguments.device)
+    if rank == 1:
+        torch.set_num_threads(1)
+    way = (Virtual, Loop)[rank](world_size, topologies.build(arguments.topology, world_size), device)
+    torch.manual_seed(1)
+    inputs = torch.randn(world_size * arguments.batch_size, 64, device=device)
+    targets = torch.randint(10, (len(inputs),), device=device)
+    times: list[float] = []
     for turn in range(1 + NUM_TURNS):
-        blocks = []
-        for own, pipe in zip(times, pipes, strict=True):
-            pipe.send(NUM_WARM_UP + (arguments.repetitions if turn > 0 else 0))
-            seconds, block = pipe.recv()
-            own += seconds[NUM_WARM_UP:]
-            blocks.append(block)
+        for each in range(dist.get_world_size()):
+            dist.barrier()
+            num_steps = NUM_WARM_UP + (arguments.repetitions if turn > 0 else 0)
+            for step in range(num_steps if each == rank else 0):
+                start = time.perf_counter()
+                way(inputs, targets)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                times += [time.perf_counter() - start] if step >= NUM_WARM_UP else []
         if turn == 0:  # the same training: else there is nothing to compare
-            assert all(np.allclose(block, blocks[0], atol=1e-4) for block in blocks), "the two ways have trained apart"
-    for pipe in pipes:
-        pipe.send(None)
-    medians = [statistics.median(own) for own in times]
-    return medians[0], medians[1] if len(medians) > 1 else None
+            block = way.block.cpu()
+            first = block.clone()
+            dist.broadcast(first, 0)
+            assert torch.allclose(block, first, atol=1e-4), "the two ways have trained apart"
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -162,8 +129,9 @@ def main() -> None:
     print(f"{arguments.topology}, {arguments.batch_size} samples per worker, {arguments.device}, {threads} threads\n")
     print("| workers | virtual | loop | times as fast |\n| ---: | ---: | ---: | ---: |")
     for world_size in arguments.world_sizes:
-        virtual_s, loop_s = measure(world_size, arguments)
-        loop = ("-", "-") if loop_s is None else (f"{1e3 * loop_s:.1f} ms", f"{loop_s / virtual_s:.1f}")
+        num_ways = 2 if world_size <= arguments.loop_up_to else 1
+        virtual_s, *loops_s = launch(measure, world_size, arguments, world_size=num_ways, num_threads=threads)
+        loop = (f"{1e3 * loops_s[0]:.1f} ms", f"{loops_s[0] / virtual_s:.1f}") if loops_s else ("-", "-")
         print(f"| {world_size} | {1e3 * virtual_s:.1f} ms | {' | '.join(loop)} |", flush=True)
 
 
