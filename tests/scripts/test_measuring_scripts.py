@@ -83,9 +83,9 @@ def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
     if missing := why_no_hosts():
         pytest.skip(missing)
     options = (f"--num-layers={NUM_LAYERS}", "--width=40", "--batch-size=2")
-    done = run("overlap_figure.py", tmp_path, "overlap.svg", *options, fresh=True)
+    done = run("overlap_figure.py", tmp_path, "found", *options, fresh=True)
     assert done.status == 0, done.stderr
-    svg = (tmp_path / "overlap.svg").read_text()
+    svg = (tmp_path / "found" / "overlap_200mbit.svg").read_text()
     gossip, ddp = re.split(r'id="axes_\d"', svg.partition('id="legend_1"')[0])[1:]
     assert re.search(r"<!-- GossipDataParallel, one_peer_hypercube: 3 steps in \d+ ms -->", gossip)
     assert re.search(r"<!-- torch's DistributedDataParallel: 3 steps in \d+ ms -->", ddp)

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, GossipDataParallel
@@ -90,10 +91,14 @@ class Method(ABC):
 
     def step(self, batch: Batch) -> None:
         """Make one local update with its communication. Every rank must make the same number of steps."""
-        loss_of(self._model, batch).backward()
+        with record_function("forward"):
+            loss = loss_of(self._model, batch)
+        with record_function("backward"):
+            loss.backward()
         if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            with record_function("update"):
+                self._optimizer.step()
+                self._optimizer.zero_grad()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the module holds the mean of all replicas. Collective."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from gossip.lab.benchmarks.benchmark import Benchmark
 from gossip.lab.benchmarks.exchange_ways import ExchangeWays
+from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
@@ -17,6 +18,7 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "time_to_loss": TimeToLoss,
     "predicted_steps": PredictedSteps,
     "exchange_ways": ExchangeWays,
+    "overlap": Overlap,
     "probe": Probe,
     "chaos": Chaos,
 }
