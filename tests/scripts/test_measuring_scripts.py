@@ -37,16 +37,23 @@ from running import run, run_here
     ],
 )
 def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: list[str], tmp_path: Path) -> None:
-    done = run(script, tmp_path, *options, fresh=script == "uneven_ranks.py")  # its ranks return what it defines
+    done = run(script, tmp_path, *options)
     assert done.status == 0, done.stderr
     for start in rows:
         assert f"\n| {start} |" in done.stdout
 
 
-def test_a_bad_number_is_refused_in_one_line() -> None:
-    done = run_here("exchange_ways.py", "--repetitions=0")
+@pytest.mark.parametrize(
+    ("script", "option", "words"),
+    [
+        ("exchange_ways.py", "--repetitions=0", "repetitions must be greater than or equal to 1, got 0"),
+        ("uneven_ranks.py", "--topology=rong", "topology: gossip: "),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(script: str, option: str, words: str) -> None:
+    done = run_here(script, option)
     assert done.status == 2
-    assert done.last_line.endswith("repetitions must be greater than or equal to 1, got 0")
+    assert words in done.last_line
 
 
 NUM_PARAMETERS, NUM_TENSORS, BUCKET_BYTES = 250 * (8 * 8 + 8), 500, 10_000

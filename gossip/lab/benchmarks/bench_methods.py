@@ -90,7 +90,7 @@ class Method(ABC):
         """Return the model to train. Collective."""
 
     def step(self, batch: Batch) -> None:
-        """Make one local update with its communication. Every rank must make the same number of steps."""
+        """Make one local update with its communication. Ranks must make equal numbers of steps, unless asynchronous."""
         with record_function("forward"):
             loss = loss_of(self._model, batch)
         with record_function("backward"):

@@ -10,6 +10,7 @@ from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
+from gossip.lab.benchmarks.uneven_ranks import UnevenRanks
 from gossip.lab.faults.chaos import Chaos
 from gossip.lab.probe.probe import Probe
 
@@ -19,6 +20,7 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "predicted_steps": PredictedSteps,
     "exchange_ways": ExchangeWays,
     "overlap": Overlap,
+    "uneven_ranks": UnevenRanks,
     "probe": Probe,
     "chaos": Chaos,
 }
