@@ -19,7 +19,6 @@ PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.cs
 def write_report(document: Mapping[str, Any], folder: Path) -> Document:
     """Write report.html, results.csv, results.json and results.md of a sweep, replacing files; return the document.
 
-
     The document is plain JSON data, with finite numbers only; :class:`Document` says what it must have. A malformed one
     raises ValueError, and nothing is written then. The folder is created if it does not exist.
     """
