@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,14 +33,14 @@ NOT_BY_VECTOR = ("powergossip",)  # its bytes depend on the matrices
 
 
 class Clock:
-    """Adds up what a device takes for pieces of work."""
+    """Adds up what a device takes for pieces of work, by their names, of each rank in each step."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
-        self._pieces: dict[str, list[float]] = {}
+        self._pieces: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
 
-    def time(self, name: str, work: Callable[[], Any], *, goes_on: bool = False) -> Any:
-        """What it returns; notes how long it took, as a piece of its own or as more of the one before."""
+    def time(self, name: str, step: int, rank: int, work: Callable[[], Any]) -> Any:
+        """What it returns; adds how long it took."""
         if self._is_cpu:
             start = time.thread_time()
             result = work()
@@ -51,16 +52,12 @@ class Clock:
             end.record()
             end.synchronize()
             took = begin.elapsed_time(end) / 1e3
-        pieces = self._pieces.setdefault(name, [])
-        if goes_on:
-            pieces[-1] += took
-        else:
-            pieces.append(took)
+        self._pieces[name][step, rank] += took
         return result
 
     def medians(self) -> dict[str, float]:
         """Seconds, without the first few."""
-        return {name: statistics.median(times[NUM_WARM_UP:]) for name, times in self._pieces.items()}
+        return {name: statistics.median(list(times.values())[NUM_WARM_UP:]) for name, times in self._pieces.items()}
 
 
 def measure(name: str | None, numel: int, device: torch.device, repetitions: int) -> tuple[dict[str, float], float]:
@@ -76,24 +73,21 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
     clock = Clock(device)
     num_bytes = 0
 
-    def mix(conversation: Conversation, into: torch.Tensor) -> None:
+    def mix(conversation: Conversation, step: int, rank: int) -> None:
         parts, ends = conversation.arrival.parts, (None, None)
-        clock.time("decode", lambda: None)
-        clock.time("mix", lambda: None)
         while True:
-            part, difference = clock.time("decode", partial(next, parts, ends), goes_on=True)
+            part, difference = clock.time("decode", step, rank, partial(next, parts, ends))
             if part is None:
                 return
-            clock.time("mix", partial(algorithm.combine_, into[part], difference, 0), goes_on=True)
+            clock.time("mix", step, rank, partial(algorithm.combine_, values[rank][part], difference, 0))
 
-    checks = [f"check by rank {rank}" for rank in range(2)]
     copies = [torch.empty_like(replica) for replica in values]
     for step in range(NUM_WARM_UP + repetitions):
-        for replica, copy in zip(values, copies, strict=True):
-            clock.time("copy", partial(copy.copy_, replica))
+        for rank, copy in enumerate(copies):
+            clock.time("copy", step, rank, partial(copy.copy_, values[rank]))
         conversations: list[Conversation] = [
-            clock.time("encode", partial(codec.exchange, replica, round_, step))
-            for codec, replica in zip(codecs, values, strict=True)
+            clock.time("encode", step, rank, partial(codec.exchange, values[rank], round_, step))
+            for rank, codec in enumerate(codecs)
         ]
         openings = [conversation.opening for conversation in conversations]
         num_bytes = openings[0].sent[1].nbytes
@@ -105,19 +99,17 @@ def measure(name: str | None, numel: int, device: torch.device, repetitions: int
         under_way = [
             conversation.proceed(delivery) for conversation, delivery in zip(conversations, deliveries, strict=True)
         ]
-        for check in checks:
-            clock.time(check, lambda: None)
         while (
             turns := [
-                clock.time(check, partial(next, more, None), goes_on=True)
-                for check, more in zip(checks, under_way, strict=True)
+                clock.time(f"check by rank {rank}", step, rank, partial(next, more, None))
+                for rank, more in enumerate(under_way)
             ]
         ) != [None, None]:
             for rank, turn in enumerate(turns):
                 for source, buffer in turn.receive_buffers.items():
                     buffer.copy_(turns[source].sent[rank])
-        for conversation, replica in zip(conversations, values, strict=True):
-            mix(conversation, replica)
+        for rank, conversation in enumerate(conversations):
+            mix(conversation, step, rank)
         values[0].add_(1e-3)
     return clock.medians(), num_bytes / numel
 
