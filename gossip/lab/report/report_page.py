@@ -27,18 +27,9 @@ _CLUSTER = {
 }
 #: The libraries with which charts.js draws, in the order of their dependencies.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
-#: SVG paths of the marker shapes, centred at (20, 9) in a sample of the legend.
-_SHAPES = {
-    "circle": "M15.6 9a4.4 4.4 0 1 0 8.8 0a4.4 4.4 0 1 0 -8.8 0z",
-    "square": "M16 5h8v8h-8z",
-    "triangle-up": "M20 3.8L25 12.8H15z",
-    "diamond": "M20 3.4L24 9L20 14.6L16 9z",
-    "cross": "M18.4 4.2h3.2v3.2h3.2v3.2h-3.2v3.2h-3.2v-3.2h-3.2v-3.2h3.2z",
-}
 _NOTHING = "–"  # noqa: RUF001
 _MOST_DRAWINGS = 6  # in one gallery
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
-_LONGEST_REASON = 160
 
 
 class Cell(NamedTuple):
@@ -67,17 +58,13 @@ def render_page(document: Document) -> str:
     return template.render(
         document=document,
         asset=lambda *place: Markup(_asset(*place)),
-        num_runs=sum(len(row.seeds) for row in document.rows),
-        num_failed=sum(row.num_failed for row in document.rows),
         sentences=list(verdict(document)),
         table=_table(document) if document.rows else {},
         is_number=lambda column: "number" if column.quantity or column.name == "world_size" else None,
         nothing=_NOTHING,
-        longest_reason=_LONGEST_REASON,
         drawn=drawn,
         num_panels=len(divided),
         legend=legend_of(divided, drawn),
-        shapes=_SHAPES,
         chart_data=pack(chart_data(document, divided, drawn)) if drawn else "",
         libraries=pack(";\n".join(_asset("vendored", name) for name in _LIBRARIES)) if drawn else "",
         galleries=_galleries(document),
