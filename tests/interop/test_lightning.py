@@ -25,7 +25,6 @@ from gossip.integrations import pytorch_lightning as gossip_pytorch_lightning
 
 NUM_EPOCHS = 2
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-LBFGS = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
 
 
 class Collectives(pl.Callback):
@@ -178,32 +177,6 @@ def events(strategy: Any) -> list[tuple[str, int, float]]:
     return seen.seen
 
 
-def lbfgs_by_trainer() -> torch.Tensor:
-    module = Net(optimizer=LBFGS)
-    trainer_of(lightning.GossipStrategy(step_in_backward=False), max_epochs=1).fit(module, batches())
-    return module.trained[-1]
-
-
-def lbfgs_by_hand() -> torch.Tensor:
-    model = GossipDataParallel(
-        network(), lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1, max_iter=3), step_in_backward=False
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 2, gamma=0.7)
-    for x, y in batches_of(dist.get_rank(), 0):
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            model.optimizer.zero_grad()
-            loss = mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        model.optimizer.step(closure)
-        scheduler.step()
-    outcome = flat(model)
-    model.close()
-    return outcome
-
-
 def check(
     case: TrainerCase, found: tuple[torch.Tensor, int, list[str], torch.Tensor], expected: tuple[torch.Tensor, int]
 ) -> None:
@@ -235,12 +208,11 @@ def optimize_in_other_ways() -> None:
     (parameters, step), (expected, expected_step) = in_turn_by_trainer(), in_turn_by_hand()
     assert torch.equal(parameters, expected)
     assert step == expected_step == 2 * NUM_BATCHES
-    assert torch.equal(lbfgs_by_trainer(), lbfgs_by_hand())
     of_ddp = events("ddp")
     assert len(of_ddp) > 4 * NUM_EPOCHS * NUM_BATCHES
     for options in ({}, {"step_in_backward": False}):
         assert events(lightning.GossipStrategy(**options)) == of_ddp
 
 
-def test_manual_optimization_closures_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
+def test_manual_optimization_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
     launch(optimize_in_other_ways, world_size=2)

@@ -81,18 +81,6 @@ def test_second_moments_are_mixed_like_values(form: Form) -> None:
     np.testing.assert_allclose(found, dense(form, 20), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_noise_that_differs_between_ranks_biases_local_second_moments_alone() -> None:
-    """Adam divides by the noise: ranks with little of it pull harder, and no correction of updates sees that."""
-    local, exchanged = (
-        train(IntegralCorrection("atc", second_moment=second_moment), 1_500, 1_000)
-        for second_moment in ("local", "exchange")
-    )
-    optimum = OPTIMA.mean()
-    assert np.abs(local - optimum).min() > 0.25
-    assert np.abs(exchanged - optimum).max() < 0.02
-
-
 def test_other_optimizers_and_choices_are_refused() -> None:
     with pytest.raises(ValueError, match=r'second_moment must be "local" or "exchange", got \'mean\''):
         IntegralCorrection(second_moment="mean")  # type: ignore[arg-type]

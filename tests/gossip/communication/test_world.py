@@ -138,7 +138,8 @@ def test_construction_takes_as_many_collectives_for_many_tensors_as_for_one() ->
 
 def broadcast_all_kinds() -> bool:
     world = World(timedelta(seconds=60))
-    dtypes = (torch.bool, torch.float64, torch.int8, torch.float16, torch.complex64, torch.float32)
+    dtypes = (torch.bool, torch.float64, torch.int8, torch.float16, torch.complex64, torch.float32, torch.int16)
+    dtypes += (torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.float8_e4m3fn)
     shapes = ((3,), (), (0,), (5, 7), (2**18,), (2**17 - 3,), (1,))  # below 1 MiB, alone and together, and above
     values = [
         torch.arange(torch.Size(shape).numel()).fmod(93).add(rank).to(dtype).view(shape)
@@ -150,7 +151,7 @@ def broadcast_all_kinds() -> bool:
     own[3 * len(dtypes)] = own[3 * len(dtypes)].t().contiguous().t()
     world.broadcast_(own, "broadcasting")
     world.close()
-    return all(torch.equal(one, other) for one, other in zip(own, wanted, strict=True))
+    return all(torch.equal(one.cfloat(), other.cfloat()) for one, other in zip(own, wanted, strict=True))
 
 
 def test_tensors_of_all_sizes_and_dtypes_are_broadcast_at_once() -> None:

@@ -16,7 +16,6 @@ from sharded_loops import make_mesh
 from sharded_models import values_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import gossip
 from gossip import GossipDataParallel, GossipError
@@ -141,31 +140,6 @@ def step_and_measure(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_and_norms_are_those_of_the_whole_group(way: str) -> None:
     run_ranks(step_and_measure, way, world_size=4)
-
-
-class UsedTwice(nn.Module):
-    """A layer in two segments that are recomputed, each in a backward pass of its own inside the pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
-        return x
-
-
-def use_twice(way: str) -> None:
-    model = wrap(UsedTwice(), way)
-    with pytest.raises(GossipError, match=r"'layer.*received a gradient after its bucket had been updated"):
-        loss_of(model, inputs(0)).backward()
-    model.close()
-
-
-@pytest.mark.parametrize("way", ["optimizer", "none"])
-def test_a_gradient_that_comes_late_is_named(way: str) -> None:
-    run_ranks(use_twice, way, world_size=4)
 
 
 def resume_accumulated(way: str, folder: Path) -> None:

@@ -214,29 +214,7 @@ def test_wrapping_many_times_leaves_no_threads() -> None:
         assert late <= early
 
 
-# ------------------------------------------------------------------ dtypes and buffers
-
-
-BUFFER_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.int64)
-
-
-def broadcast_buffers() -> list[list[float]]:
-    module = nn.Linear(1, 1)
-    for dtype in BUFFER_DTYPES:
-        values = torch.full((2, 3), float(dist.get_rank() + 1)).to(dtype).t()
-        module.register_buffer(str(dtype).replace(".", "_"), values)
-    module.register_buffer("scalar", torch.tensor(dist.get_rank() + 5))
-    model = GossipDataParallel(module, SGD, "ring")
-    values = [buffer.float().flatten().tolist() for buffer in module.buffers()]
-    model.global_avg()
-    assert values == [buffer.float().flatten().tolist() for buffer in module.buffers()]
-    model.close()
-    return values
-
-
-def test_buffers_of_every_dtype_come_from_rank_0() -> None:
-    for values in run_ranks(broadcast_buffers, world_size=2):
-        assert values == [[1.0] * 6] * len(BUFFER_DTYPES) + [[5.0]]
+# ------------------------------------------------------------------ buffers
 
 
 def average_buffers_that_differ() -> str:

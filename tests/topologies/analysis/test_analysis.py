@@ -135,15 +135,6 @@ def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
     assert analysis.rounds_to(topology, 0.02) == 7
 
 
-def test_what_never_agrees() -> None:
-    apart = Topology.from_rounds([Round.from_groups(4, [(0, 1), (2, 3)])])
-    assert not analysis.connected(apart)
-    assert analysis.diameter(apart) is None
-    assert analysis.consensus_rate(apart) == pytest.approx(1.0)
-    assert analysis.rounds_to(apart, 0.01) is None
-    assert analysis.exact_after(apart) is None
-
-
 @pytest.mark.usefixtures("sparse_only")
 @pytest.mark.parametrize(("name", "options"), SMALL)
 def test_sparse_methods_agree_with_dense_ones(name: str, options: dict[str, int]) -> None:

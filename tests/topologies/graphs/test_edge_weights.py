@@ -102,15 +102,6 @@ def test_schemes_on_any_graph(graph: nx.Graph) -> None:
     assert rates["best_constant"] <= rates["max_degree"] + 1e-12
 
 
-@pytest.mark.parametrize("scheme", ["best_constant", "fdla"])
-def test_negative_weights_are_kept(scheme: str) -> None:
-    topology = Topology.from_graph(nx.star_graph(6), scheme)
-    # 2 / (n + 1) on each of n - 1 edges.
-    assert topology.round(0).self_weight(0) == pytest.approx(1 - 6 * 2 / 8, abs=SOLVER)
-    assert Topology.from_json(topology.to_json()) == topology
-    assert topology.describe().slem == pytest.approx(6 / 8, abs=SOLVER)
-
-
 @pytest.mark.parametrize(
     ("graph", "second", "largest"),
     [
