@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -48,33 +48,18 @@ def on_the_meta_device() -> None:
     wrap(fully_shard(module, mesh=mesh["shard"]), mesh)
 
 
-class Row(NamedTuple):
-    """What all ranks do, and the error that they all get."""
-
-    make: Callable[[], None]
-    text: str
-
-
-REFUSED = {
-    make.__name__: Row(make, text)
-    for make, text in (
-        (
-            over_a_transposed_mesh,
-            r"^mesh: .* over the ranks \[[01], [23]\], which are not those of .*, \[[02], [13]\]; apply fully_shard",
-        ),
-        (
-            with_swapped_names,
-            r"^mesh must have .*'gossip', 'shard'., got .'shard', 'gossip'.; make it by gossip.make_sh",
-        ),
-        (on_the_meta_device, r"^parameter 'weight' is on the meta device; materialise the module"),
-    )
+REFUSED: dict[Callable[[], None], str] = {
+    over_a_transposed_mesh: r"^mesh: .* over the ranks \[[01], [23]\], which are not those of .*, \[[02], [13]\]",
+    with_swapped_names: r"^mesh must have .*'gossip', 'shard'., got .'shard', 'gossip'.; make it by gossip.make_sh",
+    on_the_meta_device: "^parameter 'weight' is on the meta device; materialise the module",
 }
+"""What all ranks do, and the error that they all get."""
 
 
 def refuse() -> None:
-    for row in REFUSED.values():
-        with pytest.raises(ValueError, match=row.text) as caught:
-            row.make()
+    for make, text in REFUSED.items():
+        with pytest.raises(ValueError, match=text) as caught:
+            make()
         assert "\n" not in str(caught.value)
 
 
@@ -117,31 +102,28 @@ def other_rates() -> None:
     wrap(nn.Linear(2, 2), make_mesh(2, 2), shard="none", optimizer=partial(torch.optim.SGD, lr=rate))
 
 
-UNEQUAL = {
-    make.__name__: Row(make, text)
-    for make, text in (
-        (other_clipping, "clip_grad_norm is none on rank 0, but 1 "),
-        (unknown_topology, "unknown topology 'moebius'"),
-        (other_layers, "[2, 4]"),
-        (not_sharded, "the module is not sharded"),
-        (other_shards, "replica is a group's, with shard='none' on rank 0, but a group's, with shard='optimizer' on"),
-        (other_rates, "optimizer 1 group 1 is"),
-    )
+UNEQUAL: dict[Callable[[], None], str] = {
+    other_clipping: "clip_grad_norm is none on rank 0, but 1 ",
+    unknown_topology: "unknown topology 'moebius'",
+    other_layers: "[2, 4]",
+    not_sharded: "the module is not sharded",
+    other_shards: "replica is a group's, with shard='none' on rank 0, but a group's, with shard='optimizer' on",
+    other_rates: "optimizer 1 group 1 is",
 }
 
 
-def error_of(name: str) -> str:
+def error_of(make: Callable[[], None]) -> str:
     with pytest.raises((ValueError, ManifestError, ExchangeError)) as caught:
-        UNEQUAL[name].make()
+        make()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
-def test_ranks_that_are_built_unequally_all_get_an_error(name: str) -> None:
+@pytest.mark.parametrize("make", UNEQUAL)
+def test_ranks_that_are_built_unequally_all_get_an_error(make: Callable[[], None]) -> None:
     """Those of other groups, and of the same group, too; within the time-out."""
-    texts = run_ranks(error_of, name, world_size=4)
-    assert UNEQUAL[name].text in texts[ODD_RANK]
+    texts = run_ranks(error_of, make, world_size=4)
+    assert UNEQUAL[make] in texts[ODD_RANK]
     for rank, text in enumerate(texts):
         assert "\n" not in text
-        told = UNEQUAL[name].text in text
+        told = UNEQUAL[make] in text
         assert told or f"rank {ODD_RANK} is absent" in text or "rank 0 is absent" in text, (rank, text)

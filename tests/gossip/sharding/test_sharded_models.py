@@ -230,10 +230,10 @@ def test_gradients_are_averaged_beside_the_backward_pass() -> None:
         assert ended == 7, "one runs beside the pass"
 
 
-def change_module(how: str) -> None:
-    mesh = make_mesh(2, 1)
-    module = Net()
-    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard="optimizer") as model:
+def change_module(how: str, divided: str | None) -> None:
+    mesh = make_mesh(2, 1) if divided else make_mesh(1, 2)
+    module = Net() if divided else shard(Net(), mesh)
+    with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided) as model:
         if how == "unfrozen":
             module.frozen.weight.requires_grad_(True)
         elif how == "replaced":
@@ -242,11 +242,18 @@ def change_module(how: str) -> None:
             module.added = nn.Parameter(torch.ones(2))
         with pytest.raises(GossipError, match=rf"parameter '\w[\w.]*' was {how}.*close\(\) the model and wrap"):
             model(torch.ones(2, 6))
+    if how == "unfrozen":  # as the text advises
+        with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided) as model:
+            loss_of(model, torch.ones(2, 6)).backward()
+            assert model.step == 1
 
 
-@pytest.mark.parametrize("how", ["unfrozen", "replaced", "added"])
-def test_a_module_that_was_changed_after_wrapping_is_refused(how: str) -> None:
-    run_ranks(change_module, how, world_size=2)
+@pytest.mark.parametrize(
+    ("how", "divided"),
+    [("unfrozen", "optimizer"), ("unfrozen", None), ("replaced", "optimizer"), ("added", "optimizer")],
+)
+def test_a_module_that_was_changed_after_wrapping_is_refused(how: str, divided: str | None) -> None:
+    run_ranks(change_module, how, divided, world_size=2)
 
 
 def over_all(mesh: DeviceMesh) -> nn.Module:

@@ -142,6 +142,45 @@ def test_policies_train_as_by_hand_bit_for_bit(name: str, mode: str) -> None:
     assert_trains_as_by_hand(train, name, MODES[mode], world_size=POLICIES[name].world_size)
 
 
+# ---------------------------------------------------------------------- tied
+
+
+class Tied(nn.Module):
+    """The output layer has the embedding's weights, and a layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 5)
+        self.middle = nn.Linear(5, 5)
+        self.between = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.embedding(tokens)).tanh()
+        y: torch.Tensor = self.head(self.middle(self.between(x)).tanh())
+        return y
+
+
+def train_tied(by_hand: bool) -> torch.Tensor:
+    mesh = make_mesh(1, dist.get_world_size())
+    module = Tied()
+    fully_shard(module.between, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
+        for step in range(4):
+            tokens = (torch.arange(4) + step + dist.get_rank()) % 9
+            nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
+            end_step()
+        assert module.head.weight is module.embedding.weight
+        return values_of(module)
+
+
+def test_tied_weights_and_layers_that_are_used_twice_train_as_by_hand_bit_for_bit() -> None:
+    assert_trains_as_by_hand(train_tied, world_size=2)
+
+
 # ---------------------------------------------------------------------- accumulated
 
 NUM_BATCHES = 3  # per step
