@@ -212,9 +212,9 @@ def stay(
         def is_complete() -> bool:
             if isinstance(until, int):
                 return True
-            seen = {other for _, members in generations for other in members}
             expected = until if member in leaves else without(until, leaves)
-            return model.members == expected and seen.issuperset(until)
+            have_been = [model.members, *(members for _, members in generations)]
+            return model.members == expected and set(until) <= set().union(*have_been)
 
         for last in steps_until(model, is_complete, num_steps):
             note()
