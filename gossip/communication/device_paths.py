@@ -12,6 +12,7 @@ import torch
 
 from gossip.communication.host.worker_threads import Job, Operation, PostingError, WorkerThreads, Works, posted
 from gossip.communication.membership import Group
+from gossip.communication.waiting import Awaited
 from gossip.private_torch import begin_coalescing, end_coalescing
 
 _LONGEST_PAUSE_S = 0.005
@@ -21,12 +22,8 @@ MakeJob = Callable[[Tensors, Tensors], Job]
 """Starts the job that sends the first tensors and fills the second ones."""
 
 
-class Pending(Protocol):
-    """Operations in progress."""
-
-    @property
-    def error(self) -> Exception | None:
-        """The exception that the job, or the first operation that failed, raised."""
+class Pending(Awaited, Protocol):
+    """Operations in progress; ``wait`` returns whether they have ended as far as the current stream's work can see."""
 
     @property
     def awaited(self) -> str:
@@ -39,9 +36,6 @@ class Pending(Protocol):
     @property
     def finished_at(self) -> Mapping[str, float]:
         """``time.perf_counter()`` when the operations of a name were seen to end; empty if the host cannot see it."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Return whether the operations have ended within ``timeout``, as far as the current stream's work can see."""
 
 
 class DevicePaths:
