@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,12 +69,20 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     are_equal = all(digest == digests[number % size] for number, digest in enumerate(digests))
     weights = engine.weights()
 
-    def average_(name: str) -> Callable[[torch.Tensor], None] | None:
-        if are_equal or name in equal or name not in averaged:
-            return None
-        return lambda wide: _average_(wide, engine, world, f"averaging {name!r}", weights.get(name, 1.0))
+    def chunks(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        is_averaged, weight = not are_equal and name not in equal and name in averaged, weights.get(name, 1.0)
+        for chunk in chunks_in_memory_order(tensor):
+            if not is_averaged:
+                yield chunk
+                continue
+            wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
+            if weight != 1.0:
+                wide.mul_(weight)
+            with engine.fatal():
+                world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, f"averaging {name!r}")
+            yield wide.to(chunk.dtype)
 
-    return (Mean(name, tensor, _chunks(tensor, average_(name))) for name, tensor in tensors.items())
+    return (Mean(name, tensor, chunks(name, tensor)) for name, tensor in tensors.items())
 
 
 def _digest(module: nn.Module, equal: Container[str]) -> str:
@@ -87,24 +95,6 @@ def _averaged(module: nn.Module) -> set[str]:
     """Return the names of what has a mean."""
     names = {name for name, parameter in named_parameters(module) if is_mixable(parameter)}
     return names | {name for name, buffer in named_buffers(module) if is_averaged(buffer)}
-
-
-def _chunks(tensor: torch.Tensor, average_: Callable[[torch.Tensor], None] | None) -> Iterator[torch.Tensor]:
-    for chunk in chunks_in_memory_order(tensor):
-        if average_ is None:
-            yield chunk
-        else:
-            wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
-            average_(wide)
-            yield wide.to(chunk.dtype)
-
-
-def _average_(wide: torch.Tensor, engine: StepEngine, world: World, what: str, weight: float) -> None:
-    """Replace the values by their mean over ranks; this rank's count ``weight``."""
-    if weight != 1.0:
-        wide.mul_(weight)
-    with engine.fatal():
-        world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, what)
 
 
 def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
