@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import queue
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -299,30 +299,25 @@ class Progress:
     """The number of bytes of a message that are complete, for the thread that sends them."""
 
     def __init__(self) -> None:
+        self._made: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._num_bytes = 0
-        self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._has_ended = False
 
     def follow(self, making: Iterator[int]) -> None:
         """Run the iterator that makes the message."""
         try:
             for num_bytes in making:
-                with self._changed:
-                    self._num_bytes = num_bytes
-                    self._changed.notify()
+                self._made.put(num_bytes)
         except BaseException as error:
             self._error = error
             raise
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify()
+            self._made.put(sys.maxsize)
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when this number of bytes is complete, or the whole message."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or self._num_bytes >= num_bytes)
+        """Return when this number of bytes is complete, or the whole message. Not called in two threads at a time."""
+        while self._num_bytes < num_bytes:
+            self._num_bytes = self._made.get()
         if self._error is not None:
             raise GossipError(f"the message was not made: {self._error}")
 
