@@ -68,10 +68,10 @@ def count_samples(inputs: Any, dim: int) -> int:
     return length
 
 
-def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.device) -> tuple[Any, list[bool]]:
+def scatter(inputs: Any, part: Part | None, ranks: range, dim: int, device: torch.device) -> tuple[Any, list[bool]]:
     """Return what some ranks of a part receive: tensors [k, ...] with ``num_each`` samples along ``dim`` of the rest.
 
-    Tensors without that dimension, and anything else, are passed to all of them unchanged.
+    Tensors without that dimension, and anything else, are passed to all of them unchanged; without a part, everything.
 
     Returns
     -------
@@ -80,17 +80,16 @@ def scatter(inputs: Any, part: Part, ranks: range, dim: int, device: torch.devic
     is_split : list of bool
         For each tensor, whether it has the leading dimension of replicas.
     """
-    begin = part.begin + (ranks.start - part.first) * part.num_each
-    length = len(ranks) * part.num_each
     is_split: list[bool] = []
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        is_split.append(leaf.dim() > dim)
-        if not is_split[-1]:
+        is_split.append(part is not None and leaf.dim() > dim)
+        if part is None or not is_split[-1]:
             return leaf.to(device)
-        own = leaf.narrow(dim, begin, length).to(device)
+        begin = part.begin + (ranks.start - part.first) * part.num_each
+        own = leaf.narrow(dim, begin, len(ranks) * part.num_each).to(device)
         return own.unflatten(dim, (len(ranks), part.num_each)).movedim(dim, 0)
 
     return tree_map(take, inputs), is_split

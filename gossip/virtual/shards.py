@@ -40,12 +40,6 @@ class Shard:
     buffers: dict[str, torch.Tensor]
     blocks: list[torch.Tensor]
 
-    def rows(self, first: int, stop: int) -> slice:
-        """Return the rows here of the ranks from ``first`` to ``stop``."""
-        start = min(max(first, self.ranks.start), self.ranks.stop)
-        end = min(max(stop, start), self.ranks.stop)
-        return slice(start - self.ranks.start, end - self.ranks.start)
-
 
 def make_shards(
     module: nn.Module,
@@ -123,9 +117,9 @@ def written(shards: Sequence[Shard]) -> None:
 def rows_of(shards: Sequence[Shard], first: int, stop: int) -> Iterator[tuple[Shard, slice]]:
     """Yield the shards that hold any of the ranks from ``first`` to ``stop``, each with the rows of those."""
     for shard in shards:
-        rows = shard.rows(first, stop)
-        if rows.stop > rows.start:
-            yield shard, rows
+        start, end = max(first, shard.ranks.start), min(stop, shard.ranks.stop)
+        if start < end:
+            yield shard, slice(start - shard.ranks.start, end - shard.ranks.start)
 
 
 Weights = Mapping[str, Sequence[torch.Tensor]]

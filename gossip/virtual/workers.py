@@ -23,7 +23,7 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
-from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves, tree_map
+from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves
 from gossip.step.backward_pass import refuse_compiled_autograd
 from gossip.step.building.wrapper_arguments import check_choice, check_update, prepare_algorithm, resolve_topology
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
@@ -308,12 +308,8 @@ class VirtualWorkers(KeepsObjects):
         outputs = []
         with torch.no_grad():
             for shard in self._shards:
-                own = tree_map(
-                    lambda leaf, device=shard.device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
-                    (args, kwargs),
-                )
-                num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(own))
-                outputs.append(self._run(shard, slice(0, len(shard.ranks)), own, [False] * num_tensors))
+                own, is_split = scatter((args, kwargs), None, shard.ranks, self._dim, shard.device)
+                outputs.append(self._run(shard, slice(0, len(shard.ranks)), own, is_split))
         return gather(outputs, None, self._shards[0].device)
 
     def _run(self, shard: Shard, rows: slice, inputs: Any, is_split: list[bool], scale: float = 1.0) -> Any:
