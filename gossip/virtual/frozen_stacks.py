@@ -10,7 +10,7 @@ from torch import nn
 from gossip.parameters.buckets import Bucket, check_unfrozen, make_buckets
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.names import named_parameters
-from gossip.virtual.shards import Shard, stacked_views
+from gossip.virtual.shards import Shard, add_blocks
 
 
 class FrozenStacks:
@@ -55,7 +55,6 @@ class FrozenStacks:
             )
         ]
 
-    @torch.no_grad()
     def release(self, names: Collection[str]) -> tuple[Bucket, ...]:
         """Move the stacks of these parameters, if they are still frozen, into new blocks of the shards."""
         names = [name for name in self._parameters if name in names]
@@ -66,11 +65,5 @@ class FrozenStacks:
         parameters = [(name, self._parameters.pop(name)) for name in names]
         buckets = make_buckets(parameters, self._cap_bytes, self._num_buckets)
         self._num_buckets += len(buckets)
-        for shard in self._shards:
-            for bucket in buckets:
-                block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
-                for name, view in zip(bucket.names, stacked_views(bucket, block), strict=True):
-                    view.copy_(shard.parameters[name])
-                    shard.parameters[name].data = view
-                shard.blocks.append(block)
+        add_blocks(self._shards, buckets)
         return buckets

@@ -61,23 +61,25 @@ def make_shards(
     shards = []
     for place, device in enumerate(devices):
         ranks = range(place * world_size // len(devices), (place + 1) * world_size // len(devices))
-        blocks, parameters = [], {}
-        for bucket in buckets:
-            block = _repeated(bucket.block, len(ranks), device)
-            blocks.append(block)
-            for name, parameter, view in zip(
-                bucket.names, bucket.parameters, stacked_views(bucket, block), strict=True
-            ):
-                parameters[name] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-        every = {
-            name: parameters[name] if name in parameters else _frozen(parameter, ranks, device)
-            for name, parameter in named_parameters(module)
-        }
+        parameters = {name: _stack(parameter, ranks, device) for name, parameter in named_parameters(module)}
         buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in named_buffers(module)}
-        if mixes_buffers:
-            blocks += [_flat(buffers[name]) for name in mixed_buffers(buffers)]
-        shards.append(Shard(ranks, device, every, buffers, blocks))
+        shards.append(Shard(ranks, device, parameters, buffers, []))
+    add_blocks(shards, buckets)
+    for shard in shards if mixes_buffers else ():
+        shard.blocks.extend(_flat(shard.buffers[name]) for name in mixed_buffers(shard.buffers))
     return tuple(shards)
+
+
+@torch.no_grad()
+def add_blocks(shards: Sequence[Shard], buckets: Sequence[Bucket]) -> None:
+    """Move the stacks of the buckets' parameters into new blocks."""
+    for shard in shards:
+        for bucket in buckets:
+            block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
+            for name, view in zip(bucket.names, stacked_views(bucket, block), strict=True):
+                view.copy_(shard.parameters[name])
+                shard.parameters[name].data = view
+            shard.blocks.append(block)
 
 
 def mixed_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:
@@ -174,12 +176,12 @@ def _repeated(values: torch.Tensor, count: int, device: torch.device) -> torch.T
     return values.detach().to(device).expand(count, *values.shape).clone(memory_format=torch.contiguous_format)
 
 
-def _frozen(parameter: nn.Parameter, ranks: range, device: torch.device) -> nn.Parameter:
-    """Return the stack of a parameter that is in no bucket, whose rows keep its order of dimensions in memory."""
+def _stack(parameter: nn.Parameter, ranks: range, device: torch.device) -> nn.Parameter:
+    """Return the stack of a parameter, whose rows keep its order of dimensions in memory."""
     order = memory_order(parameter)
     rows = _repeated(parameter.permute(order), len(ranks), device)
     inverse = sorted(range(parameter.dim()), key=order.__getitem__)
-    return nn.Parameter(rows.permute(0, *(1 + dim for dim in inverse)), requires_grad=False)
+    return nn.Parameter(rows.permute(0, *(1 + dim for dim in inverse)), requires_grad=parameter.requires_grad)
 
 
 def _flat(buffer: torch.Tensor) -> torch.Tensor:
