@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from gossip.exchange.transport import Exchange, Transport
 from topologies import Round, Topology
 
 _MAGIC = 0x676F73736970  # "gossip"
-_NUM_TAGS = 2**20  # far more exchanges than two ranks can be apart
+_TAG = 0  # of all headers: between two ranks, messages of one tag arrive in the order in which they are sent
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 
 
@@ -58,10 +57,10 @@ class DebugTransport(Transport):
     """Point-to-point exchange in which every message is announced, and verified against the announcement.
 
     Each message is preceded by a header with step, bucket, digest of the round, number and type of the values and
-    digest of the bytes. The header's tag only counts the exchanges between two ranks, so it matches the peer's header
-    even if the peer is at another step or bucket. Each rank also notes in the key-value store how far it has come, and
-    the error of a time-out says so. The message itself is sent once the headers agree: nothing overlaps the next
-    iteration, and the digests cost a pass over the memory.
+    digest of the bytes. The headers between two ranks follow each other, so one matches the peer's even if the peer is
+    at another step or bucket. Each rank also notes in the key-value store how far it has come, and the error of a
+    time-out says so. The message itself is sent once the headers agree: nothing overlaps the next iteration, and the
+    digests cost a pass over the memory.
 
     Parameters
     ----------
@@ -78,8 +77,6 @@ class DebugTransport(Transport):
     def __init__(self, world: World, topology: Topology) -> None:
         self.world = world
         self._messages = DistributedTransport(world, topology, sums_on_wire=False, shares_memory=False)
-        self._num_sent: Counter[int] = Counter()
-        self._num_received: Counter[int] = Counter()
         self._round: tuple[Round, int] | None = None
         self._group = world.communicator(range(world.world_size), "debug headers")
 
@@ -97,11 +94,11 @@ class DebugTransport(Transport):
             return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
 
         sends = [
-            Message(target, torch.tensor(header(message, _digest(message)), device=device), self._tag_to(target))
+            Message(target, torch.tensor(header(message, _digest(message)), device=device), _TAG)
             for target, message in opening.sent.items()
         ]
         receives = [
-            Message(source, torch.zeros(len(Header._fields), dtype=torch.int64, device=device), self._tag_of(source))
+            Message(source, torch.zeros(len(Header._fields), dtype=torch.int64, device=device), _TAG)
             for source in opening.receive_buffers
         ]
 
@@ -117,14 +114,6 @@ class DebugTransport(Transport):
         verified = Conversation(_verified(conversation, receives, f"rank {world.rank}: {where}"))
         begin = functools.partial(self._messages.start, verified, round_, step=step, bucket=bucket)
         return DebugExchange(world, where, expected, sends, receives, pending, begin)
-
-    def _tag_to(self, target: int) -> int:
-        self._num_sent[target] += 1
-        return self._num_sent[target] % _NUM_TAGS
-
-    def _tag_of(self, source: int) -> int:
-        self._num_received[source] += 1
-        return self._num_received[source] % _NUM_TAGS
 
     def _digest_of(self, round_: Round) -> int:
         if self._round is None or self._round[0] is not round_:
