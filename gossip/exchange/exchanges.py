@@ -278,6 +278,15 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         }
 
 
+def corrupted(rank: int, bucket: int, round_index: int) -> GossipError:
+    """Return the error for a rank whose own message is not finite."""
+    return GossipError(
+        f"rank {rank}: step {round_index + 1}, bucket {bucket}: what this rank sent in round {round_index} is not "
+        "finite: its own parameters are corrupted, and its peers have refused them; start again from a checkpoint, "
+        "with a smaller learning rate"
+    )
+
+
 def row_sum(round_: Round, rank: int) -> float:
     """Return the sum of a row of W, the total weight of what a rank mixes."""
     return round_.self_weight(rank) + sum(round_.neighbours(rank).values())

@@ -19,7 +19,7 @@ from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, finite_on_host, squared_norm
 from gossip.errors import GossipError
 from gossip.exchange.clipping import Clipping
-from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, row_sum
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, corrupted, row_sum
 from gossip.exchange.messages_in_flight import Known, MessagesInFlight
 from gossip.exchange.outlier_detection import NUM_ASTRAY, Edge, OutlierDetector
 from gossip.exchange.transport import Transport
@@ -371,14 +371,10 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
 
     def _refuse(self, index: int, in_flight: MessagesInFlight, meter: Meter) -> None:
         """Count messages that are not finite, and raise if one is this rank's own."""
-        where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}"
         own = [sent for rows in in_flight.sent.values() for sent in rows]
         if not all(bool(tensor.isfinite().all()) for tensor in own or [self._buckets[index].block]):
-            raise GossipError(
-                f"{where}: what this rank sent in round {in_flight.round_index} is not finite: its own parameters "
-                "are corrupted, and its peers have refused them; start again from a checkpoint, with a smaller "
-                "learning rate"
-            )
+            raise corrupted(self._rank, index, in_flight.round_index)
+        where = f"rank {self._rank}: step {in_flight.round_index + 1}, bucket {index}"
         sources = ", ".join(str(rank) for rank in in_flight.round.neighbours(self._rank))
         logger.warning("{}: a message from one of the ranks {} is not finite and is refused", where, sources)
         meter.num_refused += 1

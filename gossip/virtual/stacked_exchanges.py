@@ -15,8 +15,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Compression
 from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import StackedCodec
-from gossip.errors import GossipError
-from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, row_sum
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.mixing_products import known_rows, weighted_differences
@@ -287,12 +286,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def _check_own(self, shard: Shard, index: int, refused: torch.Tensor, round_index: int) -> None:
         not_finite = refused & ~shard.blocks[index].isfinite().all(1)
         if bool(not_finite.any()):
-            rank = shard.ranks.start + int(not_finite.nonzero()[0])
-            raise GossipError(
-                f"rank {rank}: step {round_index + 1}, bucket {index}: what this rank sent in round {round_index} is "
-                "not finite: its own parameters are corrupted, and its peers have refused them; start again from a "
-                "checkpoint, with a smaller learning rate"
-            )
+            raise corrupted(shard.ranks.start + int(not_finite.nonzero()[0]), index, round_index)
 
     def _converse(
         self, index: int, channel: str, blocks: Sequence[torch.Tensor], round_: Round, step: int, meter: StackedMeter
