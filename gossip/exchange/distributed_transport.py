@@ -6,7 +6,7 @@ import queue
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 
@@ -18,7 +18,7 @@ from gossip.communication.world import World
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.errors import ExchangeError, GossipError
 from gossip.exchange.transport import Transport
-from topologies import Phase, Round, Topology
+from topologies import Round, Topology
 
 _MAX_GROUPS_PER_RANK = 16
 _MAX_DEVICE_GROUPS_PER_RANK = 4  # NCCL spends hundreds of MB of the device's memory for each
@@ -359,24 +359,15 @@ def shared_groups(topology: Topology, most_per_rank: int = _MAX_GROUPS_PER_RANK)
     """Return the groups of three or more ranks that get a communicator, in order of their first round."""
     groups: dict[tuple[int, ...], None] = {}
     for phase in topology.phases:
-        groups |= _groups_of(phase, groups, most_per_rank)
+        found = dict(groups)
+        for exchange in range(phase.num_distinct(sampled=0)):
+            of_round = phase.topology.round(exchange).uniform_groups or ()
+            found |= dict.fromkeys(ranks for ranks in of_round if len(ranks) > 2)
+            if max(Counter(chain.from_iterable(found)).values(), default=0) > most_per_rank:
+                break  # some rank would be in too many
+        else:
+            groups = found
     return list(groups)
-
-
-def _groups_of(
-    phase: Phase[Topology], known: Mapping[tuple[int, ...], None], most_per_rank: int
-) -> dict[tuple[int, ...], None]:
-    """Return the groups of a phase besides the known ones; none if some rank would then be in too many."""
-    memberships = Counter(rank for ranks in known for rank in ranks)
-    groups: dict[tuple[int, ...], None] = {}
-    for exchange in range(phase.num_distinct(sampled=0)):
-        for ranks in phase.topology.round(exchange).uniform_groups or ():
-            if len(ranks) > 2 and ranks not in known and ranks not in groups:
-                groups[ranks] = None
-                memberships.update(ranks)
-        if max(memberships.values(), default=0) > most_per_rank:
-            return {}
-    return groups
 
 
 def check_device(world: World, turn: Turn, step: int, bucket: int) -> None:
