@@ -123,9 +123,9 @@ class Bucket:
         torch.autograd.graph.increment_version(self.parameters)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a tensor of the block's size as one view per parameter, in its shape and strides."""
-        start = flat.storage_offset()
-        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._slots]
+        """Return a tensor like the block, [..., numel], as one view per parameter, [..., *shape], in its strides."""
+        start, rows, steps = flat.storage_offset(), tuple(flat.shape[:-1]), flat.stride()[:-1]
+        return [flat.as_strided(rows + shape, steps + stride, start + at) for shape, stride, at in self._slots]
 
     def describe(self) -> str:
         """Return dtype, device, size and names in one line."""

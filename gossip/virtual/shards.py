@@ -76,7 +76,7 @@ def add_blocks(shards: Sequence[Shard], buckets: Sequence[Bucket]) -> None:
     for shard in shards:
         for bucket in buckets:
             block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
-            for name, view in zip(bucket.names, stacked_views(bucket, block), strict=True):
+            for name, view in zip(bucket.names, bucket.views(block), strict=True):
                 view.copy_(shard.parameters[name])
                 shard.parameters[name].data = view
             shard.blocks.append(block)
@@ -99,14 +99,6 @@ def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
         for stack in stacks:
             stack.copy_(torch.stack(list(rows[first : first + len(stack)])))
             first += len(stack)
-
-
-def stacked_views(bucket: Bucket, block: torch.Tensor) -> list[torch.Tensor]:
-    """Return a block of rows in the layout of ``bucket``, [k, numel], as one view per parameter, [k, *shape]."""
-    return [
-        block.as_strided((len(block), *shape), (block.stride(0), *stride), offset)
-        for shape, stride, offset in bucket.shape.views
-    ]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
-from gossip.virtual.shards import Shard, joined, mixed_buffers, stacked_views
+from gossip.virtual.shards import Shard, joined, mixed_buffers
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -112,9 +112,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def _make_view(self, shard: Shard, index: int) -> BucketView:
         bucket = self._buckets[index]
         parameters = [shard.parameters[name] for name in bucket.names]
-        return BucketView(
-            shard.blocks[index], parameters, lambda flat: stacked_views(bucket, flat), self._optimizers, shard.ranks
-        )
+        return BucketView(shard.blocks[index], parameters, bucket.views, self._optimizers, shard.ranks)
 
     def _make_codecs(self, index: int) -> None:
         """Make one codec per channel, except for messages that are values."""
