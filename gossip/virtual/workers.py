@@ -405,41 +405,41 @@ class VirtualWorkers(KeepsObjects):
             )
         self._updater.stack_new_groups()
         self._unfreeze(self._frozen.unfrozen())
-        if self._replay is not None:
-            self._make_recorded_steps(self._replay)
-            return
         meter = StackedMeter(torch.zeros(self.world_size, dtype=torch.int64))
+        skipped = self._update(meter) if self._replay is None else self._make_recorded_steps(self._replay)
+        refused = meter.num_refused > 0
+        if bool(refused.any()):
+            ranks = ", ".join(map(str, refused.nonzero().flatten().tolist()))
+            logger.warning("a message to each of the ranks {} is not finite and is refused", ranks)
+        self._updater.count_bad_steps(skipped | refused, self.step)
+        self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
+        self.step += 1
+
+    def _update(self, meter: StackedMeter) -> torch.Tensor:
+        """Combine, update and send; return the ranks whose gradients are not finite, [n]."""
         everything = range(len(self._exchanges.in_flight))
-        self._order.begin(everything, self.step, meter)
 
         def direct(left: RowsByName) -> None:
-            def skipped(index: int) -> list[torch.Tensor]:
+            def left_in(index: int) -> list[torch.Tensor]:
                 by_shard = left[self._exchanges.names(index)[0]]
                 return [rows.to(shard.device) for rows, shard in zip(by_shard, self._shards, strict=True)]
 
-            self._order.direct(everything, self.step, skipped)
+            self._order.direct(everything, self.step, left_in)
 
+        self._order.begin(everything, self.step, meter)
         skipped = self._updater.apply(self.step, direct if self.algorithm.directs else None)
         self._order.end(everything, self.step, meter)
         if self.algorithm.before_forward:
             for index in everything:
                 self._exchanges.combine_(index, meter)
-        if bool(meter.num_refused.any()):
-            ranks = ", ".join(map(str, meter.num_refused.nonzero().flatten().tolist()))
-            logger.warning("a message to each of the ranks {} is not finite and is refused", ranks)
-        refused = meter.num_refused > 0
-        self._updater.count_bad_steps(skipped | refused, self.step)
-        self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
-        self.step += 1
+        return skipped
 
-    def _make_recorded_steps(self, replay: Replay) -> None:
+    def _make_recorded_steps(self, replay: Replay) -> torch.Tensor:
         skipped, _ = self._updater.prepare(self.step)
         replay.make_steps(skipped | (self._updater.scales == 0))
         self._updater.drop_gradients()
         written(self._shards)
-        self._updater.count_bad_steps(skipped, self.step)
-        self._newest = VirtualStats(self.step, 0.0, int(skipped.sum()), 0)
-        self.step += 1
+        return skipped
 
     @property
     def next_steps(self) -> list[int | None]:
