@@ -87,11 +87,6 @@ def mixed_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, buffer in buffers.items() if is_averaged(buffer) and buffer.numel()]
 
 
-def joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the shards' stacks as one stack of all ranks, [n, ...], on the CPU."""
-    return torch.cat([stack.detach().cpu() for stack in stacks])
-
-
 def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
     """Write the values of all ranks, in order, into the shards' stacks."""
     first = 0

@@ -20,7 +20,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
-from gossip.virtual.shards import Shard, joined, mixed_buffers
+from gossip.virtual.shards import Shard, mixed_buffers
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -191,7 +191,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             torch.autograd.graph.increment_version([shard.parameters[name] for name in self._buckets[index].names])
 
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return joined(rows)
+        return torch.cat([stack.detach().cpu() for stack in rows])
 
     def names(self, index: int) -> Sequence[str]:
         return self._buckets[index].names
