@@ -19,6 +19,7 @@ from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
 from gossip.parameters.buffers import persistent_buffers
+from gossip.parameters.digests import bytes_of
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.serializable_state import compact, to_serializable
 from gossip.private_torch import is_in_backward
@@ -160,7 +161,7 @@ class VirtualReplicas(Replicas):
             "module": describe_module(workers.module),
             "optimizers": describe_optimizers(groups, self._shards[0].parameters.items()),
             "buckets": describe_buckets(self._exchanges.buckets),
-            "unfrozen": [list(names) for names in workers._frozen.released],
+            "unfrozen": [list(names) for names in workers._released],
             "topology": describe_topology(workers.topology),
             "compression": workers.compression.describe(),
         }
@@ -177,7 +178,7 @@ class VirtualReplicas(Replicas):
     @torch.no_grad()
     def states(self) -> Iterator[dict[str, Any]]:
         exchanges, algorithm = self._exchanges.rank_states(), algorithm_state(self._exchanges)
-        differing = self._workers._frozen.differing()
+        differing = self._differing()
         for number, shard in enumerate(self._shards):
             for row, rank in enumerate(shard.ranks):
                 yield {
@@ -200,6 +201,19 @@ class VirtualReplicas(Replicas):
                     },
                     "rng": rng_states() if rank == 0 else None,
                 }
+
+    def _differing(self) -> list[str]:
+        """Return the names of the frozen parameters that are not equal in all replicas."""
+        first = self._shards[0].parameters
+        return [
+            name
+            for name in self._workers._frozen
+            if any(
+                not torch.equal(bytes_of(row), bytes_of(first[name][0].to(row.device)))
+                for shard in self._shards
+                for row in shard.parameters[name]
+            )
+        ]
 
     def _gradients_of(self, shard: Shard, rank: int) -> dict[str, torch.Tensor]:
         """Return the stacks of those gradients of which the rank has its own."""

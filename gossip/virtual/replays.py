@@ -14,8 +14,9 @@ from gossip.algorithms.asynchronous import Average, Recording
 from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
-from gossip.virtual.shards import Shard
+from gossip.virtual.shards import Shard, written
 from gossip.virtual.stacked_optimizers import has_shape, left_alone, step_all
+from gossip.virtual.stacked_updating import StackedUpdater
 
 _COUNTER = "step"
 
@@ -94,16 +95,16 @@ class Replay:
         }
         self._gradients: dict[int, dict[str, torch.Tensor | None]] = {}  # by rank
 
-    def make_steps(self, left_out: torch.Tensor) -> None:
+    def make_steps(self, updater: StackedUpdater, step: int) -> torch.Tensor:
         """Take the gradients of the stacks, and make what the recording says, as far as these allow.
 
-        Raises GossipError: the recording contradicts itself.
+        The updates of ranks without gradients, or with ones that are not finite, change nothing; return the latter,
+        [n]. ``step`` is for the log.
 
-        Parameters
-        ----------
-        left_out : Tensor, [n], bool
-            The ranks whose gradients are to be ignored; their steps change nothing.
+        Raises GossipError: the recording contradicts itself.
         """
+        skipped, _ = updater.prepare(step)
+        left_out = skipped | (updater.scales == 0)
         for shard in self._shards:
             for row, rank in enumerate(shard.ranks):
                 if self.next_steps[rank] is not None and rank not in self._gradients:
@@ -119,6 +120,9 @@ class Replay:
             raise GossipError(
                 f"replay: the recording contradicts itself: no rank can continue; they wait for {waiting}"
             )
+        updater.drop_gradients()
+        written(self._shards)
+        return skipped
 
     def _advance(self, rank: int, bucket: Bucket) -> bool:
         """Make the next average of a bucket, or its next update; return whether either was possible."""

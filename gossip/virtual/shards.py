@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import Bucket, is_mixable
+from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import memory_order
 from gossip.parameters.names import named_buffers, named_parameters
@@ -41,20 +41,13 @@ class Shard:
     blocks: list[torch.Tensor]
 
 
-def make_shards(
-    module: nn.Module,
-    buckets: Sequence[Bucket],
-    world_size: int,
-    devices: Sequence[torch.device],
-    *,
-    mixes_buffers: bool,
-) -> tuple[Shard, ...]:
+def make_shards(module: nn.Module, world_size: int, devices: Sequence[torch.device]) -> tuple[Shard, ...]:
     """Make one equal replica of ``module`` per rank, distributed evenly over the devices in the order of ranks.
+
+    Nothing is in blocks yet.
 
     Parameters
     ----------
-    buckets : sequence of Bucket
-        The buckets of its parameters, without frozen ones; every row has their layout.
     devices : sequence of torch.device
         At most one device per rank; a device may occur several times.
     """
@@ -64,27 +57,7 @@ def make_shards(
         parameters = {name: _stack(parameter, ranks, device) for name, parameter in named_parameters(module)}
         buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in named_buffers(module)}
         shards.append(Shard(ranks, device, parameters, buffers, []))
-    add_blocks(shards, buckets)
-    for shard in shards if mixes_buffers else ():
-        shard.blocks.extend(_flat(shard.buffers[name]) for name in mixed_buffers(shard.buffers))
     return tuple(shards)
-
-
-@torch.no_grad()
-def add_blocks(shards: Sequence[Shard], buckets: Sequence[Bucket]) -> None:
-    """Move the stacks of the buckets' parameters into new blocks."""
-    for shard in shards:
-        for bucket in buckets:
-            block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
-            for name, view in zip(bucket.names, bucket.views(block), strict=True):
-                view.copy_(shard.parameters[name])
-                shard.parameters[name].data = view
-            shard.blocks.append(block)
-
-
-def mixed_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the buffers that are exchanged if float buffers are, in the order of their blocks."""
-    return [name for name, buffer in buffers.items() if is_averaged(buffer) and buffer.numel()]
 
 
 def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
@@ -169,8 +142,3 @@ def _stack(parameter: nn.Parameter, ranks: range, device: torch.device) -> nn.Pa
     rows = _repeated(parameter.permute(order), len(ranks), device)
     inverse = sorted(range(parameter.dim()), key=order.__getitem__)
     return nn.Parameter(rows.permute(0, *(1 + dim for dim in inverse)), requires_grad=parameter.requires_grad)
-
-
-def _flat(buffer: torch.Tensor) -> torch.Tensor:
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return values.view(len(buffer), -1)

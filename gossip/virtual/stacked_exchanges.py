@@ -20,7 +20,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
-from gossip.virtual.shards import Shard, mixed_buffers
+from gossip.virtual.shards import Shard
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -90,29 +90,35 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._known_rows = known_rows(shards)
         self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
         self.add(buckets)
-        first = len(buckets)
-        for index in range(first, len(shards[0].blocks)):
-            self._views.append([BucketView(shard.blocks[index]) for shard in shards])
-            self.in_flight.append(None)
-        index_of = {name: first + place for place, name in enumerate(mixed_buffers(shards[0].buffers))}
-        self._blocks += [(bucket, [index_of[name] for name in bucket.names]) for bucket in buffer_buckets]
+        for bucket in buffer_buckets:
+            self._blocks.append((bucket, list(range(len(self.in_flight), len(self.in_flight) + len(bucket.names)))))
+            for name in bucket.names:
+                for shard in shards:
+                    shard.blocks.append(_flat(shard.buffers[name]))
+                self._views.append([BucketView(shard.blocks[-1]) for shard in shards])
+                self.in_flight.append(None)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """Exchange these buckets too, whose blocks have been added to the shards, from the round of this step on."""
+        """Move these buckets' stacks into blocks, and exchange them from the round of this step on."""
         for bucket in buckets:
             index = len(self.in_flight)
             self.in_flight.append(None)
             self._buckets[index] = bucket
             self._blocks.append((bucket, [index]))
-            self._views.append([self._make_view(shard, index) for shard in self._shards])
+            self._views.append([self._make_view(shard, bucket) for shard in self._shards])
             for view in self._views[index]:
                 self._begin(view)
             self._make_codecs(index)
 
-    def _make_view(self, shard: Shard, index: int) -> BucketView:
-        bucket = self._buckets[index]
+    @torch.no_grad()
+    def _make_view(self, shard: Shard, bucket: Bucket) -> BucketView:
+        block = bucket.block.new_zeros(len(shard.ranks), bucket.block.numel(), device=shard.device)
         parameters = [shard.parameters[name] for name in bucket.names]
-        return BucketView(shard.blocks[index], parameters, bucket.views, self._optimizers, shard.ranks)
+        for parameter, view in zip(parameters, bucket.views(block), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+        shard.blocks.append(block)
+        return BucketView(block, parameters, bucket.views, self._optimizers, shard.ranks)
 
     def _make_codecs(self, index: int) -> None:
         """Make one codec per channel, except for messages that are values."""
@@ -298,6 +304,11 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                     if round_.peers(rank):
                         difference[row].add_(sent[row], alpha=row_sum(round_, rank) - 1)
         return arrival.differences, arrival.sent
+
+
+def _flat(buffer: torch.Tensor) -> torch.Tensor:
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return values.view(len(buffer), -1)
 
 
 def _values(compression: Compression, block: torch.Tensor) -> torch.Tensor:

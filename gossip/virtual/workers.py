@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -19,7 +19,7 @@ from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
 from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
-from gossip.parameters.buckets import make_buckets
+from gossip.parameters.buckets import check_unfrozen, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
@@ -30,7 +30,6 @@ from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
-from gossip.virtual.frozen_stacks import FrozenStacks
 from gossip.virtual.replays import Replay
 from gossip.virtual.replica_calls import ReplicaCalls
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
@@ -167,12 +166,13 @@ class VirtualWorkers(KeepsObjects):
         self.step = 0
         self._dim = dim
         self._reduces_by_mean = loss_reduction == "mean"
-        cap_bytes = int(bucket_cap_mb * 2**20)
-        buckets = make_buckets([named for named in named_parameters(module) if named[1].requires_grad], cap_bytes)
-        self._shards = make_shards(module, buckets, world_size, chosen, mixes_buffers=buffers == "average")
+        self._cap_bytes = int(bucket_cap_mb * 2**20)
+        named = list(named_parameters(module))
+        buckets = make_buckets([entry for entry in named if entry[1].requires_grad], self._cap_bytes)
         buffer_buckets = make_buffer_buckets(module, len(buckets)) if buffers == "average" else ()
-        self._frozen = FrozenStacks(module, self._shards, cap_bytes, len(buckets) + len(buffer_buckets))
-        named = named_parameters(module)
+        self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        self._released: list[list[str]] = []  # the names of what was unfrozen, grouped by step
+        self._shards = make_shards(module, world_size, chosen)
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
@@ -384,8 +384,16 @@ class VirtualWorkers(KeepsObjects):
         finally:
             self._synchronise = outer
 
-    def _unfreeze(self, names: Sequence[str]) -> None:
-        buckets = self._frozen.release(names)
+    def _unfreeze(self, names: Collection[str]) -> None:
+        """Exchange the stacks of those of these parameters that are frozen."""
+        names = [name for name in self._frozen if name in names]
+        if not names:
+            return
+        check_unfrozen({name: self._frozen[name] for name in names})
+        self._released.append(names)
+        parameters = [(name, self._frozen.pop(name)) for name in names]
+        # Indices as on a rank, because noise depends on a bucket's index.
+        buckets = make_buckets(parameters, self._cap_bytes, len(self._exchanges.buckets))
         self._updater.add(buckets)
         self._exchanges.add(buckets)
 
@@ -404,9 +412,10 @@ class VirtualWorkers(KeepsObjects):
                 f"step {self.step}: inside averaged() the replicas cannot be trained; leave the block first"
             )
         self._updater.stack_new_groups()
-        self._unfreeze(self._frozen.unfrozen())
+        trained = {name for shard in self._shards for name in self._frozen if shard.parameters[name].requires_grad}
+        self._unfreeze(trained)
         meter = StackedMeter(torch.zeros(self.world_size, dtype=torch.int64))
-        skipped = self._update(meter) if self._replay is None else self._make_recorded_steps(self._replay)
+        skipped = self._update(meter) if self._replay is None else self._replay.make_steps(self._updater, self.step)
         refused = meter.num_refused > 0
         if bool(refused.any()):
             ranks = ", ".join(map(str, refused.nonzero().flatten().tolist()))
@@ -432,13 +441,6 @@ class VirtualWorkers(KeepsObjects):
         if self.algorithm.before_forward:
             for index in everything:
                 self._exchanges.combine_(index, meter)
-        return skipped
-
-    def _make_recorded_steps(self, replay: Replay) -> torch.Tensor:
-        skipped, _ = self._updater.prepare(self.step)
-        replay.make_steps(skipped | (self._updater.scales == 0))
-        self._updater.drop_gradients()
-        written(self._shards)
         return skipped
 
     @property
