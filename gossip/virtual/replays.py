@@ -15,6 +15,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.virtual.shards import Shard, written
+from gossip.virtual.stacked_exchanges import StackedExchanges
 from gossip.virtual.stacked_optimizers import has_shape, left_alone, step_all
 from gossip.virtual.stacked_updating import StackedUpdater
 
@@ -70,7 +71,12 @@ class Replay:
     """
 
     def __init__(
-        self, recording: Recording, shards: Sequence[Shard], buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]
+        self,
+        recording: Recording,
+        shards: Sequence[Shard],
+        buckets: Sequence[Bucket],
+        optimizers: Sequence[Optimizer],
+        exchanges: StackedExchanges,
     ) -> None:
         world_size = shards[-1].ranks.stop
         if len(recording.num_steps) != world_size:
@@ -86,7 +92,7 @@ class Replay:
             )
         self.next_steps: list[int | None] = [0 if num_steps else None for num_steps in recording.num_steps]
         self._num_steps = recording.num_steps
-        self._shards, self._buckets, self._optimizers = shards, buckets, optimizers
+        self._shards, self._buckets, self._optimizers, self._exchanges = shards, buckets, optimizers, exchanges
         made: dict[tuple[int, int], deque[Average]] = defaultdict(deque)
         for average in recording.averages:
             made[average.rank, average.bucket].append(average)
@@ -171,8 +177,8 @@ class Replay:
         return row.to(accumulation_dtype(row.dtype), copy=True)
 
     def _row(self, rank: int, bucket: Bucket) -> torch.Tensor:
-        shard = next(shard for shard in self._shards if rank in shard.ranks)
-        return shard.blocks[bucket.index][rank - shard.ranks.start]
+        view = next(view for view in self._exchanges.views(bucket.index) if rank in view.ranks)
+        return view.values[rank - view.ranks.start]
 
     def _enter(self, rank: int, bucket: Bucket, step: int, *, is_read: bool) -> None:
         place, row = self._places[rank, bucket.index], self._row(rank, bucket)

@@ -26,25 +26,19 @@ class Shard:
     device : torch.device
         The device.
     parameters : mapping of str to Parameter, [k, *shape]
-        The parameters by the bare module's names; views of ``blocks``, except for frozen ones.
+        The parameters by the bare module's names; those that are exchanged are views of their bucket's rows.
     buffers : dict of str to Tensor, [k, *shape]
         The buffers, by the bare module's names.
-    blocks : list of Tensor, [k, numel]
-        What is exchanged: one block per bucket of parameters, one per float buffer, if those are mixed, and one per
-        bucket of parameters that were unfrozen later.
     """
 
     ranks: range
     device: torch.device
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    blocks: list[torch.Tensor]
 
 
 def make_shards(module: nn.Module, world_size: int, devices: Sequence[torch.device]) -> tuple[Shard, ...]:
     """Make one equal replica of ``module`` per rank, distributed evenly over the devices in the order of ranks.
-
-    Nothing is in blocks yet.
 
     Parameters
     ----------
@@ -56,7 +50,7 @@ def make_shards(module: nn.Module, world_size: int, devices: Sequence[torch.devi
         ranks = range(place * world_size // len(devices), (place + 1) * world_size // len(devices))
         parameters = {name: _stack(parameter, ranks, device) for name, parameter in named_parameters(module)}
         buffers = {name: _repeated(buffer, len(ranks), device) for name, buffer in named_buffers(module)}
-        shards.append(Shard(ranks, device, parameters, buffers, []))
+        shards.append(Shard(ranks, device, parameters, buffers))
     return tuple(shards)
 
 
@@ -71,7 +65,7 @@ def deal_(stacks: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def written(shards: Sequence[Shard]) -> None:
-    """Tell autograd that the blocks were written."""
+    """Tell autograd that the parameters were written."""
     for shard in shards:
         torch.autograd.graph.increment_version(list(shard.parameters.values()))
 

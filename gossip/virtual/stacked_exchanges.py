@@ -93,9 +93,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         for bucket in buffer_buckets:
             self._blocks.append((bucket, list(range(len(self.in_flight), len(self.in_flight) + len(bucket.names)))))
             for name in bucket.names:
-                for shard in shards:
-                    shard.blocks.append(_flat(shard.buffers[name]))
-                self._views.append([BucketView(shard.blocks[-1]) for shard in shards])
+                self._views.append([BucketView(_flat(shard.buffers[name])) for shard in shards])
                 self.in_flight.append(None)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -117,7 +115,6 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         for parameter, view in zip(parameters, bucket.views(block), strict=True):
             view.copy_(parameter)
             parameter.data = view
-        shard.blocks.append(block)
         return BucketView(block, parameters, bucket.views, self._optimizers, shard.ranks)
 
     def _make_codecs(self, index: int) -> None:
@@ -180,7 +177,10 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             if not all(map(all_finite, differences.values())):
                 is_finite = [difference.isfinite().all(1) for difference in differences.values()]
                 refused = ~torch.stack(is_finite).all(0)
-                self._check_own(shard, index, refused, in_flight.round_index)
+                not_finite = refused & ~view.values.isfinite().all(1)
+                if bool(not_finite.any()):
+                    rank = shard.ranks.start + int(not_finite.nonzero()[0])
+                    raise corrupted(rank, index, in_flight.round_index)
                 for difference in differences.values():
                     difference[refused] = 0
                 meter.num_refused[shard.ranks.start : shard.ranks.stop] += refused.cpu()
@@ -286,11 +286,6 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             return [self.dealt(values)]
         sizes = [self._views[index][0].values.shape[-1] for index in indices]
         return [self.dealt(part) for part in values.split(sizes, -1)]
-
-    def _check_own(self, shard: Shard, index: int, refused: torch.Tensor, round_index: int) -> None:
-        not_finite = refused & ~shard.blocks[index].isfinite().all(1)
-        if bool(not_finite.any()):
-            raise corrupted(shard.ranks.start + int(not_finite.nonzero()[0]), index, round_index)
 
     def _converse(
         self, index: int, channel: str, blocks: Sequence[torch.Tensor], round_: Round, step: int, meter: StackedMeter

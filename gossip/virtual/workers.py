@@ -198,7 +198,7 @@ class VirtualWorkers(KeepsObjects):
         if isinstance(self.algorithm, Asynchronous) and self.algorithm.replay is not None:
             if buffer_buckets:
                 raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
-            self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers)
+            self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers, self._exchanges)
         self._kept = KeptObjects()
         self._synchronise, self._is_averaged = True, False
         self._callback_is_queued = self._has_gradients = False

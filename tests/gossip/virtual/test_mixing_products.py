@@ -23,7 +23,7 @@ PARTS = {"one shard": [range(20)], "three shards": [range(7), range(7, 8), range
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_differences_are_those_of_the_matrix(round_: Round, parts: list[range]) -> None:
     values = torch.randn(20, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shards = [Shard(ranks, torch.device("cpu"), {}, {}, []) for ranks in parts]
+    shards = [Shard(ranks, torch.device("cpu"), {}, {}) for ranks in parts]
     messages = [values[ranks.start : ranks.stop] for ranks in parts]
     found = weighted_differences(round_, shards, messages, torch.float64, known_rows(shards))
     wanted = torch.from_numpy(round_.matrix()) @ values - values
