@@ -188,13 +188,11 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
             yield view, {channel: Arrived(difference, sent.get(channel)) for channel, difference in differences.items()}
 
     def _written(self, index: int) -> None:
-        if index not in self._buckets:
-            return
-        for shard, view in zip(self._shards, self._views[index], strict=True):
+        for view in self._views[index] if index in self._buckets else ():
             if any((index, channel) in self.codecs for channel in self._channels(index)):
                 for gap in self._buckets[index].padding:
                     view.values[:, gap] = 0
-            torch.autograd.graph.increment_version([shard.parameters[name] for name in self._buckets[index].names])
+            torch.autograd.graph.increment_version(view.parameters)
 
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([stack.detach().cpu() for stack in rows])
