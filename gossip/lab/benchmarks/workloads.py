@@ -140,8 +140,9 @@ class LossTask:
         """Yield, for each step, the concatenated batches of some ranks from their own classes or modules, forever."""
         indices = partition(data.train_labels, world_size, "by_class", seed=seed)
         shards = Shards(indices, self.batch_size, seed, repeats=True)
-        for epoch in itertools.count():
-            yield from shards.batches(data.train_inputs, data.train_targets, ranks=ranks, epoch=epoch)
+        for step in itertools.count():
+            samples = shards.batch(ranks, step)
+            yield data.train_inputs[samples], data.train_targets[samples]
 
 
 def _make_cnn(data: Data) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,21 +35,14 @@ class ElasticShards:
         self._dealt: Shards | None = None
         self.changes: list[dict[str, Any]] = []
 
-    def batches(self, *, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's batch for each step of an epoch, beginning with step ``first`` of that epoch."""
-        shards, data = self._experiment.shards, self._experiment.data
-        for batch in range(first, shards.steps_per_epoch):
-            step = epoch * shards.steps_per_epoch + batch
-            if self._method.members != self._members:
-                self._deal(step)
-            if self._dealt is not None:
-                rank = self._members.index(self._method.world.member)
-                chosen = self._dealt.indices[rank][self._dealt.repeated(rank, step)]
-            else:
-                rank = self._shares()[self._method.world.member]
-                chosen = shards.indices[rank][next(shards.places(rank, epoch, batch))]
-            places = torch.from_numpy(chosen)
-            yield data.train_inputs[places], data.train_targets[places]
+    def batch(self, step: int) -> torch.Tensor:
+        """Return this rank's samples of a step, counted through all epochs, among the ranks that train now."""
+        if self._method.members != self._members:
+            self._deal(step)
+        member = self._method.world.member
+        if self._dealt is not None:
+            return self._dealt.batch([self._members.index(member)], step)
+        return self._experiment.shards.batch([self._shares()[member]], step)
 
     def _deal(self, step: int) -> None:
         settings, before = self._experiment.settings, self._members

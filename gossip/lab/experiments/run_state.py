@@ -59,19 +59,16 @@ class RunState:
         """The number of steps that will have been completed when the run ends."""
         return self.step + self._all_positions - self.position
 
-    def advance(self, record: Mapping[str, Any]) -> bool:
+    def advance(self, record: Mapping[str, Any]) -> None:
         """Count one completed step, add its record to the report and step the scheduler.
 
-        Returns whether this rank has come back to the others in that step, and is now further on in the data.
+        A rank that has come back to the others in that step also counts those that it has missed.
         """
         self.report.add(record)
         self.scheduler.step()
-        self.step += 1
-        self.position += 1
-        num_missed = 0 if self.elastic_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
-        self.step += num_missed
-        self.position += num_missed
-        return num_missed > 0
+        num_steps = 1 if self.elastic_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
+        self.step += num_steps
+        self.position += num_steps
 
     def save(self) -> None:
         """Write a checkpoint; a failure is logged and training continues.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ class Shards:
                 "(data.partition), or give training.steps, with which ranks repeat their samples"
             )
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """The number of whole batches in the smallest shard or, if ranks repeat their samples, in the mean shard."""
         if self.repeats:
@@ -54,42 +54,23 @@ class Shards:
     def _num_samples(self) -> int:
         return sum(len(shard) for shard in self.indices)
 
-    def batches(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, ranks: range, epoch: int, first: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each step of an epoch from step ``first`` on, the batches of some ranks, concatenated.
+    def batch(self, ranks: Iterable[int], step: int) -> torch.Tensor:
+        """Return the samples of some ranks in a step, one rank's after the other's; the step counts through all epochs.
 
-        ``inputs`` and ``targets``, [N, ...], are all samples. The order of a rank's samples depends on
-        (seed, rank, epoch) alone.
+        Each pass over a shard has an order of its own, which depends on (seed, rank, number of the pass) alone.
         """
-        own = [self.indices[rank] for rank in ranks]
-        for places in zip(*(self.places(rank, epoch, first) for rank in ranks), strict=True):
-            chosen = torch.from_numpy(
-                np.concatenate([of_rank[some] for of_rank, some in zip(own, places, strict=True)])
-            )
-            yield inputs[chosen], targets[chosen]
+        return torch.from_numpy(np.concatenate([self._batch(rank, step) for rank in ranks]))
 
-    def places(self, rank: int, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield, for each batch of an epoch, the positions of its samples within the rank's shard."""
-        size = len(self.indices[rank])
-        for batch in range(first, self.steps_per_epoch):
-            if self.repeats:
-                yield self.repeated(rank, epoch * self.steps_per_epoch + batch)
-            else:
-                yield _order(self.seed, rank, epoch, size)[batch * self.batch_size : (batch + 1) * self.batch_size]
-
-    def repeated(self, rank: int, step: int) -> npt.NDArray[np.int64]:
-        """Return the positions of a step's samples within the shard of a rank that repeats its samples.
-
-        Each pass over the shard has an order of its own.
-        """
-        size = len(self.indices[rank])
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)
-        pieces = []
-        for number in range(samples.start // size, (samples.stop - 1) // size + 1):
-            order = _order(self.seed, rank, number, size)
-            pieces.append(order[max(0, samples.start - number * size) : samples.stop - number * size])
-        return np.concatenate(pieces)
+    def _batch(self, rank: int, step: int) -> npt.NDArray[np.int64]:
+        own, size = self.indices[rank], len(self.indices[rank])
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        # An epoch is one pass, of which the end is skipped, unless the ranks repeat their samples.
+        start = step * self.batch_size if self.repeats else epoch * size + batch * self.batch_size
+        first_pass, start = divmod(start, size)
+        passes = range(first_pass, first_pass + -(-(start + self.batch_size) // size))
+        order = np.concatenate([_order(self.seed, rank, number, size) for number in passes])
+        samples: npt.NDArray[np.int64] = own[order[start : start + self.batch_size]]
+        return samples
 
 
 @functools.lru_cache(maxsize=4096)  # a pass spans many steps, and the ranks of a process alternate

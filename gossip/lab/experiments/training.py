@@ -126,57 +126,49 @@ def train_experiment(
 def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state: RunState) -> Iterator[dict[str, Any]]:
     """Make all remaining steps and yield the record of each; that of the last step lacks its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
-    total_steps, first_step = state.total_steps, state.step
-    first_epoch, first_batch = divmod(state.position, shards.steps_per_epoch)
-    for epoch in range(first_epoch, experiment.num_epochs):
-        first = first_batch if epoch == first_epoch else 0
+    first_step = state.step
+    while state.step < state.total_steps:
+        epoch = state.position // shards.steps_per_epoch
         if state.elastic_shards is not None:
-            batches = state.elastic_shards.batches(epoch=epoch, first=first)
+            samples = state.elastic_shards.batch(state.position)
         else:
-            batches = shards.batches(
-                data.train_inputs, data.train_targets, ranks=method.ranks, epoch=epoch, first=first
-            )
-        for inputs, targets in batches:
-            if tracer is not None:
-                tracer.step_begins(state.step - first_step)
-            num_ranks = len(method.members)
-            start = time.perf_counter()
-            with record_function(FORWARD):
-                logits = method.forward(inputs)
-                loss = cross_entropy(logits, targets)
-            with record_function(BACKWARD):
-                costs = method.backward(loss)
-            step_time_s = time.perf_counter() - start
-            if tracer is not None:
-                tracer.step_ended(state.step - first_step)
-            record = {
-                "step": state.step,
-                "epoch": epoch,
-                "loss": loss.item(),
-                "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
-                "learning_rate": state.scheduler.get_last_lr()[0],
-                "step_time_s": step_time_s,
-                **costs,
-            }
-            if state.elastic_shards is not None:
-                record["num_ranks"] = num_ranks
-            has_come_back = state.advance(record)
-            if state.step < total_steps:
-                epoch_ended = state.position % shards.steps_per_epoch == 0
-                is_evaluated = settings.training.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
-                if is_evaluated or every(settings.training.consensus_every_steps, state.step):
-                    record |= _consensus(method)
-                if is_evaluated:
-                    if len(method.ranks) == 1:  # evaluating many replicas takes long
-                        record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
-                    with method.averaged():
-                        record |= _evaluate_average(experiment, method).named("averaged_test")
-            yield record
-            if state.step == total_steps:  # possibly in the middle of an epoch, if training.steps is set
-                return
-            if has_come_back:
-                yield from _steps(experiment, method, tracer, state)
-                return
+            samples = shards.batch(method.ranks, state.position)
+        inputs, targets = data.train_inputs[samples], data.train_targets[samples]
+        if tracer is not None:
+            tracer.step_begins(state.step - first_step)
+        num_ranks = len(method.members)
+        start = time.perf_counter()
+        with record_function(FORWARD):
+            logits = method.forward(inputs)
+            loss = cross_entropy(logits, targets)
+        with record_function(BACKWARD):
+            costs = method.backward(loss)
+        step_time_s = time.perf_counter() - start
+        if tracer is not None:
+            tracer.step_ended(state.step - first_step)
+        record = {
+            "step": state.step,
+            "epoch": epoch,
+            "loss": loss.item(),
+            "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
+            "learning_rate": state.scheduler.get_last_lr()[0],
+            "step_time_s": step_time_s,
+            **costs,
+        }
+        if state.elastic_shards is not None:
+            record["num_ranks"] = num_ranks
+        state.advance(record)
+        if state.step < state.total_steps:
+            epoch_ended = state.position % shards.steps_per_epoch == 0
+            is_evaluated = settings.training.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
+            if is_evaluated or every(settings.training.consensus_every_steps, state.step):
+                record |= _consensus(method)
+            if is_evaluated:
+                if len(method.ranks) == 1:  # evaluating many replicas takes long
+                    record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
+                with method.averaged():
+                    record |= _evaluate_average(experiment, method).named("averaged_test")
+        yield record
 
 
 def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[str, Any]) -> dict[str, Any]:

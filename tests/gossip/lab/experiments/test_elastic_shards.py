@@ -21,8 +21,9 @@ def samples_of(experiment: Any, member: int) -> list[bytes]:
     for step, members in enumerate(HISTORY):
         if member in members:
             method.members = members
-            next(shards.batches(epoch=0, first=step))
-    return [sample.numpy().tobytes() for inputs, _ in shards.batches(epoch=0, first=step) for sample in inputs]
+            shards.batch(step)
+    rest = range(step, experiment.shards.steps_per_epoch)
+    return [experiment.data.train_inputs[place].numpy().tobytes() for step in rest for place in shards.batch(step)]
 
 
 @pytest.mark.parametrize("on_loss", ["redistribute", "leave"])

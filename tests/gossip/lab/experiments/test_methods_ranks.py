@@ -42,11 +42,9 @@ def trained_alone(
     optimizer = experiment.make_optimizer(list(module.named_parameters()))
     shards, data = experiment.shards, experiment.data
     scheduler = experiment.make_scheduler(optimizer, shards.steps_per_epoch)
-    streams = []
-    for rank in ranks:
-        streams.append(shards.batches(data.train_inputs, data.train_targets, ranks=range(rank, rank + 1), epoch=0))
-    for batches in zip(*streams, strict=True):
-        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    for step in range(shards.steps_per_epoch):
+        samples = shards.batch(ranks, step)
+        inputs, targets = data.train_inputs[samples], data.train_targets[samples]
         optimizer.zero_grad()
         cross_entropy(module(inputs), targets).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
