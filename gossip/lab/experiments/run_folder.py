@@ -196,6 +196,12 @@ def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
     return True
 
 
+def read_summary(folder: Path, overrides: Sequence[str] = (), problem: str = "") -> dict[str, Any]:
+    """Read the summary of a run; if it has left none, return one that says why: the ``problem`` with its beginning."""
+    reason = problem or f"its process ended without leaving {SUMMARY_FILE}"
+    return {"status": "failed", "reason": reason, "overrides": list(overrides), **read_json(folder / SUMMARY_FILE)}
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and the packages on which results depend."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.console_table import print_table
-from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE
+from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, read_summary
 
 SWEEP_FILE = "sweep.csv"
 _COLUMNS = (
@@ -58,7 +57,7 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
     """
     found = {path.parent for name in (CONFIG_FILE, SUMMARY_FILE) for path in folder.rglob(name)}
     jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
-    summaries = [_read(job, folder) for job in jobs]
+    summaries = [{**read_summary(job), "job": str(job.relative_to(folder))} for job in jobs]
     write_csv(summaries, folder / SWEEP_FILE)
     _print(summaries, folder)
     return summaries
@@ -95,13 +94,6 @@ def write_csv(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
         writer.writeheader()
         for summary in summaries:
             writer.writerow({**summary, "overrides": " ".join(summary["overrides"])})
-
-
-def _read(job: Path, folder: Path) -> dict[str, Any]:
-    nothing = {"status": "failed", "reason": f"its process ended without leaving {SUMMARY_FILE}", "overrides": []}
-    path = job / SUMMARY_FILE
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
-    return {**nothing, **summary, "job": str(job.relative_to(folder))}
 
 
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:

@@ -138,16 +138,8 @@ class Job:
 
     def summary(self, sweep_folder: Path) -> dict[str, Any]:
         """Return the summary of the run, or a summary with the reason why it left none."""
-        nothing = {
-            "status": "failed",
-            "reason": self.problem or f"its process ended without leaving {run_folder.SUMMARY_FILE}",
-            "overrides": list(self.overrides),
-        }
-        try:
-            summary = json.loads((sweep_folder / self.name / run_folder.SUMMARY_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            summary = {}
-        return {**nothing, **summary, "job": self.name}
+        summary = run_folder.read_summary(sweep_folder / self.name, self.overrides, self.problem)
+        return {**summary, "job": self.name}
 
     def is_finished(self, sweep_folder: Path) -> bool:
         """Whether the run has been completed with exactly this configuration."""

@@ -32,24 +32,17 @@ class Metric(Model):
         return self.name == "accuracy"
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point of a curve: the measurements after ``step`` steps; None if not measured, or not finite.
+Point = Mapping[str, Any]
+"""A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
+and the measurements of :data:`_MEASURED`, None where there is none or it is not finite."""
 
-    The bytes are those sent per rank so far, mean over the ranks; accuracy and loss are those of the averaged model;
-    the consensus distance is relative to the mean, or absolute.
-    """
-
-    step: int
-    bytes_sent: float
-    accuracy: float | None
-    loss: float | None
-    consensus: float | None
-    consensus_absolute: float | None = None
-
-    def metric(self, metric: Metric) -> float | None:
-        """Return the value of the metric at this point."""
-        return self.accuracy if metric.name == "accuracy" else self.loss
+_MEASURED = {
+    "accuracy": "averaged_test_accuracy",
+    "loss": "averaged_test_loss",
+    "consensus": "consensus_distance_relative",
+    "consensus_absolute": "consensus_distance",
+}
+"""The measurements of a point, and their keys in a record."""
 
 
 def read_curve(folder: Path, world_size: int) -> list[Point]:
@@ -61,20 +54,15 @@ def read_curve(folder: Path, world_size: int) -> list[Point]:
         sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
         first = records[0]
         if "averaged_test_loss" in first or "consensus_distance_relative" in first:
-            names = (
-                "averaged_test_accuracy",
-                "averaged_test_loss",
-                "consensus_distance_relative",
-                "consensus_distance",
-            )
-            points.append(Point(first["step"] + 1, sent, *map(first.get, names)))
+            measured = {name: first.get(key) for name, key in _MEASURED.items()}
+            points.append({"step": first["step"] + 1, "bytes": sent, **measured})
     return points
 
 
 def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
     """Return the first measured point that reaches the target of the metric; None if there is none, or no target."""
     for point in points:
-        value = point.metric(metric)
+        value = point[metric.name]
         if value is None or metric.target is None:
             continue
         if value >= metric.target if metric.higher_is_better else value <= metric.target:
@@ -88,18 +76,21 @@ def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: f
     They are averaged at the steps that all of them have. A measurement that one run lacks is None: a mean over fewer
     runs would make the curve jump.
     """
-    by_step = [{point.step: point for point in curve} for curve in curves]
+    by_step = [{point["step"]: point for point in curve} for curve in curves]
     if not by_step:
         return None
     steps = sorted(set.intersection(*(set(points) for points in by_step)))
-    columns = [[points[step] for points in by_step] for step in steps]
+
+    def means(name: str) -> list[float | None]:
+        return [_mean([points[step][name] for points in by_step]) for step in steps]
+
     return {
         "step": steps,
-        "bytes": [_mean([point.bytes_sent for point in column]) for column in columns],
+        "bytes": means("bytes"),
         "time_s": [None if step_time_s is None else step * step_time_s for step in steps],
-        "metric": [_mean([point.metric(metric) for point in column]) for column in columns],
-        "consensus": [_mean([point.consensus for point in column]) for column in columns],
-        "consensus_absolute": [_mean([point.consensus_absolute for point in column]) for column in columns],
+        "metric": means(metric.name),
+        "consensus": means("consensus"),
+        "consensus_absolute": means("consensus_absolute"),
     }
 
 
@@ -187,9 +178,9 @@ def _values(result: Result, metric: Metric) -> dict[str, float | None]:
     reached = steps_to_target(result.curve, metric)
     return {
         **{name: result.summary.get(key) for name, key in _FROM_SUMMARY.items()},
-        "rounds_to_target": None if reached is None else reached.step,
-        "bytes_to_target": None if reached is None else reached.bytes_sent,
+        "rounds_to_target": None if reached is None else reached["step"],
+        "bytes_to_target": None if reached is None else reached["bytes"],
         "predicted_step_time_s": result.step_time_s,
-        "predicted_time_to_target_s": None if reached is None else reached.step * result.step_time_s,
+        "predicted_time_to_target_s": None if reached is None else reached["step"] * result.step_time_s,
         "predicted_total_time_s": result.summary["steps"] * result.step_time_s,
     }

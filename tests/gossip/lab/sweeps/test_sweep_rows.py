@@ -18,7 +18,9 @@ CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
 
 def point(step: int, accuracy: float | None, loss: float | None = None, consensus: float | None = 0.5) -> Point:
-    return Point(step, 100.0 * step, accuracy, loss, consensus, None if consensus is None else 10 * consensus)
+    absolute = None if consensus is None else 10 * consensus
+    measured = {"accuracy": accuracy, "loss": loss, "consensus": consensus, "consensus_absolute": absolute}
+    return {"step": step, "bytes": 100.0 * step, **measured}
 
 
 def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
@@ -43,15 +45,15 @@ def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> 
                     measured |= {"averaged_test_loss": float("nan"), "averaged_test_accuracy": 0.75}
                 writer.log(step, {"bytes_sent": 100 + 100 * rank, **measured})
     assert read_curve(tmp_path, 2) == [
-        Point(2, 300.0, None, None, 0.25, 3.0),
-        Point(4, 600.0, 0.75, None, 0.25, 3.0),
+        {**point(2, None, consensus=0.25), "bytes": 300.0, "consensus_absolute": 3.0},
+        {**point(4, 0.75, consensus=0.25), "bytes": 600.0, "consensus_absolute": 3.0},
     ]
 
 
 def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
     with JsonlWriter(tmp_path / "workers.jsonl") as writer:
         writer.log(0, {"bytes_sent": 12.5, "averaged_test_loss": 1.0, "averaged_test_accuracy": 0.5})
-    assert read_curve(tmp_path, 1000) == [Point(1, 12.5, 0.5, 1.0, None)]
+    assert read_curve(tmp_path, 1000) == [{**point(1, 0.5, 1.0, None), "bytes": 12.5}]
 
 
 def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
