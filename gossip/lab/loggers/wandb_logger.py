@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import netrc
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.loggers import wandb_files
 from gossip.lab.loggers.logger import Beginning, Ending, flattened
 
 NAME = "wandb"
@@ -56,18 +55,25 @@ class WandbLogger:
             )
 
     def begin(self, beginning: Beginning) -> int:
-        """Open the W&B run with the recorded id, or with a new one."""
+        """Open the W&B run with the recorded id, or with a new one.
+
+        Offline, only the files of an attempt that was ended are known to be whole. Those of one that was killed or
+        failed are removed, and its steps are logged again.
+        """
         import wandb
 
         if self._run is not None:
             with contextlib.suppress(Exception):
                 self._run.finish(exit_code=1)
-        run_id = beginning.read_state(NAME).get("id") or secrets.token_hex(4)
-        beginning.write_state(NAME, {"id": run_id})
-        on_disk = wandb_files.next_step(beginning.folder, run_id)
+        self._beginning = beginning
+        self._state = {"id": secrets.token_hex(4), "next_step": 0, "whole": [], **beginning.read_state(NAME)}
+        beginning.write_state(NAME, self._state)
+        for folder in beginning.folder.glob(f"wandb/offline-run-*-{self._state['id']}*"):
+            if folder.name not in self._state["whole"]:
+                shutil.rmtree(folder, ignore_errors=True)
         is_online = self._mode == "online"
         self._run = wandb.init(
-            id=run_id,
+            id=self._state["id"],
             resume="allow" if is_online else None,
             dir=str(beginning.folder),
             mode=self._mode,
@@ -86,11 +92,13 @@ class WandbLogger:
                 finish_timeout=beginning.wait_s,
             ),
         )
-        return int(self._run.step) if is_online else on_disk
+        self._next_step = int(self._run.step if is_online else self._state["next_step"])
+        return self._next_step
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the record as the row of ``step`` in the history."""
         self._run.log(flattened(values), step=step, commit=True)
+        self._next_step = step + 1
 
     def flush(self) -> None:
         """Do nothing: the wandb process has every row already, and keeps those that the server has not accepted."""
@@ -106,18 +114,14 @@ class WandbLogger:
             artifact = wandb.Artifact(f"model-{self._run.id}", type="model")
             artifact.add_file(str(ending.model))
             self._run.log_artifact(artifact)
+        whole = [*self._state["whole"], Path(self._run.sync_dir).name]
         self._run.finish(exit_code=0 if ending.status == "completed" else 1)
+        self._beginning.write_state(NAME, {**self._state, "next_step": self._next_step, "whole": whole})
 
 
 def _is_logged_in() -> bool:
     """Whether wandb would find an API key for the server, in the environment or in a netrc file."""
     import wandb
+    from requests.utils import get_netrc_auth
 
-    if any(os.environ.get(name) for name in _KEYS):
-        return True
-    host = urlsplit(wandb.Settings().base_url).hostname or ""
-    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if path and netrc.netrc(os.path.expanduser(path)).authenticators(host):
-                return True
-    return False
+    return any(map(os.environ.get, _KEYS)) or get_netrc_auth(wandb.Settings().base_url) is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from PIL import Image
 from gossip import LaunchError, launch
 from gossip.lab.loggers.logger import Beginning, Ending
 from gossip.lab.loggers.logger_choice import LOGGERS
-from gossip.lab.loggers.wandb_files import next_step
 
 # All start in one process, which imports wandb and MLflow.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loggers")]
@@ -69,9 +67,6 @@ def first_attempts(folders: list[tuple[str, int | None, Path]]) -> None:
             logger.log(step, values_of(step))
             if step == FLUSHED - 1:
                 logger.flush()
-        # What a process of the library writes is there when that has had its turn.
-        while name == "wandb" and next_step(folder, wandb_id(folder, "mean")) == 0:
-            time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -119,7 +114,7 @@ def twice(request: pytest.FixtureRequest, attempts: list[tuple[str, str, Path, i
 
 def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, str, Path, int]) -> None:
     name, records, folder, first = twice
-    assert 0 < first <= FLUSHED + 2
+    assert first == 0 if name == "wandb" else 0 < first <= FLUSHED + 2  # the files of W&B's killed attempt are removed
     assert_same(SCALARS[name](folder, records), by_key({step: values_of(step) for step in range(NUM_STEPS)}))
 
 
