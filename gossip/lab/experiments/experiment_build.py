@@ -24,7 +24,7 @@ from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
-from gossip.lab.loggers.logger_choice import JSONL, logging_settings
+from gossip.lab.loggers.logger_choice import logging_settings
 from gossip.step.building.wrapper_arguments import prepare_algorithm
 from topologies import Topology
 from topologies.registry import Registry
@@ -51,8 +51,6 @@ class Experiment:
         ``(named parameters) -> Optimizer``.
     make_scheduler : callable
         ``(optimizer, total_steps) -> LRScheduler``, to be stepped once per step.
-    is_followed : bool
-        Whether loggers besides the JSON lines are selected.
     """
 
     settings: Settings
@@ -67,7 +65,6 @@ class Experiment:
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
-    is_followed: bool
 
     @property
     def total_steps(self) -> int:
@@ -121,7 +118,6 @@ def build(config: Mapping[str, Any]) -> Experiment:
         make_module=lambda: model(data.input_shape, data.num_classes),
         make_optimizer=_factory(config, "optimizer"),
         make_scheduler=_factory(config, "scheduler"),
-        is_followed=any(name != JSONL for name in config.get("logger") or ()),
     )
 
 

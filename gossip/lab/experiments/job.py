@@ -129,12 +129,15 @@ def _run_in_folder(
             forwarding = LogForwarding(config, folder) if world.rank == 0 else None
         world.close()
         has_begun = True
-        if world.rank == 0:
+        if forwarding is not None:
             logger.info("run folder: {}", folder)
             if experiment.data.notes:
                 logger.info("data: {}", experiment.data.notes)
+            first_step = 0
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
+                first_step = resuming.cut_records(folder)
+            forwarding.start(first_step)
         if starts_workers:
             summary = _launch(config, str(folder), experiment.settings)
         elif dist.is_initialized():

@@ -18,7 +18,7 @@ from loguru import logger
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.records import leaves
+from gossip.lab.experiments.records import TOGETHER_FILE, cut_jsonl, leaves
 from gossip.lab.experiments.run_folder import read_json
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -203,17 +203,27 @@ def check_resumable(folder: Path) -> None:
         logger.warning("not bit for bit what it would have been: {}", ", ".join(changed))
 
 
+def cut_records(folder: Path) -> int:
+    """Remove the records of the steps that will be made again, of all ranks; return the first of these steps. Local.
+
+    The caller must hold the lock of the folder, and no rank may have begun.
+    """
+    step = _newest_step(folder)
+    for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
+        cut_jsonl(path, step)
+    return step
+
+
 def advice(folder: Path, config: Mapping[str, Any]) -> str:
     """Return one line that tells how to resume the run in ``folder``, which has ended prematurely. Local."""
-    checkpoints = _checkpoints(folder)
-    if not checkpoints:
+    if not _checkpoints(folder):
         is_ddp = config.get("method") == "ddp"
         why = ": method=ddp saves none" if is_ddp else "; checkpoint.every=N saves one every N steps"
         return f"there is no checkpoint to go on from{why}"
     where = folder.resolve()
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
     again = [f" {name}=[{','.join(config[name])}]" for name in ("imports", OPTION) if config.get(name)]
-    return f"go on from step {age_key(checkpoints[0])[0]} with resume={shown}{''.join(again)}"
+    return f"go on from step {_newest_step(folder)} with resume={shown}{''.join(again)}"
 
 
 def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -234,6 +244,10 @@ def _checkpoints(folder: Path) -> list[str]:
         return find_checkpoints(folder / CHECKPOINT_FOLDER)
     except CheckpointError:
         return []
+
+
+def _newest_step(folder: Path) -> int:
+    return age_key(_checkpoints(folder)[0])[0]
 
 
 def _is_of(folder: Path, who: str, environment: Mapping[str, str]) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluat
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.progress_bar import configure_logging, progress_bar
-from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter, cut_jsonl
+from gossip.lab.experiments.records import JsonlWriter, cut_jsonl
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
-from gossip.lab.loggers.log_forwarding import announce_begun
 
 MODEL_FILE = "model.safetensors"
 
@@ -86,7 +85,9 @@ def train_experiment(
             state.join()
         elif settings.resume is not None:
             state.load()
-        records = stack.enter_context(_begun_records(experiment, method, state, folder))
+        own_file = folder / f"{method.name}.jsonl"
+        cut_jsonl(own_file, state.step)
+        records = stack.enter_context(JsonlWriter(own_file))
         if tracer is not None:
             stack.callback(tracer.close)
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
@@ -200,29 +201,6 @@ def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
 def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
     losses, accuracies = zip(*((evaluation.loss, evaluation.accuracy) for evaluation in evaluations), strict=True)
     return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
-
-
-@contextmanager
-def _begun_records(experiment: Experiment, method: Method, state: RunState, folder: Path) -> Iterator[JsonlWriter]:
-    """Open the record file of this process for the duration of the block. Collective if the run is resumed.
-
-    Records of steps that are made again are removed, by rank 0 also from files in which no process of this run goes on.
-    """
-    settings, world = experiment.settings, method.world
-    own = folder / f"{method.name}.jsonl"
-    cut_jsonl(own, state.step)
-    if world.rank == 0 and settings.resume is not None:
-        is_virtual = settings.engine == "virtual"
-        present = {own.name} if is_virtual else {f"rank{rank}.jsonl" for rank in range(world.world_size)}
-        for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
-            if path.name not in present:
-                cut_jsonl(path, state.step)
-    with JsonlWriter(own) as records:
-        if settings.resume is not None and experiment.is_followed:
-            world.gather_bytes(b"", "waiting until all ranks have cut their records")
-        if world.rank == 0 and experiment.is_followed:
-            announce_begun(folder, state.step)
-        yield records
 
 
 def _consensus(method: Method) -> dict[str, float]:

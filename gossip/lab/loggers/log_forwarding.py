@@ -6,8 +6,6 @@ No training step waits for them, and they do not wait for each other.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,29 +16,21 @@ from typing import Any
 from loguru import logger
 
 from gossip.communication.host import daemon_threads
-from gossip.lab.experiments.run_folder import write_json
-from gossip.lab.loggers.logger import STATE_FOLDER, Beginning, Ending, Logger
+from gossip.lab.loggers.logger import Beginning, Ending, Logger
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
 from gossip.lab.loggers.record_streams import RecordStream
 
-_BEGUN = "begun.json"
 _BATCH = 256  # maximum number of records between two calls of flush
 _PAUSE_S = 0.5  # polling interval for new records
 _RETRY_S = 10.0  # delay between a failure and the next attempt
 
 
-def announce_begun(folder: Path, step: int) -> None:
-    """Tell the forwarders that the files of all ranks hold the records before ``step``, and no later ones. Local."""
-    (folder / STATE_FOLDER).mkdir(exist_ok=True)
-    write_json(folder / STATE_FOLDER / _BEGUN, {"step": step})
-
-
 class LogForwarder:
     """Passes the records of a run to one logger, or one logger for each rank, as they are written.
 
-    ``beginning`` is the description of the run that every logger gets, except for ``rank`` and ``step``. After a
-    failure the logger is begun again with a delay, from the first step that it lacks. Only the first failure is logged,
-    as a warning.
+    ``beginning`` is the description of the run that every logger gets, except for ``rank``. The logger is begun once a
+    rank has opened its file. After a failure it is begun again with a delay, from the first step that it lacks. Only
+    the first failure is logged, as a warning.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning, *, each_rank: bool) -> None:
@@ -71,10 +61,9 @@ class LogForwarder:
         self._is_over.set()
 
     def _run(self) -> None:
-        step = self._await_beginning()
-        while step is not None and not self._is_given_up.is_set():
+        while not self._is_given_up.is_set():
             try:
-                self._follow(step)
+                self._follow()
                 return
             except Exception as error:
                 self._warn_of(error)
@@ -90,20 +79,12 @@ class LogForwarder:
                 "logger={} {}; training is not affected, and its records are in {}", self.name, what, self._folder
             )
 
-    def _await_beginning(self) -> int | None:
-        """Wait for the ranks to begin and return their first step; None if they never begin."""
-        path = self._folder / STATE_FOLDER / _BEGUN
-        while not path.exists():
-            if self._is_over.wait(_PAUSE_S) and not path.exists():
-                return None
-        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
-
-    def _follow(self, step: int) -> None:
+    def _follow(self) -> None:
         """Begin the loggers, pass on all records until the run has ended, and end the loggers."""
         streams: dict[str, RecordStream] = {}
         while not self._is_given_up.is_set():
             is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
-            for beginning in self._beginnings(step):
+            for beginning in self._beginnings():
                 if beginning.records not in streams and beginning.records not in self._ended:
                     made = self._loggers.setdefault(beginning.records, self._make())
                     streams[beginning.records] = RecordStream(beginning, made.begin(beginning))
@@ -116,14 +97,15 @@ class LogForwarder:
                 self._loggers[records].end(self._ending)
                 self._ended.add(records)
 
-    def _beginnings(self, step: int) -> Iterator[Beginning]:
+    def _beginnings(self) -> Iterator[Beginning]:
         """Yield the description of the run for each logger, for which there are records by now."""
         if not self._each_rank:
-            yield replace(self._beginning, step=step)
+            if any(self._folder.glob("*.jsonl")):
+                yield self._beginning
             return
         for path in sorted(self._folder.glob("rank*.jsonl")):
             rank = int(path.stem.removeprefix("rank"))
-            yield replace(self._beginning, step=step, rank=rank, name=f"{self._beginning.name} rank {rank}")
+            yield replace(self._beginning, rank=rank, name=f"{self._beginning.name} rank {rank}")
 
     def _bring(self, records: str, stream: RecordStream) -> int:
         """Pass one batch of records to a logger, and return their number."""
@@ -139,15 +121,14 @@ class LogForwarder:
 class LogForwarding:
     """The forwarders of a run, one for each selected logger.
 
-    ``folder`` is that of the run, which this process must have locked. If a logger that the configuration selects
-    cannot be made, a ConfigurationError is raised and no thread has been started.
+    ``folder`` is that of the run, which this process must have locked. A ConfigurationError says that a logger that the
+    configuration selects cannot be made.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         settings = logging_settings(config)
-        (folder / STATE_FOLDER / _BEGUN).unlink(missing_ok=True)  # left behind by a killed attempt
-        self._begun, self._wait_s, self._keeps_model = folder / STATE_FOLDER / _BEGUN, settings.wait_s, settings.model
-        beginning = Beginning(
+        self._wait_s, self._keeps_model, self._each_rank = settings.wait_s, settings.model, settings.ranks == "each"
+        self._beginning = Beginning(
             folder=folder,
             rank=None,
             world_size=config["launch"]["world_size"],
@@ -157,13 +138,18 @@ class LogForwarding:
             tags=tuple(settings.tags),
             wait_s=settings.wait_s,
         )
-        each_rank = settings.ranks == "each"
-        self._forwarders = [
-            LogForwarder(name, make, beginning, each_rank=each_rank) for name, make in make_loggers(config).items()
-        ]
+        self._loggers = make_loggers(config)
+        self._forwarders: list[LogForwarder] = []
 
     def __bool__(self) -> bool:
-        return bool(self._forwarders)
+        return bool(self._loggers)
+
+    def start(self, step: int) -> None:
+        """Start the threads. The files of all ranks hold the records before ``step``, and no later ones."""
+        beginning = replace(self._beginning, step=step)
+        self._forwarders = [
+            LogForwarder(name, make, beginning, each_rank=self._each_rank) for name, make in self._loggers.items()
+        ]
 
     def end(self, ending: Ending | None) -> None:
         """Pass the remaining records to the loggers for a bounded time, and end them.
@@ -177,10 +163,6 @@ class LogForwarding:
             forwarder.finish(ending)
         for forwarder in self._forwarders:
             forwarder.wait(deadline)
-        if self._forwarders:
-            self._begun.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self._begun.parent.rmdir()  # succeeds only if no logger has left state in it
 
 
 def _name_of(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 from collections import deque
@@ -85,6 +86,8 @@ class _GrowingFile:
     def look_ahead(self) -> None:
         """Read until ``AHEAD`` records are waiting or there are no more."""
         with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:
+                self._position = 0  # it was cut by a rank that goes on from an older checkpoint
             file.seek(self._position)
             while len(self.waiting) < AHEAD and (line := file.readline()).endswith(b"\n"):
                 self._position += len(line)

@@ -12,7 +12,7 @@ from loguru import logger as loguru_logger
 
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.loggers import log_forwarding
-from gossip.lab.loggers.log_forwarding import LogForwarding, announce_begun
+from gossip.lab.loggers.log_forwarding import LogForwarding
 from gossip.lab.loggers.logger import Beginning, Ending
 from gossip.lab.loggers.logger_choice import LOGGERS
 
@@ -66,9 +66,12 @@ def told() -> Iterator[list[str]]:
     loguru_logger.remove(sink)
 
 
-def start(folder: Path, **logging: Any) -> LogForwarding:
+def start(folder: Path, step: int = 0, **logging: Any) -> LogForwarding:
     config = {"logger": {"jsonl": {}, "kept": {}}, "logging": logging, "launch": {"world_size": 2}, "seed": 3}
-    return LogForwarding(config, folder)
+    follows = LogForwarding(config, folder)
+    assert follows
+    follows.start(step)
+    return follows
 
 
 def train(folder: Path, steps: range) -> None:
@@ -80,8 +83,6 @@ def train(folder: Path, steps: range) -> None:
 
 def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
     follows = start(tmp_path, name="mine", group="g", tags=["a"])
-    assert follows
-    announce_begun(tmp_path, 0)
     train(tmp_path, range(700))
     follows.end(DONE)
     assert kept.runs == {"mean": list(range(700))}
@@ -95,12 +96,10 @@ def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kep
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
 
 
-def test_forwarding_of_a_run_that_goes_on_waits_for_the_ranks(tmp_path: Path, kept: type[Kept]) -> None:
+def test_forwarding_of_a_run_that_goes_on_has_each_step_once(tmp_path: Path, kept: type[Kept]) -> None:
     kept.runs["mean"] = list(range(5))
     train(tmp_path, range(3))
-    announce_begun(tmp_path, 99)  # by an attempt that was killed
-    follows = start(tmp_path)
-    announce_begun(tmp_path, 3)
+    follows = start(tmp_path, step=3)
     train(tmp_path, range(3, 9))
     follows.end(DONE)
     assert kept.runs == {"mean": list(range(9))}
@@ -120,7 +119,6 @@ def test_forwarding_goes_on_after_an_outage_with_one_warning(
 
     kept.fault = staticmethod(fault)
     follows = start(tmp_path, ranks=ranks)
-    announce_begun(tmp_path, 0)
     train(tmp_path, range(9))
     follows.end(DONE)
     assert len(failures) == 4
@@ -140,7 +138,6 @@ def test_forwarding_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[
 
     kept.fault = staticmethod(fault)
     follows = start(tmp_path, wait_s=0.01)
-    announce_begun(tmp_path, 0)
     train(tmp_path, range(3))
     hangs.wait()
     train(tmp_path, range(3, 5))  # nobody waits
@@ -157,7 +154,6 @@ def test_forwarding_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[
 
 def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
     follows = start(tmp_path)
-    announce_begun(tmp_path, 0)
     train(tmp_path, range(3))
     with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
         writer.log(3, {"loss": 1.0})

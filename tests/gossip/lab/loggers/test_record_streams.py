@@ -50,6 +50,16 @@ def test_mean_of_a_step_waits_for_the_slowest_rank(tmp_path: Path) -> None:
     assert losses(stream, is_whole=True) == {}
 
 
+def test_file_that_a_rank_has_cut_is_read_anew(tmp_path: Path) -> None:
+    stream = means(tmp_path, 1)
+    write(tmp_path, 0, range(4))
+    assert list(losses(stream)) == [0, 1, 2, 3]
+    (tmp_path / "rank0.jsonl").write_text("")
+    assert losses(stream) == {}
+    write(tmp_path, 0, range(2, 6))
+    assert losses(stream) == {4: 40, 5: 50}
+
+
 def test_mean_is_over_those_that_have_a_value(tmp_path: Path) -> None:
     write(tmp_path, 0, [0], wait_by_peer_s={"1": 1.0}, norm=None, diverged=None)
     write(tmp_path, 1, [0], wait_by_peer_s={"1": 3.0, "2": 5.0}, norm=7, diverged=None)
