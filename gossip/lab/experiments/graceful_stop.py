@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Self
 
@@ -91,11 +92,10 @@ class GracefulStop:
         self._last_words = last_words
         self._grace_s = grace_s
         self.signal_number: int | None = None
-        self._last_step: int | None = None
-        self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._is_asked = False
-        self._is_agreed, self._is_there = threading.Event(), threading.Event()
+        self._last_step: Future[int] = Future()
+        self._is_there = threading.Event()
         self._reading, self._writing = os.pipe()
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class GracefulStop:
             # The descriptor informs the thread of the signal even while the main thread executes native code.
             self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self._saves}
         self._thread = daemon_threads.start(
-            "gossip-stopping", self._watch, end=self._is_there.set, failed=self._note_failure
+            "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
         return self
 
@@ -128,31 +128,23 @@ class GracefulStop:
 
         An ExchangeError says that the ranks did not agree, another GossipError that the thread has failed.
         """
-        self._check()
         with self._lock:
-            if not self._is_asked:
+            if not self._is_asked and not self._last_step.done():
                 self._bound_steps = step + 1
                 return True
-        if not self._is_agreed.wait(2 * self._grace_s):
-            raise ExchangeError(f"rank {self._rank}: the ranks could not agree on the step after which they stop")
-        self._check()
-        assert self._last_step is not None
-        if step < self._last_step:
-            return True
-        self._is_there.set()
-        return False
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise GossipError(
-                f"rank {self._rank}: the thread that listens for signals has failed: {self._failure!r}"
-            ) from self._failure
+        try:
+            is_last = step >= self._last_step.result(2 * self._grace_s)
+        except TimeoutError:
+            why = f"rank {self._rank}: the ranks could not agree on the step after which they stop"
+            raise ExchangeError(why) from None
+        except Exception as error:
+            why = f"rank {self._rank}: the thread that listens for signals has failed: {error!r}"
+            raise GossipError(why) from error
+        if is_last:
+            self._is_there.set()
+        return not is_last
 
     # ------------------------------------------------------------------ the thread
-
-    def _note_failure(self, error: Exception) -> None:
-        self._failure = error
-        self._is_agreed.set()
 
     def _watch(self) -> None:
         try:
@@ -195,10 +187,9 @@ class GracefulStop:
             # A rank that published its number and was then lost counts too: others may have read the number already.
             told = [f"steps{rank}" for rank in known.union(self._ranks()) if self._store.check([f"steps{rank}"])]
             steps = [int(self._store.get(key)) for key in told]
-        self._last_step = max(steps)
-        self._is_agreed.set()
+        self._last_step.set_result(last_step := max(steps))
         if not self._is_there.wait(max(0.0, deadline - time.monotonic())):
-            self._give_up(f"step {self._last_step}, after which all stop, has not ended")
+            self._give_up(f"step {last_step}, after which all stop, has not ended")
 
     def _give_up(self, why: str) -> None:
         assert self.signal_number is not None
@@ -215,16 +206,13 @@ def signals_for_workers() -> Iterator[list[int]]:
     """Forward :data:`SIGNALS` from this process to the workers of :func:`gossip.launch` within the block.
 
     Yields a list to which each forwarded signal is appended. As long as there are no workers, a signal ends this
-    process as it would outside the block.
+    process with its exit status.
     """
     came: list[int] = []
-    before: dict[int, Any] = {}
 
-    def forward(signal_number: int, frame: FrameType | None) -> None:
+    def forward(signal_number: int, _: FrameType | None) -> None:
         if signal_workers(signal_number):
             came.append(signal_number)
-        elif callable(handler := before[signal_number]):
-            handler(signal_number, frame)
         else:
             raise SystemExit(128 + signal_number)
 
