@@ -12,16 +12,11 @@ from gossip.lab.experiments.validated_models import ConfigurationError, Model, r
 Summary = Mapping[str, Any]
 
 
-class _LossBars(Model):
-    """The section ``sweep.bars`` where the metric is the loss."""
+class _Bars(Model):
+    """The section ``sweep.bars``: ratios and, only where the metric is the accuracy, percentage points."""
 
     loss_ratio: float | None = None
     worst_loss_ratio: float | None = None
-
-
-class _Bars(_LossBars):
-    """The section where it is the accuracy, in percentage points."""
-
     average: float | None = None
     worst: float | None = None
 
@@ -78,9 +73,9 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
     if metric != "accuracy" and isinstance(bars, Mapping) and (of_accuracy := _AT_LEAST.keys() & bars):
         raise ConfigurationError(
             f"sweep.bars.{min(of_accuracy)} is a bar of sweep.metric=accuracy, not of sweep.metric={metric}; there are "
-            f"{' and '.join(_LossBars.model_fields)}"
+            f"{' and '.join(name for name in _Bars.model_fields if name not in _AT_LEAST)}"
         )
-    return read(_Bars if metric == "accuracy" else _LossBars, bars, "sweep.bars").model_dump(exclude_none=True)
+    return read(_Bars, bars, "sweep.bars").model_dump(exclude_none=True)
 
 
 def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
