@@ -92,7 +92,7 @@ def train_experiment(
             stack.callback(tracer.close)
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
         last: dict[str, Any] = {}
-        signal_number, saves = None, settings.checkpoint.every > 0
+        saves = settings.checkpoint.every > 0
         store = world.keys("stopping") if saves else None
         with GracefulStop(
             store, world.member, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
@@ -107,19 +107,15 @@ def train_experiment(
                     records.sync()  # a checkpoint must not be more durable than the records before it
                     state.save()
                 if stops:
-                    signal_number = stopping.signal_number
-                    break
-        if signal_number is None:
-            summary = _finish(experiment, method, state, last)
-            summary["wall_time_s"] = state.earlier_wall_time_s
-            records.write(last)
-        else:
-            summary = {"signal": signal_number}
-    if signal_number is None:
-        if settings.launch.local_size > 1 and method.model is not None:
-            export(method.model, folder / MODEL_FILE)
-        elif world.rank == 0:
-            write_module(method.module, folder / MODEL_FILE)
+                    method.close()
+                    return {"signal": stopping.signal_number}
+        summary = _finish(experiment, method, state, last)
+        summary["wall_time_s"] = state.earlier_wall_time_s
+        records.write(last)
+    if settings.launch.local_size > 1 and method.model is not None:
+        export(method.model, folder / MODEL_FILE)
+    elif world.rank == 0:
+        write_module(method.module, folder / MODEL_FILE)
     method.close()
     return summary
 
