@@ -17,51 +17,45 @@ class JsonlWriter:
     """Appends records to a file, one JSON object per line, and flushes each to the operating system.
 
     JSON has neither NaN nor infinity: such a number is written as ``null``, so that the key still shows that it was
-    measured. An incomplete last line, left by an earlier run that was killed, is removed when the file is opened. A
-    context manager.
+    measured. A context manager.
 
     Parameters
     ----------
     path : str or Path
         The file; an existing one is appended to, and missing folders are created.
+    step : float
+        The first step that is written. Records of an earlier attempt from there on, and an incomplete last line that it
+        left, are removed when the file is opened.
 
     Examples
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with JsonlWriter(f"{folder}/rank0.jsonl") as writer:
-    ...         writer.log(0, {"loss": float("nan")})
+    ...         writer.write({"step": 0, "loss": float("nan")})
     ...     read_jsonl(f"{folder}/rank0.jsonl")
     [{'step': 0, 'loss': None}]
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, step: float = math.inf) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut_jsonl(path)
+        cut_jsonl(path, step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of plain data; a TypeError, of a tensor for example, leaves the file as it was."""
         self._file.write(json.dumps(without_non_finite(record), allow_nan=False) + "\n")
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append ``values`` as the record of ``step``."""
-        self.write({"step": step, **values})
-
     def sync(self) -> None:
         """Wait until everything that was written has reached the disk (``os.fsync``)."""
         os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file; further calls have no effect."""
-        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -87,23 +81,20 @@ def record_files(folder: Path, world_size: int) -> list[Path]:
     return [together, *(path for path in of_ranks if path.exists())] if together.exists() else of_ranks
 
 
-def cut_jsonl(path: str | Path, step: float = math.inf) -> int:
-    """Remove the records from ``step`` on, and an incomplete last line. Local.
+def cut_jsonl(path: str | Path, step: float) -> None:
+    """Remove the records from ``step`` on, and an incomplete last line; do nothing if there is no file. Local.
 
-    Returns the number of records that remain; 0 if the file does not exist. Raises a ValueError, and removes nothing,
-    if a complete line is not a JSON object.
+    Raises a ValueError, and removes nothing, if a complete line is not a JSON object.
     """
     if not Path(path).exists():
-        return 0
-    size = num_records = 0
+        return
+    size = 0
     with open(path, "r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or _record(line, path, num_records + 1).get("step", -1) >= step:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or _record(line, path, number).get("step", -1) >= step:
                 break
             size += len(line)
-            num_records += 1
         file.truncate(size)
-    return num_records
 
 
 def without_non_finite(value: Any) -> Any:

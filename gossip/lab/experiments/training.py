@@ -20,7 +20,7 @@ from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluat
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.progress_bar import configure_logging, progress_bar
-from gossip.lab.experiments.records import JsonlWriter, cut_jsonl
+from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
@@ -85,9 +85,7 @@ def train_experiment(
             state.join()
         elif settings.resume is not None:
             state.load()
-        own_file = folder / f"{method.name}.jsonl"
-        cut_jsonl(own_file, state.step)
-        records = stack.enter_context(JsonlWriter(own_file))
+        records = stack.enter_context(JsonlWriter(folder / f"{method.name}.jsonl", state.step))
         if tracer is not None:
             stack.callback(tracer.close)
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))

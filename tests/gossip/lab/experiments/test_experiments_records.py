@@ -17,7 +17,7 @@ def test_records_round_trip_and_append(tmp_path: Path) -> None:
     with JsonlWriter(path) as writer:
         writer.write(first)
     with JsonlWriter(path) as writer:
-        writer.log(1, {"loss": 1e-300})
+        writer.write({"step": 1, "loss": 1e-300})
     assert read_jsonl(path) == [first, {"step": 1, "loss": 1e-300}]
     assert len(path.read_bytes().splitlines()) == 2
 
@@ -35,19 +35,20 @@ def test_records_unfinished_last_line_is_left_out_and_removed_on_resuming(tmp_pa
     path.write_text('{"step": 0}\n{"step": 1, "lo')
     assert read_jsonl(path) == [{"step": 0}]
     with JsonlWriter(path) as writer:
-        writer.log(1, {"loss": 2.0})
+        writer.write({"step": 1, "loss": 2.0})
     assert read_jsonl(path) == [{"step": 0}, {"step": 1, "loss": 2.0}]
 
 
 def test_records_are_cut_back_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
-    assert cut_jsonl(path, 2) == 2
+    cut_jsonl(path, 2)
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
-    assert cut_jsonl(path, 7) == 2
-    assert cut_jsonl(path, 0) == 0
+    cut_jsonl(path, 7)
+    assert len(read_jsonl(path)) == 2
+    cut_jsonl(path, 0)
     assert path.read_text() == ""
-    assert cut_jsonl(tmp_path / "none.jsonl", 3) == 0
+    cut_jsonl(tmp_path / "none.jsonl", 3)  # there is none
 
 
 @pytest.mark.parametrize(("line", "message"), [("{oops}", "line 2: not JSON"), ("[1]", "line 2: a record must be")])

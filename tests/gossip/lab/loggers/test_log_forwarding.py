@@ -78,7 +78,7 @@ def train(folder: Path, steps: range) -> None:
     for rank in range(2):
         with JsonlWriter(folder / f"rank{rank}.jsonl") as writer:
             for step in steps:
-                writer.log(step, {"loss": rank + step})
+                writer.write({"step": step, "loss": rank + step})
 
 
 def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
@@ -156,7 +156,7 @@ def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path
     follows = start(tmp_path)
     train(tmp_path, range(3))
     with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
-        writer.log(3, {"loss": 1.0})
+        writer.write({"step": 3, "loss": 1.0})
     follows.end(Ending("failed", {"reason": "it"}))
     assert kept.runs == {"mean": [0, 1, 2]}
     assert kept.endings["mean"].status == "failed"

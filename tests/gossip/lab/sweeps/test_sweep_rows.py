@@ -43,7 +43,7 @@ def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> 
                 measured = {"consensus_distance_relative": 0.25, "consensus_distance": 3.0} if step % 2 else {}
                 if step == 3:
                     measured |= {"averaged_test_loss": float("nan"), "averaged_test_accuracy": 0.75}
-                writer.log(step, {"bytes_sent": 100 + 100 * rank, **measured})
+                writer.write({"step": step, "bytes_sent": 100 + 100 * rank, **measured})
     assert read_curve(tmp_path, 2) == [
         {**point(2, None, consensus=0.25), "bytes": 300.0, "consensus_absolute": 3.0},
         {**point(4, 0.75, consensus=0.25), "bytes": 600.0, "consensus_absolute": 3.0},
@@ -52,7 +52,7 @@ def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> 
 
 def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
     with JsonlWriter(tmp_path / "workers.jsonl") as writer:
-        writer.log(0, {"bytes_sent": 12.5, "averaged_test_loss": 1.0, "averaged_test_accuracy": 0.5})
+        writer.write({"step": 0, "bytes_sent": 12.5, "averaged_test_loss": 1.0, "averaged_test_accuracy": 0.5})
     assert read_curve(tmp_path, 1000) == [{**point(1, 0.5, 1.0, None), "bytes": 12.5}]
 
 
