@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import json
 import re
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import topologies
 from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import options_of
@@ -195,10 +193,9 @@ def topology_label(config: Mapping[str, Any]) -> str:
     """Return the name of the topology, with the options other than a seed that differ from its defaults."""
     topology = config["topology"]
     try:
-        parameters = inspect.signature(topologies.family(topology["name"])).parameters
+        defaults = options_of("topology", topology["name"])
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
     options = {key: value for key, value in (topology.get("options") or {}).items() if key != "seed"}
     label = _called(topology["name"], options, defaults)
     if topology["every"] > 1:
