@@ -135,6 +135,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         start = time.perf_counter()
         with record_function(FORWARD):
             logits = method.forward(inputs)
+            forward_s = time.perf_counter() - start
             loss = cross_entropy(logits, targets)
         with record_function(BACKWARD):
             costs = method.backward(loss)
@@ -148,6 +149,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
             "learning_rate": state.scheduler.get_last_lr()[0],
             "step_time_s": step_time_s,
+            "forward_s": forward_s,
             **costs,
         }
         if state.elastic_shards is not None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ class VirtualMethod(Method):
         self.optimizer = self.model.optimizer
         self.world = self.groups = World(settings.timeout)
         self.name, self.ranks = TOGETHER_FILE.removesuffix(".jsonl"), range(settings.launch.world_size)
-        self._forward_s = 0.0
         if self._is_all_reduced:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -65,31 +65,22 @@ class VirtualMethod(Method):
             finally:
                 torch.set_num_threads(before)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of all replicas, concatenated in rank order."""
-        start = time.perf_counter()
-        outputs = super().forward(inputs)
-        self._forward_s = time.perf_counter() - start
-        return outputs
-
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step.
 
-        Returns the times of the passes, the bytes that one rank of a cluster would send in this step, and the numbers
-        of skipped updates and refused messages.
+        Returns the time of the backward pass, the bytes that one rank of a cluster would send in this step, and the
+        numbers of skipped updates and refused messages.
         """
         start = time.perf_counter()
         loss.backward()
         backward_s = time.perf_counter() - start
         stats = self.model.stats()
         assert stats is not None
-        return {
-            "forward_s": self._forward_s,
-            "backward_s": backward_s,
-            "bytes_sent": self._bytes_of_all_reduce() if self._is_all_reduced else stats.bytes_sent,
-            "num_skipped": stats.num_skipped,
-            "num_refused": stats.num_refused,
-        }
+        costs: dict[str, Any] = {"backward_s": backward_s, **asdict(stats)}
+        if self._is_all_reduced:
+            costs["bytes_sent"] = self._bytes_of_all_reduce()
+        del costs["step"]
+        return costs
 
     def _bytes_of_all_reduce(self) -> int:
         gradient_bytes = sum(parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad)
