@@ -140,8 +140,6 @@ def _run_in_folder(
             forwarding.start(first_step)
         if starts_workers:
             summary = _launch(config, str(folder), experiment.settings)
-        elif dist.is_initialized():
-            summary = train(config, str(folder), last_words)
         else:
             summary = train_experiment(experiment, folder, last_words)
         if "signal" in summary:

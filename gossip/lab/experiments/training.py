@@ -31,12 +31,12 @@ from gossip.lab.experiments.virtual_method import VirtualMethod
 MODEL_FILE = "model.safetensors"
 
 
-def train(config: Mapping[str, Any], folder: str, last_words: Callable[[str], str] = lambda _: "") -> dict[str, Any]:
+def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Build the experiment from its configuration and call :func:`train_experiment`: the entry point of a worker.
 
     Collective; ``config`` is the resolved configuration as plain data, the same on every rank.
     """
-    return train_experiment(build(config), Path(folder), last_words)
+    return train_experiment(build(config), Path(folder))
 
 
 def train_experiment(
