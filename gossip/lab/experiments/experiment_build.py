@@ -22,7 +22,7 @@ from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
-from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, read, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.loggers.logger_choice import logging_settings
 from gossip.step.building.wrapper_arguments import prepare_algorithm
@@ -85,8 +85,8 @@ def build(config: Mapping[str, Any]) -> Experiment:
     which part of the configuration cannot be built.
     """
     import_modules(config)
-    settings = Settings.from_config(config)
-    topology = make_topology(config, settings)
+    settings = read(Settings, config)
+    topology = make_topology(config)
     options = wrapper_options(config)
     make_wrapper, _ = _instantiated(config, SECTION)
     check_wrapper_options(options, settings)
@@ -133,11 +133,12 @@ def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
     return made
 
 
-def make_topology(config: Mapping[str, Any], settings: Settings) -> Topology | None:
+def make_topology(config: Mapping[str, Any]) -> Topology | None:
     """Build the configured topology for the number of replicas; None for a method without a topology.
 
     It is refused if it does not exist, does not support the number of replicas, or would bias the average.
     """
+    settings = read(Settings, config)
     if settings.method != "gossip":
         return None
     name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}

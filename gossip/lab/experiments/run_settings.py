@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
-from gossip.lab.experiments.validated_models import Model, read
+from gossip.lab.experiments.validated_models import Model
 
 
 class _Section(Model):
@@ -69,7 +68,7 @@ class DataSettings(_Section):
 
 
 class Settings(_Section):
-    """The settings of a run: method, duration, ranks and what it records."""
+    """The settings of a run: method, duration, ranks and what it records; a resolved configuration has them."""
 
     method: Literal["gossip", "ddp", "local"]
     engine: Literal["processes", "virtual"]
@@ -83,11 +82,6 @@ class Settings(_Section):
     training: TrainingSettings
     launch: LaunchSettings
     data: DataSettings
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read and check a resolved configuration; a ConfigurationError names the first value that is refused."""
-        return read(cls, config)
 
     @property
     def batch_size(self) -> int:

@@ -78,7 +78,7 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    settings = Settings.from_config(config)
+    settings = read(Settings, config)
     training, world_size = settings.training, settings.launch.world_size
     return {
         "samples per rank and step": str(settings.batch_size),
@@ -126,7 +126,7 @@ def _drawings(jobs: Sequence[Job]) -> dict[str, str]:
             smallest.setdefault(topology_label(job.config), job)
     drawings = {}
     for label, job in smallest.items():
-        topology = make_topology(job.config, Settings.from_config(job.config))
+        topology = make_topology(job.config)
         assert topology is not None
         svg = draw_compact(topology)
         drawings[f"{label}, {job.setting.world_size} ranks"] = svg[svg.index("<svg") :]

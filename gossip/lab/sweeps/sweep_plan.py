@@ -10,7 +10,7 @@ from typing import Any
 
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
 from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.validated_models import ConfigurationError, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, read, value_of
 from gossip.lab.report.report_document import Choice
 from gossip.lab.sweeps.sweep_jobs import (
     GOSSIP_ONLY,
@@ -108,9 +108,9 @@ def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:
     """Return why the topology does not support the ranks, or the compression the topology; None if both do."""
-    settings = Settings.from_config(config)
+    read(Settings, config)  # a setting out of range is no combination to leave out
     try:
-        topology = make_topology(config, settings)
+        topology = make_topology(config)
         if topology is not None:
             make_compression(config).check(topology)
     except (ValueError, TypeError) as error:

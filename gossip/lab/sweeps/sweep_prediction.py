@@ -53,8 +53,8 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
 
 def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
     """Predict the mean time per step in seconds of a completed run, from its configuration and its summary."""
-    settings = Settings.from_config(config)
-    topology, algorithm = make_topology(config, settings), make_algorithm(config)
+    settings = read(Settings, config)
+    topology, algorithm = make_topology(config), make_algorithm(config)
     compute_s = 1e-6 * float(value_of(config, "cluster.compute_us_per_sample")) * settings.batch_size
     num_buckets = math.ceil(summary["parameter_bytes"] / (wrapper_options(config)["bucket_cap_mb"] * 2**20))
     workload = gossip.Workload(

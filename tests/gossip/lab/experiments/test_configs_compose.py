@@ -12,7 +12,6 @@ from repository import CONFIGS, REPOSITORY
 
 import topologies
 from gossip.lab.experiments.experiment_build import check, make_topology
-from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.sweeps import sweeper
 from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import read_variants
@@ -60,7 +59,7 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
         overrides.append(f"topology.options.graph={graph}")
     config = composed(*overrides, "seed=7")
     assert (config["topology"].get("options") or {}).get("seed", 7) == 7
-    topology = make_topology(config, Settings.from_config(config))
+    topology = make_topology(config)
     assert topology is not None
     assert (topology.name, topology.world_size) == (name, world_size)
 
@@ -107,7 +106,7 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
         (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
     ):
         config = composed("topology=ring", *overrides)
-        assert make_topology(config, Settings.from_config(config)) == wanted
+        assert make_topology(config) == wanted
 
 
 @pytest.mark.parametrize(

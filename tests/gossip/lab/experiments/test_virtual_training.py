@@ -14,7 +14,7 @@ from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.experiments.validated_models import ConfigurationError, read
 
 pytestmark = pytest.mark.slow  # together
 
@@ -99,6 +99,6 @@ def test_virtual_run_refuses_what_needs_processes(option: str) -> None:
 
 def test_batch_of_all_ranks_is_divided_among_them() -> None:
     config = composed("training.total_batch_size=64", "launch.world_size=16", "training.batch_size=5")
-    assert Settings.from_config(config).batch_size == 4
+    assert read(Settings, config).batch_size == 4
     with pytest.raises(ConfigurationError, match=r"total_batch_size=64 is no multiple of launch\.world_size=5"):
-        Settings.from_config(composed("training.total_batch_size=64", "launch.world_size=5"))
+        read(Settings, composed("training.total_batch_size=64", "launch.world_size=5"))
