@@ -24,7 +24,6 @@ from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError, read, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
-from gossip.lab.loggers.logger_choice import logging_settings
 from gossip.step.building.wrapper_arguments import prepare_algorithm
 from topologies import Topology
 from topologies.registry import Registry
@@ -169,7 +168,6 @@ def check(config: Mapping[str, Any]) -> Experiment:
     """Build everything once, so that user errors are found before any worker starts, as a ConfigurationError."""
     try:
         experiment = build(config)
-        logging_settings(config)
         module = experiment.make_module()
         check_values(experiment.wrapper_options, module)
         optimizer = experiment.make_optimizer(list(module.named_parameters()))

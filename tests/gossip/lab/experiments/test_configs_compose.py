@@ -12,6 +12,7 @@ from repository import CONFIGS, REPOSITORY
 
 import topologies
 from gossip.lab.experiments.experiment_build import check, make_topology
+from gossip.lab.loggers.logger_choice import make_loggers
 from gossip.lab.sweeps import sweeper
 from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import read_variants
@@ -93,8 +94,9 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
             overrides += ["optimizer.momentum=0", "optimizer.nesterov=false"]  # they bring their own
         if option == "adam_tracking":
             overrides.append("optimizer=adamw")
-        experiment = check(composed(*overrides))
+        experiment = check(config := composed(*overrides))
         assert experiment.shards.steps_per_epoch >= 1
+        assert make_loggers(config).keys() == ({option} - {"jsonl"} if group == "logger" else set())
 
 
 def test_configs_topology_local_steps_and_warm_up() -> None:
