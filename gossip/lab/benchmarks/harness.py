@@ -21,7 +21,7 @@ from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab
-from gossip.lab.experiments.records import JsonlWriter, read_jsonl
+from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
 from gossip.launching import find_placement, launch
 
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
@@ -120,8 +120,7 @@ def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Pat
     options |= BENCHMARKS[name]().launch_options(case)
     launch(_work, name, case, place, hosts, folder, world_size=case.world_size, **options)
     del store
-    found = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.jsonl")}
-    return [read_jsonl(path) for _, path in sorted(found.items())]
+    return [read_jsonl(path) for path in record_files(folder)]
 
 
 def _work(name: str, case: BenchmarkSettings, place: Place, hosts: Hosts | None, folder: Path) -> None:

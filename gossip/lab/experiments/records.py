@@ -74,11 +74,10 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def record_files(folder: Path, world_size: int) -> list[Path]:
-    """Return the record files of a run: one for all ranks, or one per rank in rank order, or both if both exist."""
-    together = folder / TOGETHER_FILE
-    of_ranks = [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
-    return [together, *(path for path in of_ranks if path.exists())] if together.exists() else of_ranks
+def record_files(folder: Path) -> list[Path]:
+    """Return the record files in a folder: one for all ranks, or one per rank in rank order, or both if both exist."""
+    of_ranks = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    return [*folder.glob(TOGETHER_FILE), *of_ranks]
 
 
 def cut_jsonl(path: str | Path, step: float) -> None:

@@ -18,7 +18,7 @@ from loguru import logger
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.records import TOGETHER_FILE, cut_jsonl, leaves
+from gossip.lab.experiments.records import cut_jsonl, leaves, record_files
 from gossip.lab.experiments.run_folder import read_json
 from gossip.lab.experiments.targets import OPTION, check_imports, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -209,7 +209,7 @@ def cut_records(folder: Path) -> int:
     The caller must hold the lock of the folder, and no rank may have begun.
     """
     step = _newest_step(folder)
-    for path in (*folder.glob("rank*.jsonl"), folder / TOGETHER_FILE):
+    for path in record_files(folder):
         cut_jsonl(path, step)
     return step
 

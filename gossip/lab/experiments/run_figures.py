@@ -119,9 +119,7 @@ def draw_figures(folder: Path, summary: Mapping[str, Any], topology: Topology | 
     Returns the files drawn: of a run that diverged, those for which there are finite numbers.
     """
     changes = summary["changes_of_ranks"]
-    newest = max((max(change["members"]) for change in changes), default=0)
-    files = record_files(folder, max(summary["world_size"], newest + 1))
-    by_rank = [read_jsonl(path) for path in files if path.exists()]  # a rank that ended at once has no file
+    by_rank = [read_jsonl(path) for path in record_files(folder)]
     made = []
     for name in FIGURES:
         if draw(name, by_rank, path := folder / f"{name}.{form}", changes):

@@ -139,8 +139,7 @@ def clear(folder: Path) -> None:
 
     The caller must hold the lock.
     """
-    files = (folder / name for name in (CONFIG_FILE, SUMMARY_FILE, records.TOGETHER_FILE))
-    for path in (*files, *folder.glob("rank*.jsonl")):
+    for path in (folder / CONFIG_FILE, folder / SUMMARY_FILE, *records.record_files(folder)):
         path.unlink(missing_ok=True)
 
 

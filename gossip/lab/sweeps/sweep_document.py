@@ -62,8 +62,7 @@ def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
             continue
         if job.setting not in step_times_s:  # the prediction does not depend on the seed
             step_times_s[job.setting] = predict_step_time_s(job.config, summary)
-        curve = read_curve(folder / job.name, job.setting.world_size)
-        results.append(Result(job, summary, curve, step_times_s[job.setting]))
+        results.append(Result(job, summary, read_curve(folder / job.name), step_times_s[job.setting]))
     return results
 
 

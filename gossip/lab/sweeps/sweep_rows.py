@@ -45,9 +45,9 @@ _MEASURED = {
 """The measurements of a point, and their keys in a record."""
 
 
-def read_curve(folder: Path, world_size: int) -> list[Point]:
+def read_curve(folder: Path) -> list[Point]:
     """Read the points of a run, in step order, from the records in its folder."""
-    by_rank = [read_jsonl(path) for path in record_files(folder, world_size)]
+    by_rank = [read_jsonl(path) for path in record_files(folder)]
     points: list[Point] = []
     sent = 0.0
     for records in zip(*by_rank, strict=True):
