@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
 from gossip.lab.experiments.validated_models import Model
+from gossip.step.building.wrapper_arguments import refuse_any
 
 
 class _Section(Model):
@@ -103,40 +104,23 @@ class Settings(_Section):
     def _check_combinations(self) -> Settings:
         world_size, local_size = self.launch.world_size, self.launch.local_size
         total, is_virtual, is_ddp = self.training.total_batch_size, self.engine == "virtual", self.method == "ddp"
-        checks = (
-            (
-                total is not None and total % world_size != 0,
+        refuse_any(
+            {
                 f"training.total_batch_size={total} is no multiple of launch.world_size={world_size}; choose one, or "
-                "set training.batch_size",
-            ),
-            (
-                world_size % local_size != 0,
+                "set training.batch_size": total is not None and total % world_size != 0,
                 f"launch.local_size={local_size} does not divide launch.world_size={world_size}; every group has as "
-                "many ranks",
-            ),
-            (
-                self.shard != "none" and local_size == 1,
-                f"shard={self.shard} divides a replica among the ranks of a group; set launch.local_size to at least 2",
-            ),
-            (
-                local_size > 1 and (is_virtual or is_ddp),
+                "many ranks": world_size % local_size != 0,
+                f"shard={self.shard} divides a replica among the ranks of a group; set launch.local_size to at least "
+                "2": self.shard != "none" and local_size == 1,
                 f"launch.local_size={local_size}: {'engine=virtual' if is_virtual else 'method=ddp'} has no groups of "
-                "ranks; set launch.local_size=1, or engine=processes and method=gossip or local",
-            ),
-            (
-                is_virtual and self.profile,
+                "ranks; set launch.local_size=1, or engine=processes and method=gossip or local": local_size > 1
+                and (is_virtual or is_ddp),
                 "profile=true is for ranks that are processes, not for engine=virtual; leave it out, or set "
-                "engine=processes",
-            ),
-            (
-                is_ddp and self.checkpoint.every > 0,
+                "engine=processes": is_virtual and self.profile,
                 f"checkpoint.every={self.checkpoint.every}: method=ddp cannot save and resume; set checkpoint.every=0, "
-                "or method=gossip or local",
-            ),
+                "or method=gossip or local": is_ddp and self.checkpoint.every > 0,
+            }
         )
-        for is_refused, why in checks:
-            if is_refused:
-                raise ValueError(why)
         return self
 
 

@@ -18,7 +18,7 @@ from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
-from gossip.step.building.wrapper_arguments import Arguments, check_arguments
+from gossip.step.building.wrapper_arguments import Arguments, check_arguments, refuse_any
 
 SECTION = "wrapper"
 
@@ -76,23 +76,20 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
                 )
     if settings.method == "ddp":
         return
-    continues = options.get("on_peer_loss") == "continue"
-    if options["clip_grad_norm"] is not None and options["clip"] == "bucket" and not options["step_in_backward"]:
-        raise ConfigurationError(
-            "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
-            "wrapper.clip=global or wrapper.step_in_backward=true"
-        )
-    if settings.launch.restart and not continues:
-        raise ConfigurationError(
-            f"launch.restart={settings.launch.restart}: a worker that is started again joins others that go on; set "
-            "wrapper.on_peer_loss=continue, or launch.restart=0"
-        )
+    clips_in_backward = options["clip_grad_norm"] is not None and options["clip"] == "bucket"
     changed = changed_options({name: options[name] for name in ("on_peer_loss", "transport") if name in options})
-    if changed and settings.profile:
-        raise ConfigurationError(
+    refuse_any(
+        {
+            "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
+            "wrapper.clip=global or wrapper.step_in_backward=true": clips_in_backward
+            and not options["step_in_backward"],
+            f"launch.restart={settings.launch.restart}: a worker that is started again joins others that go on; set "
+            "wrapper.on_peer_loss=continue, or launch.restart=0": settings.launch.restart
+            and options.get("on_peer_loss") != "continue",
             f"profile=true traces the usual exchanges, but {', '.join(changed.values())} brings others; set one of "
-            "them only"
-        )
+            "them only": changed and settings.profile,
+        }
+    )
 
 
 def check_values(options: Mapping[str, Any], module: nn.Module) -> None:
