@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from topologies.validation import check_integer, check_real
+
 VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary of :func:`stdlib_text`, in token order; token 0 stands for every character that is not in it."""
 
@@ -72,7 +74,7 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    _check_test_fraction(test_fraction)
+    check_real("test_fraction", test_fraction, "between 0 and 1, both excluded", example=0.2)
     bunch = load_digits()
     train_images, test_images, train_targets, test_targets = train_test_split(
         bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
@@ -165,10 +167,9 @@ def _text_data(
     split_seed: int,
     notes: str,
 ) -> Data:
-    for argument, value in (("context_length", context_length), ("max_bytes", max_bytes)):
-        if value < 1:
-            raise ValueError(f"{argument} must be at least 1, got {value}")
-    _check_test_fraction(test_fraction)
+    check_integer("context_length", context_length, minimum=1)
+    check_integer("max_bytes", max_bytes, minimum=1)
+    check_real("test_fraction", test_fraction, "between 0 and 1, both excluded", example=0.1)
     shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
     max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
     test_bytes = int(max_bytes * test_fraction)
@@ -255,11 +256,6 @@ def as_data(made: Any, name: str) -> Data:
 def _stacked(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = zip(*(dataset[index] for index in range(len(dataset))), strict=True)
     return torch.stack([torch.as_tensor(each) for each in inputs]), torch.tensor([int(each) for each in targets])
-
-
-def _check_test_fraction(test_fraction: float) -> None:
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must be between 0 and 1, both excluded, got {test_fraction}")
 
 
 def _image_data(
