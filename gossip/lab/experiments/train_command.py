@@ -116,11 +116,8 @@ def report(error: BaseException, config_folder: Path, config_name: str) -> int:
         sys.stderr.write(error.worker_traceback)
         print(reason(error), file=sys.stderr)
         return FAILED
-    if isinstance(error, ConfigurationError | LaunchError):
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return REFUSED
-    refusal = _refusal_within(error)
-    explanation = explain(error, config_folder, config_name) if refusal is None else str(refusal)
+    refusal = error if isinstance(error, LaunchError) else _refusal_within(error)
+    explanation = explain(error, config_folder, config_name) if refusal is None else reason(refusal)
     if explanation is not None:
         print(f"error: {explanation}", file=sys.stderr)
         return REFUSED
