@@ -45,11 +45,6 @@ class TrainingSettings(_Section):
     evaluate_every_steps: int = Field(ge=0)
     consensus_every_steps: int = Field(ge=0)
 
-    def evaluates_after(self, steps: int, *, epochs: int | None) -> bool:
-        """Whether to evaluate after so many completed steps and, if the last one ended an epoch, epochs."""
-        after_epoch = epochs is not None and every(self.evaluate_every_epochs, epochs)
-        return after_epoch or every(self.evaluate_every_steps, steps)
-
 
 class LaunchSettings(_Section):
     """The ranks; ``local_size`` of them form a group, which trains one replica together."""

@@ -156,8 +156,9 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             record["num_ranks"] = num_ranks
         state.advance(record)
         if state.step < state.total_steps:
-            epoch_ended = state.position % shards.steps_per_epoch == 0
-            is_evaluated = settings.training.evaluates_after(state.step, epochs=epoch + 1 if epoch_ended else None)
+            is_evaluated = every(settings.training.evaluate_every_steps, state.step)
+            if state.position % shards.steps_per_epoch == 0:
+                is_evaluated |= every(settings.training.evaluate_every_epochs, epoch + 1)
             if is_evaluated or every(settings.training.consensus_every_steps, state.step):
                 record |= _consensus(method)
             if is_evaluated:
