@@ -75,8 +75,7 @@ def train_experiment(
     tracer = Tracer(folder / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
     with ExitStack() as stack:
         if settings.engine == "virtual":
-            stack.enter_context(VirtualMethod.surroundings(settings.launch.num_threads))
-            method: Method = VirtualMethod(experiment)
+            method: Method = VirtualMethod(experiment, stack)
         else:
             method = make_method(experiment, tracer)
         world = method.world

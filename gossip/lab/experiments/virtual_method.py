@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +20,19 @@ from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_o
 
 
 class VirtualMethod(Method):
-    """Training with :class:`gossip.VirtualWorkers`; with method=ddp their gradients are averaged, and nothing else."""
+    """Training with :class:`gossip.VirtualWorkers`; with method=ddp their gradients are averaged, and nothing else.
+
+    Until ``until_the_end`` is closed, torch has the configured number of threads, and does not warn of its performance.
+    """
 
     model: VirtualWorkers
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, until_the_end: contextlib.ExitStack) -> None:
         settings = experiment.settings
+        until_the_end.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's, of attention
+        until_the_end.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(settings.launch.num_threads or torch.get_num_threads())
         torch.manual_seed(settings.seed)
         self._is_all_reduced = settings.method == "ddp"
         options = options_of_virtual_workers(experiment.wrapper_options)
@@ -51,19 +57,6 @@ class VirtualMethod(Method):
                 for parameter in group["params"]:
                     parameter.register_post_accumulate_grad_hook(_average_gradients)
         logger.info("{} replicas in one process, {} steps", settings.launch.world_size, experiment.total_steps)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def surroundings(num_threads: int | None) -> Iterator[None]:
-        """Set torch's number of threads and suppress its performance warnings within the block."""
-        before = torch.get_num_threads()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's, of attention
-            torch.set_num_threads(num_threads or before)
-            try:
-                yield
-            finally:
-                torch.set_num_threads(before)
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step.

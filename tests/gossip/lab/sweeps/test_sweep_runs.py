@@ -57,10 +57,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     begun: list[str] = []
 
     class Noted(VirtualMethod):
-        def __init__(self, experiment: Any) -> None:
+        def __init__(self, experiment: Any, *rest: Any) -> None:
             topology = experiment.topology
             begun.append(experiment.settings.method if topology is None else topology.name)
-            super().__init__(experiment)
+            super().__init__(experiment, *rest)
 
     monkeypatch.setattr(training, "VirtualMethod", Noted)
     return begun
