@@ -16,9 +16,9 @@ from gossip import LaunchError, World, launch
 from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.graceful_stop import signals_for_workers
-from gossip.lab.experiments.progress_bar import configure_logging, restore_cursor
 from gossip.lab.experiments.run_figures import draw_figures
 from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.terminal import configure_logging, restore_cursor
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.loggers.log_forwarding import LogForwarding

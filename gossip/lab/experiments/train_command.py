@@ -18,12 +18,11 @@ from loguru import logger
 from gossip import ExchangeError, LaunchError, World
 from gossip.lab.experiments import config_store, folder_cleanup, resuming, run_folder
 from gossip.lab.experiments.config_errors import check_flags, explain
-from gossip.lab.experiments.console_table import print_run
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, help_text
-from gossip.lab.experiments.progress_bar import configure_logging
 from gossip.lab.experiments.resuming import State
+from gossip.lab.experiments.terminal import configure_logging, print_run
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group
 

@@ -19,11 +19,11 @@ from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import GracefulStop
-from gossip.lab.experiments.progress_bar import configure_logging, progress_bar
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import summarise
+from gossip.lab.experiments.terminal import configure_logging, progress_bar
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.console_table import print_table
 from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, read_summary
+from gossip.lab.experiments.terminal import print_table
 
 SWEEP_FILE = "sweep.csv"
 _COLUMNS = (

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.console_table import print_table
-from gossip.lab.experiments.progress_bar import configure_logging
+from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report import Document
 from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, write_report

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from composing import composed
 
-from gossip.lab.experiments.console_table import print_run
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.terminal import print_run
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 
 pytestmark = pytest.mark.slow  # together
