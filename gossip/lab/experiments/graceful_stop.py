@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from types import FrameType
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ _SHORT_PAUSE_S = 0.01
 _ASKED = "asked"
 
 
+@dataclass(eq=False)
 class GracefulStop:
     """Consensus of the ranks on a common last step, once any of them receives a signal.
 
@@ -73,24 +75,16 @@ class GracefulStop:
     returned False, ``signal_number`` is that of the signal, which is None until then.
     """
 
-    def __init__(
-        self,
-        store: dist.Store | None,
-        rank: int,
-        ranks: Callable[[], Iterable[int]],
-        bound_steps: int,
-        *,
-        saves: bool = True,
-        last_words: Callable[[str], str] = lambda _: "",
-        grace_s: float = GRACE_S,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
-        self._bound_steps = bound_steps
-        self._saves = saves
-        self._last_words = last_words
-        self._grace_s = grace_s
+    store: dist.Store | None
+    rank: int
+    ranks: Callable[[], Iterable[int]]
+    bound_steps: int
+    _: KW_ONLY
+    saves: bool = True
+    last_words: Callable[[str], str] = lambda _: ""
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
         self.signal_number: int | None = None
         self._lock = threading.Lock()
         self._is_asked = False
@@ -105,7 +99,7 @@ class GracefulStop:
             os.set_blocking(self._writing, False)
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The descriptor informs the thread of the signal even while the main thread executes native code.
-            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self._saves}
+            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self.saves}
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
@@ -130,15 +124,15 @@ class GracefulStop:
         """
         with self._lock:
             if not self._is_asked and not self._last_step.done():
-                self._bound_steps = step + 1
+                self.bound_steps = step + 1
                 return True
         try:
-            is_last = step >= self._last_step.result(2 * self._grace_s)
+            is_last = step >= self._last_step.result(2 * self.grace_s)
         except TimeoutError:
-            why = f"rank {self._rank}: the ranks could not agree on the step after which they stop"
+            why = f"rank {self.rank}: the ranks could not agree on the step after which they stop"
             raise ExchangeError(why) from None
         except Exception as error:
-            why = f"rank {self._rank}: the thread that listens for signals has failed: {error!r}"
+            why = f"rank {self.rank}: the thread that listens for signals has failed: {error!r}"
             raise GossipError(why) from error
         if is_last:
             self._is_there.set()
@@ -149,9 +143,9 @@ class GracefulStop:
     def _watch(self) -> None:
         try:
             self.signal_number = self._listen()
-            if self.signal_number in SIGNALS and self._saves:
+            if self.signal_number in SIGNALS and self.saves:
                 self._agree()
-            elif self.signal_number is not None and not self._is_there.wait(self._grace_s):
+            elif self.signal_number is not None and not self._is_there.wait(self.grace_s):
                 self._give_up("the call that the main thread is in has not returned")
         except RuntimeError as error:  # raised by the key-value store
             if not self._is_there.is_set() and self._is_asked:
@@ -165,28 +159,28 @@ class GracefulStop:
                 if number in (*SIGNALS, signal.SIGINT):
                     return number
             with contextlib.suppress(RuntimeError):  # a store that is gone is reported where it is needed
-                if self._saves and self._store is not None and self._store.check([_ASKED]):
-                    return int(self._store.get(_ASKED))
+                if self.saves and self.store is not None and self.store.check([_ASKED]):
+                    return int(self.store.get(_ASKED))
         return None
 
     def _agree(self) -> None:
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + self.grace_s
         with self._lock:
             self._is_asked = True  # from here on the main thread no longer changes the number of bound steps
-        steps = [self._bound_steps]
-        if self._store is not None:
-            self._store.set(_ASKED, str(self.signal_number))
-            self._store.set(f"steps{self._rank}", str(self._bound_steps))
+        steps = [self.bound_steps]
+        if self.store is not None:
+            self.store.set(_ASKED, str(self.signal_number))
+            self.store.set(f"steps{self.rank}", str(self.bound_steps))
             known: set[int] = set()
-            while absent := [rank for rank in self._ranks() if not self._store.check([f"steps{rank}"])]:
+            while absent := [rank for rank in self.ranks() if not self.store.check([f"steps{rank}"])]:
                 known |= set(absent)
                 if self._is_there.wait(_SHORT_PAUSE_S):
                     return
                 if time.monotonic() > deadline:
                     self._give_up(f"no answer from {'rank' if len(absent) == 1 else 'ranks'} {str(absent)[1:-1]}")
             # A rank that published its number and was then lost counts too: others may have read the number already.
-            told = [f"steps{rank}" for rank in known.union(self._ranks()) if self._store.check([f"steps{rank}"])]
-            steps = [int(self._store.get(key)) for key in told]
+            told = [f"steps{rank}" for rank in known.union(self.ranks()) if self.store.check([f"steps{rank}"])]
+            steps = [int(self.store.get(key)) for key in told]
         self._last_step.set_result(last_step := max(steps))
         if not self._is_there.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(f"step {last_step}, after which all stop, has not ended")
@@ -194,8 +188,8 @@ class GracefulStop:
     def _give_up(self, why: str) -> None:
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
-        why = f"{self._grace_s:g} s after {name}: {why}; nothing is saved"
-        print(f"rank {self._rank}: {why}\n{self._last_words(why)}", end="", file=sys.stderr, flush=True)
+        why = f"{self.grace_s:g} s after {name}: {why}; nothing is saved"
+        print(f"rank {self.rank}: {why}\n{self.last_words(why)}", end="", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(128 + self.signal_number)  # the main thread may be in a wait that no signal can interrupt
