@@ -80,6 +80,11 @@ _NO_PRE_HOOKS = (
 )
 
 
+def num_held(optimizers: Sequence[Optimizer]) -> int:
+    """Return how many parameters the optimizers hold."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+
+
 def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse an optimizer with a parameter that is not one of ``parameters``, or that another optimizer holds too."""
     names = {id(parameter): name for name, parameter in parameters.items()}

@@ -17,7 +17,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held
+from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held, num_held
 from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors
@@ -57,7 +57,7 @@ class Updater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
         self._rank = rank
-        self._num_held = self._count_held()
+        self._num_held = num_held(self.optimizers)
         self._has_overflowed = False
         self._by_bucket: list[list[BucketOptimizer]] = []
         self.add(buckets)
@@ -71,15 +71,12 @@ class Updater:
 
     def check_held(self) -> None:
         """Refuse a parameter that was added to an optimizer during training, but that the module does not have."""
-        held = self._count_held()
+        held = num_held(self.optimizers)
         if held != self._num_held:
             check_parameters_held(
                 self.optimizers, {str(number): parameter for number, parameter in enumerate(self._parameters)}
             )
             self._num_held = held
-
-    def _count_held(self) -> int:
-        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def measure_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> torch.Tensor | None:
         """Return the norm of one bucket's gradients, without communication; None if there is nothing to apply."""

@@ -70,11 +70,6 @@ def step_all(optimizers: Sequence[Optimizer]) -> None:
         type(optimizer).step(optimizer)
 
 
-def num_held(optimizers: Sequence[Optimizer]) -> int:
-    """Return how many parameters the optimizers hold."""
-    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-
-
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """Refuse a parameter that does not belong to the module, or that is held twice.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
+from gossip.optimizers.bucket_optimizer import num_held
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
@@ -20,7 +21,6 @@ from gossip.virtual.stacked_optimizers import (
     Stacks,
     check_stacks_held,
     left_alone,
-    num_held,
     stack_groups,
     step_all,
 )
