@@ -49,12 +49,12 @@ class ReplicaGroup(SharedGroup):
         flat = torch.zeros(num_values + len(parameters), dtype=dtype, device=parameters[0].device)
         *means, counts = flat.split([*[parameter.numel() for parameter in parameters], len(parameters)])
         has_all = True
-        for index, parameter in enumerate(parameters):
+        for number, parameter in enumerate(parameters):
             if parameter.grad is None:
                 has_all = False
             else:
-                means[index].view(parameter.shape).copy_(parameter.grad)
-                counts[index] = 1.0
+                means[number].view(parameter.shape).copy_(parameter.grad)
+                counts[number] = 1.0
         what = f"step {step}, bucket {index}: averaging gradients over the ranks of the group"
         self.world.sum_(flat, what, holds_host=flat.is_cpu)
         flat[:num_values].div_(self.world.world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sharded_loops import make_mesh
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
-from gossip.sharding.replica_group import part_of
+from gossip.sharding.replica_group import ReplicaGroup, part_of
 
 SGD = partial(torch.optim.SGD, lr=0.0)
 NUMEL = 12
@@ -25,6 +26,13 @@ def test_parts_make_up_a_bucket() -> None:
         for num_parts in range(1, 12):
             parts = [range(numel)[part_of(numel, place, num_parts)] for place in range(num_parts)]
             assert [index for part in parts for index in part] == list(range(numel))
+
+
+def test_the_mean_of_gradients_says_whose_it_is() -> None:
+    module, world = nn.Linear(2, 3), Mock(rank=0, world_size=2, is_alone=False)
+    ReplicaGroup(module, world).reduce_(module.parameters(), step=4, index=7)
+    (_, what), _ = world.sum_.call_args
+    assert what.startswith("step 4, bucket 7:")
 
 
 def exchange_what_is_not_finite(place: int, compression: str | None) -> tuple[torch.Tensor, int, bool]:
