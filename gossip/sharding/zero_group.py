@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -49,10 +49,12 @@ class ZeroShards(nn.Module):
             replacements[id(whole)] = whole
             if whole.requires_grad:
                 self.wholes[name] = whole
-                replacements[id(whole)] = nn.Parameter(self._rows_of(whole))
+                num_rows = chunk_length(len(whole), world.world_size)
+                replacements[id(whole)] = nn.Parameter(whole.new_zeros(num_rows, *whole.shape[1:]))
         mirror_module(module, self, replacements)
         self._locals = dict(named_parameters(self))
         self._names = {name for name, _ in named_parameters(module)}
+        self.pull()
 
     def lengths(self) -> dict[str, tuple[int, int]]:
         """Return by a parameter's name the dimension along which it is divided, and its length there. Local."""
@@ -88,7 +90,9 @@ class ZeroShards(nn.Module):
                     f"parameter {name!r} was converted to {describe_tensor(whole)}, but this rank's rows of it are "
                     f"{describe_tensor(rows)}; close() the model and wrap the module again"
                 )
-            rows.copy_(self._rows_of(whole))
+            own = whole[self._world.rank * len(rows) :][: len(rows)]
+            rows[: len(own)].copy_(own)
+            rows[len(own) :].zero_()
 
     def unreduced(self) -> dict[str, torch.Tensor]:
         """Return by name the gradients of the module's parameters. Local."""
@@ -101,27 +105,17 @@ class ZeroShards(nn.Module):
             whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
 
     @torch.no_grad()
-    def push(self, names: Iterable[str], rows: Iterable[Iterable[torch.Tensor]]) -> None:
-        """Write gathered ``rows`` of these parameters, by rank, to the module. Local."""
-        for name, *of_ranks in zip(names, *rows, strict=True):
-            whole = self.wholes[name]
-            if whole.numel() == 0:
-                continue
-            for start, part in zip(range(0, whole.shape[0], of_ranks[0].shape[0]), of_ranks, strict=False):
-                number = min(part.shape[0], whole.shape[0] - start)
-                whole[start : start + number].copy_(part[:number])
-
-    def _rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return rows_of(whole.detach(), self._world.rank, self._world.world_size)
+    def push(self, names: Iterable[str], stacks: Iterable[torch.Tensor]) -> None:
+        """Write gathered rows of these parameters, [num_shards, rows of a rank, ...], to the module. Local."""
+        for name, stack in zip(names, stacks, strict=True):
+            for part, rows in _by_rank(self.wholes[name], stack):
+                part.copy_(rows)
 
 
-def rows_of(values: torch.Tensor, place: int, num_shards: int) -> torch.Tensor:
-    """Return a copy of the rows of one of ``num_shards`` ranks, padded with zeros to those of the first."""
-    size = chunk_length(values.shape[0], num_shards)
-    padded = values.new_zeros(size, *values.shape[1:])
-    rows = values[place * size : (place + 1) * size]
-    padded[: rows.shape[0]].copy_(rows)
-    return padded
+def _by_rank(whole: torch.Tensor, stack: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the rows of each rank that has any: those of a whole tensor, and those in the stack, without padding."""
+    for part, rows in zip(whole.split(stack.shape[1]), stack, strict=False):
+        yield part, rows[: len(part)]
 
 
 _MAX_PENDING = 1  # operations that run beside the backward pass; each holds the whole values of a bucket
@@ -205,19 +199,19 @@ class ZeroGroup(PartitionedGroup):
     def _reduce_next(self, where: str = "in the backward pass") -> None:
         bucket = self._buckets[self._num_begun]
         self._num_begun += 1
-        block, size = bucket.block, self.num_shards
-        shape, dtype = (size, block.numel() + len(bucket.names)), accumulation_dtype(block.dtype)
+        block = bucket.block
+        shape, dtype = (self.num_shards, block.numel() + len(bucket.names)), accumulation_dtype(block.dtype)
         rows = torch.zeros(shape, dtype=dtype, device=block.device)
         values, has_gradient = rows[:, : block.numel()], rows[:, block.numel() :]
         has_all = True
-        for number, name in enumerate(bucket.names):
+        for number, (name, stack) in enumerate(zip(bucket.names, bucket.views(values), strict=True)):
             whole = self.replica.wholes[name]
             if whole.grad is None:
                 has_all = False
                 continue
             has_gradient[:, number] = 1.0
-            for place in range(size):
-                bucket.views(values[place])[number].copy_(rows_of(whole.grad, place, size))
+            for part, own in _by_rank(whole.grad, stack):
+                own.copy_(part)
             whole.grad = None
         what = f"bucket {bucket.index}, {where}: averaging gradients over the ranks of the group"
         self._reductions.append(partial(self._hand_over, bucket, self.rows.begin_sum(rows, what), has_all))
@@ -249,7 +243,7 @@ class ZeroGroup(PartitionedGroup):
 
     def _push(self, bucket: Bucket, rows: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
-        self.replica.push(bucket.names, [bucket.views(row) for row in rows])
+        self.replica.push(bucket.names, bucket.views(rows))
 
     def finish_step(self) -> None:
         _end(self._gatherings)
