@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,9 +86,9 @@ class BufferBucket:
 def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBucket, ...]:
     """Make one bucket per device and accumulation dtype of the float and complex buffers of ``module``."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
-    for name, buffer in float_buffers(module):
+    for name, buffer in named_buffers(module):
         values = _as_real(buffer)
-        if values.numel():
+        if is_averaged(buffer) and values.numel():
             kind = (accumulation_dtype(values.dtype), values.device)
             kinds.setdefault(kind, []).append((name, values.numel()))
     return tuple(
@@ -101,11 +101,6 @@ def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBuck
         )
         for place, ((dtype, device), entries) in enumerate(kinds.items())
     )
-
-
-def float_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return name and tensor of the buffers that can be averaged."""
-    return ((name, buffer) for name, buffer in named_buffers(module) if is_averaged(buffer))
 
 
 def is_averaged(buffer: torch.Tensor) -> bool:
