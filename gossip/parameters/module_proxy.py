@@ -179,10 +179,6 @@ def _rename_nested_keys(model: nn.Module, state_dict: dict[str, Any], prefix: st
 
 def _rename(entries: dict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
     """Rename what follows the prefix in keys that have it; the order is kept."""
-    if not any(
-        rename(key.removeprefix(prefix)) != key.removeprefix(prefix) for key in entries if key.startswith(prefix)
-    ):
-        return
     items = list(entries.items())
     entries.clear()
     for key, value in items:
