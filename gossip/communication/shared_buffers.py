@@ -39,69 +39,17 @@ class Row(NamedTuple):
     nbytes: int  # of a message
 
 
-class SharedFile:
-    """Memory of one process that others map too: an anonymous file, which exists as long as any process holds it.
+class Arena:
+    """All buffers of one process, in memory that others map too: an anonymous file, which lasts while anybody holds it.
 
-    It starts with a secret. Parts that have not been written take no memory.
+    A process that knows the arena holds it from the beginning, so what its owner has published is available even after
+    the owner's end. It starts with a secret. Then come rows, which are added and never changed; then the buffers. Parts
+    that have not been written take no memory.
 
     Parameters
     ----------
     fd : int
-        The file descriptor, closed with this object.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._pid, self._fd = os.getpid(), fd
-        self._end = _whole_pages(_SECRET_BYTES)
-
-    def __del__(self) -> None:
-        if os.getpid() == self._pid:  # in a forked child the number may refer to something else by now
-            os.close(self._fd)
-
-    @classmethod
-    def make(cls) -> tuple[SharedFile, Address]:
-        """Create the file of this process."""
-        fd, secret = os.memfd_create("gossip"), secrets.token_hex(_SECRET_BYTES // 2)
-        os.write(fd, secret.encode())
-        return cls(fd), Address(os.getpid(), fd, secret)
-
-    @classmethod
-    def at(cls, address: Address) -> SharedFile | None:
-        """Open the file of another process, or return None if this process cannot read and write it."""
-        try:
-            fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
-        except OSError:
-            return None
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, fd)
-            if os.read(fd, _SECRET_BYTES) != address.secret.encode():
-                return None
-            stack.pop_all()
-        return cls(fd)
-
-    def grow(self, nbytes: int) -> int:
-        """Add at least ``nbytes`` of memory, and return its start, a whole number of pages. Called by the owner."""
-        start = self._end
-        self._end += _whole_pages(nbytes)
-        if os.fstat(self._fd).st_size < self._end:
-            os.ftruncate(self._fd, self._end)
-        return start
-
-    def map(self, start: int, nbytes: int) -> memoryview:
-        """Map a part of the file that starts at a page."""
-        return memoryview(mmap.mmap(self._fd, nbytes, offset=start))
-
-
-class Arena:
-    """All buffers of one process.
-
-    A process that knows the arena holds it from the beginning, so what its owner has published is available even after
-    the owner's end. First come rows, which are added and never changed; then the buffers.
-
-    Parameters
-    ----------
-    file : SharedFile
-        The memory.
+        The descriptor of the file, closed with this object.
     num_readers : int
         The number of ranks that may read a buffer.
 
@@ -111,25 +59,51 @@ class Arena:
         The buffers, as far as they are known here; in the same order in every process.
     """
 
-    def __init__(self, file: SharedFile, num_readers: int) -> None:
+    def __init__(self, fd: int, num_readers: int) -> None:
+        self._pid, self._fd = os.getpid(), fd
         self.buffers: list[Buffer] = []
-        self._file = file
         self._num_readers = num_readers
+        self._end = _whole_pages(_SECRET_BYTES)
         rows_bytes = _MAX_ROWS * 8 * len(Row._fields)
-        self._numbers = file.map(file.grow(rows_bytes), rows_bytes).cast("q")
+        self._numbers = self._map(self._grow(rows_bytes), rows_bytes).cast("q")
         self._num_rows = 0
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:  # in a forked child the number may refer to something else by now
+            os.close(self._fd)
 
     @classmethod
     def make(cls, num_readers: int) -> tuple[Arena, Address]:
         """Create the arena of this process."""
-        file, address = SharedFile.make()
-        return cls(file, num_readers), address
+        fd, secret = os.memfd_create("gossip"), secrets.token_hex(_SECRET_BYTES // 2)
+        os.write(fd, secret.encode())
+        return cls(fd, num_readers), Address(os.getpid(), fd, secret)
 
     @classmethod
     def at(cls, address: Address, num_readers: int) -> Arena | None:
         """Open the arena of another process, or return None if this process cannot read and write it."""
-        file = SharedFile.at(address)
-        return None if file is None else cls(file, num_readers)
+        try:
+            fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
+        except OSError:
+            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, fd)
+            if os.read(fd, _SECRET_BYTES) != address.secret.encode():
+                return None
+            stack.pop_all()
+        return cls(fd, num_readers)
+
+    def _grow(self, nbytes: int) -> int:
+        """Add at least ``nbytes`` of memory, and return its start, a whole number of pages."""
+        start = self._end
+        self._end += _whole_pages(nbytes)
+        if os.fstat(self._fd).st_size < self._end:
+            os.ftruncate(self._fd, self._end)
+        return start
+
+    def _map(self, start: int, nbytes: int) -> memoryview:
+        """Map a part of the file that starts at a page."""
+        return memoryview(mmap.mmap(self._fd, nbytes, offset=start))
 
     def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
         """Make buffers for messages of ``nbytes``. Called by the owner.
@@ -144,7 +118,7 @@ class Arena:
                 f"messages of {_MAX_ROWS} different sizes were sent to ranks on this machine, the largest possible "
                 "number; a codec whose messages change their size in every step must pad them to a few sizes"
             )
-        row = Row(bucket + 1, self._file.grow(BUFFERS_PER_ROW * self._stride(nbytes)), nbytes)
+        row = Row(bucket + 1, self._grow(BUFFERS_PER_ROW * self._stride(nbytes)), nbytes)
         buffers = self._buffers(row)
         start = self._num_rows * len(row)
         for number in reversed(range(len(row))):  # a row is complete once its first number is
@@ -165,7 +139,7 @@ class Arena:
     def _buffers(self, row: Row) -> Sequence[Buffer]:
         stride = self._stride(row.nbytes)
         # One mapping for all, because each takes a descriptor.
-        memory = self._file.map(row.start, BUFFERS_PER_ROW * stride)
+        memory = self._map(row.start, BUFFERS_PER_ROW * stride)
         starts = range(0, BUFFERS_PER_ROW * stride, stride)
         buffers = [Buffer(memory[start : start + stride], self._num_readers, row.nbytes) for start in starts]
         self.buffers += buffers
