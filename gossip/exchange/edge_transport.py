@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -48,17 +47,15 @@ class EdgeTransport(Transport):
         self._members = tuple(range(topology.world_size) if members is None else members)
         self._place = self._members.index(world.member)
         self._finisher = Finisher(world) if follows_up else None
-        self._soft_deadline_s = soft_deadline_s
-        self._late = LateMessages(world)
+        self._late = LateMessages(world, soft_deadline_s)
 
     def describe(self) -> str:
         return f"separate connections between {len(self._members)} ranks, which may be lost"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
-        patience = None if self._soft_deadline_s is None else Patience(self._soft_deadline_s, self._late)
         sources = round_.neighbours(self._place)
         exchange = EdgeExchange(
-            self._world, self._members, conversation, sources, step, bucket, patience=patience, shared=self._shared
+            self._world, self._members, conversation, sources, step, bucket, late=self._late, shared=self._shared
         )
         if self._finisher is not None:
             exchange.end = self._finisher.submit(exchange.finish)
@@ -73,17 +70,10 @@ class EdgeTransport(Transport):
     @property
     def _shared(self) -> SharedPayloads | None:
         """Shared memory; None with a soft deadline, where steps must not wait for its readers either."""
-        return self._world.shared if self._soft_deadline_s is None else None
+        return self._world.shared if self._late.soft_deadline_s is None else None
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         return self._late.arrived(bucket, waits=waits)
-
-
-class Patience(NamedTuple):
-    """How long an exchange waits once it is awaited, and where later messages are kept."""
-
-    seconds: float
-    late: LateMessages
 
 
 class EdgeExchange:
@@ -98,7 +88,7 @@ class EdgeExchange:
         step: int,
         bucket: int,
         *,
-        patience: Patience | None,
+        late: LateMessages,
         shared: SharedPayloads | None,
     ) -> None:
         self.bytes_by_peer: dict[int, int] = {}
@@ -106,7 +96,7 @@ class EdgeExchange:
         self.dropped: set[int] = set()  # places whose messages were left out; complete after wait()
         self.delayed: set[int] = set()  # those of them whose messages are mixed in later
         self.end: Callable[[], None] | None = None  # waits for the thread that finishes it, if there is one
-        self._patience, self._shared = patience, shared
+        self._late, self._shared = late, shared
         self._world = world
         self._members = members
         self._conversation = conversation
@@ -126,7 +116,8 @@ class EdgeExchange:
 
     def finish(self) -> None:
         """Wait for the messages, and carry the exchange to its end."""
-        ends_at = None if self._patience is None else time.monotonic() + self._patience.seconds
+        deadline_s = self._late.soft_deadline_s
+        ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         received = self._receive(self._opening, tuple(self._sources), ends_at)
         for turn in self._conversation.proceed(Delivery(self._opening.sent, received)):
             self._send(turn)
@@ -200,12 +191,10 @@ class EdgeExchange:
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""
-        assert self._patience is not None
-        late = self._patience.late
-        if not late.may_be_late(self._bucket, member):
+        if not self._late.may_be_late(self._bucket, member):
             return False
         own = next(iter(self._opening.sent.values()))
-        late.await_later(self._bucket, member, key, self._sources[place], own.clone())
+        self._late.await_later(self._bucket, member, key, self._sources[place], own.clone())
         self.dropped.add(place)
         self.delayed.add(place)
         return True

@@ -30,11 +30,13 @@ class LateMessages:
     """The late messages of one transport.
 
     The peer has mixed this rank's message of the same round in time, or will do so as late as this rank: what one adds
-    the other subtracts, at whatever step.
+    the other subtracts, at whatever step. An exchange that is awaited waits for its messages for ``soft_deadline_s``,
+    or, with None, until all are there.
     """
 
-    def __init__(self, world: ElasticWorld) -> None:
+    def __init__(self, world: ElasticWorld, soft_deadline_s: float | None) -> None:
         self._world = world
+        self.soft_deadline_s = soft_deadline_s
         self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
 
     def may_be_late(self, bucket: int, member: int) -> bool:

@@ -252,7 +252,7 @@ def test_what_was_late_stays_as_it_is_until_it_has_been_mixed_in(dtype: torch.dt
     world.wait_until = lambda look, *_, **__: look()
     world.mesh.take = lambda member, asked: payloads.pop((member, asked), None)
     world.mesh.give_back = lambda given: [payload.fill_(0) for payload in given]
-    late = LateMessages(world)
+    late = LateMessages(world, 1.0)
     late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype))
     differences = [found.difference.clone() for found in late.arrived(0, waits=True)]
     torch.testing.assert_close(differences, [torch.ones(4, dtype=torch.float64)], rtol=0, atol=0)
