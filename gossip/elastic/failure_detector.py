@@ -140,9 +140,8 @@ class FailureDetector(World):
 
     def _tell(self) -> None:
         """Tell the others that this rank waits, and where, so that none drops it because of another rank."""
-        place = torch.tensor(self.consensus.position, dtype=torch.int64)
         for member in self._all_others:
-            self.mesh.send(member, Key(Kind.WAITING), place.clone())
+            self.mesh.send(member, Key(Kind.WAITING, *self.consensus.position))
 
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
         """Return whether a member itself is responsible for the wait, because it does not report that it waits."""

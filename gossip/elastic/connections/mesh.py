@@ -22,7 +22,6 @@ from gossip.elastic.connections.peer_connection import (
     Outgoing,
     PeerConnection,
     next_number,
-    reading,
 )
 from gossip.elastic.connections.selector import READ, WRITE, Watcher
 from gossip.elastic.connections.send_queue import UnderWay, whose_turn
@@ -396,9 +395,7 @@ class Mesh:
                 self.left.add(member)
                 self.changed.notify_all()
         elif kind == Kind.WAITING:
-            with reading(frame):
-                num_loaded, step, num_ended = frame.payload.view(torch.int64).tolist()
-            self.waiting[member] = time.monotonic(), (num_loaded, step, num_ended)
+            self.waiting[member] = time.monotonic(), frame.key[1:]
         elif kind == Kind.STEPPED:
             self.stepped_at[member] = time.monotonic()
         elif kind != Kind.BEAT:  # its arrival is all that counts

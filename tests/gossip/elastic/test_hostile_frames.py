@@ -156,7 +156,6 @@ def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
             "the connection was closed",
             "a frame of kind LENT that arrived cannot be read",
             "a frame of kind MEMORY that arrived cannot be read",
-            "a frame of kind WAITING that arrived cannot be read",
             "data that arrived over the connection are not a frame of this program",
         } <= reasons
         other.send(0, Key(Kind.MESSAGE, 7))
