@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -159,8 +158,9 @@ class ElasticWorld(FailureDetector):
         secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
         self.mesh = Mesh(self.member, secret, host, self.timeout, authenticate=self._authenticate)
         self.state_source = StateSource(self.mesh)
+        questions = self.questions  # the mesh must not hold this world
         for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
-            self.mesh.handlers[kind] = functools.partial(_put, self.questions)
+            self.mesh.handlers[kind] = lambda member, frame: questions.put((member, frame))
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
         self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, own_network()]))
 
@@ -437,10 +437,6 @@ class ElasticWorld(FailureDetector):
         if hasattr(self, "mesh"):
             self.mesh.leave(CLOSING_PATIENCE)
         super().close()
-
-
-def _put(questions: Questions, member: int, frame: Frame) -> None:
-    questions.put((member, frame))
 
 
 def _least(min_ranks: int | None, num_ranks: int) -> int:
