@@ -154,9 +154,7 @@ class EdgeExchange:
                     purpose = self._bucket, self._num_turns, len(copies)
                     copies[id(message)] = shared.take(purpose, message, self._where).copy_(message)
                 lying = copies[id(message)]
-            if shared is not None and shared.can_send(member, lying):
-                shared.send(member, self._key(), lying)
-            else:
+            if shared is None or not shared.send(member, self._key(), lying):
                 frame = self._world.mesh.send(member, self._key(), message.detach().cpu(), self._number)
                 self._outgoing.append((member, frame))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes

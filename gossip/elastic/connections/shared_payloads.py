@@ -133,15 +133,14 @@ class SharedPayloads:
         found[0].readers.clear()
         return found[0].message.view(like.dtype).view(like.shape)
 
-    def can_send(self, member: int, message: torch.Tensor) -> bool:
-        """Return whether a message is in memory that was taken, and a member can read it there."""
+    def send(self, member: int, key: Key, message: torch.Tensor) -> bool:
+        """Send a message if it is in memory that was taken and a member can read it there; return whether it is."""
         slot = self._by_memory.get(message.data_ptr())
-        return self.reaches(member) and slot is not None and len(slot.readers) < _MOST_READERS
-
-    def send(self, member: int, key: Key, message: torch.Tensor) -> None:
-        """Send a message in memory that was taken to a member that can read it."""
-        place = self._by_memory[message.data_ptr()].lend(member)
-        self._mesh.send(member, Key(Kind.LENT, *key[1:]), torch.frombuffer(bytearray(place), dtype=torch.uint8))
+        if slot is None or not self.reaches(member) or len(slot.readers) >= _MOST_READERS:
+            return False
+        place = torch.frombuffer(bytearray(slot.lend(member)), dtype=torch.uint8)
+        self._mesh.send(member, Key(Kind.LENT, *key[1:]), place)
+        return True
 
     def holds(self, message: torch.Tensor) -> bool:
         """Return whether a message is in memory that was taken."""
