@@ -10,7 +10,7 @@ import torch
 from gossip.communication.device_paths import DevicePaths
 from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.host.worker_threads import WorkerThreads
-from gossip.communication.world import World
+from gossip.communication.world import Post, World
 
 
 class Flag(Protocol):
@@ -57,7 +57,7 @@ class AgreedFlag:
         self._world = world
         self._what = what
         self._answer: bool | None = None
-        self._pending: Callable[[], bool] | None = None
+        self._pending: tuple[Callable[[], None], torch.Tensor] | None = None  # what waits for the sum, and the sum
         if not world.is_alone:
             assert world.membership is not None
             self._group = world.communicator(range(world.world_size), what)
@@ -69,20 +69,14 @@ class AgreedFlag:
             self._answer = yes
             return
         flag, group = torch.tensor([float(yes)], device=self._world.control_device), self._group
-        wait = self._world.begin(
-            [lambda _, received: group.allreduce([received[0]])], [flag], [flag], self._what, paths=self._device_paths
-        )
-
-        def answer() -> bool:
-            wait()
-            return bool(flag.item())
-
-        self._pending = answer
+        posts: list[Post] = [lambda _, received: group.allreduce([received[0]])]
+        self._pending = self._world.begin(posts, [flag], [flag], self._what, paths=self._device_paths), flag
 
     def wait(self) -> bool | None:
         if self._pending is not None:
-            self._answer = self._pending()
-            self._pending = None
+            wait, flag = self._pending
+            wait()
+            self._pending, self._answer = None, bool(flag.item())
         return self._answer
 
     def restore(self, answer: bool | None) -> None:
