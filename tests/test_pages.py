@@ -143,7 +143,7 @@ def claims_of(test: Path) -> list[tuple[str, int]]:
 def test_every_example_is_run_by_a_test() -> None:
     pages = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))]
     examples = [example for page in pages if "_build" not in page.parts for example in examples_of(page)]
-    claimed = {claim for test in (REPOSITORY / "tests").rglob("test_*.py") for claim in claims_of(test)}
+    claimed = {claim for test in (REPOSITORY / "tests").rglob("*.py") for claim in claims_of(test)}
     unclaimed = [(page, number) for page, number in examples if page not in SESSIONS and (page, number) not in claimed]
     assert unclaimed == [], "no test runs these blocks of code"
     assert claimed <= set(examples), "tests name blocks of code that are not there"

@@ -125,11 +125,7 @@ def copy_and_go_on(algorithm: str) -> None:
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
-    copies = [
-        copy.deepcopy(model),
-        copy.deepcopy(model.module),
-        torch.load(saved, weights_only=False),
-    ]
+    copies = [copy.deepcopy(model), copy.deepcopy(model.module), torch.load(saved, weights_only=False)]
     for each in copies:
         assert_equal_states(each.state_dict(), model.state_dict())
         each(batch(5)).sum().backward()  # plain: no step, gradients stay

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
+from examples import defined
 from quadratics import BUCKETS, MOMENTUM, Array, Problem, Sgd
 
 import gossip
@@ -184,6 +185,15 @@ class MomentumExchange(Recursion):
     def combine(self, step: int) -> None:
         super().combine(step)
         self.sgd.velocity = self.matrix(step) @ self.sgd.velocity
+
+
+class HeavyBall(Recursion):
+    def begin(self) -> None:
+        self.velocity = self.zeros
+
+    def combine(self, step: int) -> None:
+        self.velocity = 0.5 * self.velocity + self.matrix(step) @ self.x - self.x
+        self.x = self.x + 0.5 * self.velocity
 
 
 class PushSum(Recursion):
@@ -428,11 +438,16 @@ ROWS: dict[str, Row] = {
     **in_both_forms("momentum_tracking", "atc", Row(MomentumTracking, CHANGING)),
     **in_both_forms("quasi_global_integral", "atc", Row(QuasiGlobalIntegral, CHANGING, momentum=0.0)),
     **in_both_forms("quasi_global_momentum", "atc", Row(QuasiGlobalMomentum, CHANGING, momentum=0.0)),
+    # That of the page on algorithms of one's own; processes call arrive() only in rounds in which they have a peer.
+    "heavy_ball": Row(HeavyBall, ("ring", "one_peer_exponential")),
 }
 
 
 def make_algorithm(label: str) -> Algorithm:
     """That of a row, whose label is its name and what else tells it from others."""
+    if label == "heavy_ball":
+        made: Algorithm = defined("docs/extending/algorithm.md", 0)["HeavyBall"]()
+        return made
     return ALGORITHMS.get(label.partition("(")[0])(**ROWS[label].options)
 
 

@@ -68,13 +68,7 @@ COMPRESSIONS = {
     ),
     "choco sign": Row(lambda _: Choco(sparsifier="sign"), 2**-7, 300, STATIC, is_random=False, bytes_per_value=0.251),
     "powergossip": Row(
-        lambda seed: PowerGossip(seed=seed),
-        2**-7,
-        800,
-        STATIC,
-        is_random=True,
-        bytes_per_value=0.01,
-        views=one_matrix,
+        lambda seed: PowerGossip(seed=seed), 2**-7, 800, STATIC, is_random=True, bytes_per_value=0.01, views=one_matrix
     ),
 }
 PER_MECHANISM = ("bf16", "int8", "choco", "powergossip")

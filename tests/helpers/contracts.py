@@ -53,14 +53,14 @@ def digits(n: int, base: int) -> list[int]:
     return [*digits(n // base, base), n % base] if n else []
 
 
-def simple_base_length(n: int, k: int) -> int:
+def simple_base_length(n: int, k: int = 1) -> int:
     if is_smooth(n, k + 1):
         return fewest(n, k + 1)
     first, *others = digits(n, k + 1)
     return 2 * len(others) + 1 + (first > 1)
 
 
-def base_length(n: int, k: int) -> int:
+def base_length(n: int, k: int = 1) -> int:
     smooth = max(p for p in range(1, n + 1) if n % p == 0 and is_smooth(p, k + 1))
     return min(simple_base_length(n, k), simple_base_length(n // smooth, k) + fewest(smooth, k + 1))
 
@@ -70,22 +70,44 @@ def hops_are_symmetric(n: int, num_hops: int, seed: int) -> bool:
     return sorted(hops) == sorted(n - hops)
 
 
+def num_matchings(n: int, graph: str) -> int:
+    """The fewest matchings: the largest degree, but one more for odd cycles and complete graphs of odd size."""
+    if graph == "ring":
+        return 1 if n == 2 else 2 + n % 2
+    if graph == "complete":
+        return n - 1 + n % 2 if n > 2 else 1
+    round_ = topologies.build(graph, n).round(0)
+    return int(round_.num_sources().max())
+
+
+def torus_slem(n: int, shape: tuple[int, int] | None = None) -> float | None:
+    rows, columns = shape or max((a, n // a) for a in range(1, math.isqrt(n) + 1) if n % a == 0)
+    if min(rows, columns) < 3:
+        return None
+    return 1 - 0.4 * (1 - math.cos(2 * math.pi / max(rows, columns)))
+
+
 @dataclass
 class Contract:
-    """What a family promises; every function takes the world size (2 or more) and the options."""
+    """What a family promises: values, or functions of the world size (2 or more) and the options."""
 
     name: str
     options: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     serves: Callable[..., bool] = lambda n, **_: True
-    period: Callable[..., int | None] = lambda n, **_: 1
-    degree: Callable[..., int] = lambda n, **_: n - 1
-    exact: Callable[..., Any] = lambda n, **_: UNPROMISED
-    symmetric: Callable[..., bool] = lambda n, **_: True
-    stochasticity: Callable[..., str] = lambda n, **_: "doubly"
+    period: Any = 1
+    degree: Any = lambda n, **_: n - 1
+    exact: Any = UNPROMISED
+    symmetric: Any = True
+    stochasticity: Any = "doubly"
     uniform_groups: bool = False
-    slem: Callable[..., float | None] = lambda n, **_: None
-    negative_weights: Callable[..., bool | None] = lambda n, **_: False
+    slem: Any = None
+    negative_weights: Any = False
     more_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("period", "degree", "exact", "symmetric", "stochasticity", "slem", "negative_weights"):
+            if not callable(value := getattr(self, name)):
+                setattr(self, name, lambda *_, value=value, **__: value)
 
 
 def up_to(limit: int) -> Callable[..., Any]:
@@ -98,14 +120,10 @@ def graph_options(n: int) -> list[dict[str, Any]]:
 
 
 CONTRACTS = [
-    Contract("complete", exact=lambda n: 1, uniform_groups=True, slem=lambda n: 0.0),
+    Contract("complete", exact=1, uniform_groups=True, slem=0.0),
     Contract("ring", degree=lambda n: min(2, n - 1), exact=up_to(3), slem=ring_slem),
     Contract(
-        "directed_ring",
-        degree=lambda n: 1,
-        exact=up_to(2),
-        symmetric=lambda n: n == 2,
-        slem=lambda n: math.cos(math.pi / n),
+        "directed_ring", degree=1, exact=up_to(2), symmetric=lambda n: n == 2, slem=lambda n: math.cos(math.pi / n)
     ),
     Contract(
         "path",
@@ -125,18 +143,14 @@ CONTRACTS = [
         options=[{}, {"shape": (3, 4)}, {"shape": (5, 3)}, {"shape": (2, 8)}],
         serves=lambda n, shape=None: shape is None or math.prod(shape) == n,
         degree=lambda n, **_: min(4, n - 1),
-        slem=lambda n, shape=None: torus_slem(n, shape),
+        slem=torus_slem,
     ),
     Contract(
-        "hypercube",
-        serves=is_power_of_two,
-        degree=lambda n: tau(n),
-        exact=up_to(2),
-        slem=lambda n: (tau(n) - 1) / (tau(n) + 1),
+        "hypercube", serves=is_power_of_two, degree=tau, exact=up_to(2), slem=lambda n: (tau(n) - 1) / (tau(n) + 1)
     ),
     Contract(
         "exponential",
-        degree=lambda n: tau(n),
+        degree=tau,
         exact=up_to(3),
         symmetric=lambda n: n <= 3,
         slem=lambda n: 1 - 2 / (1 + tau(n)) if n % 2 == 0 else None,
@@ -150,25 +164,18 @@ CONTRACTS = [
         "one_peer_ring",
         serves=lambda n: n % 2 == 0,
         period=lambda n: 1 if n == 2 else 2,
-        degree=lambda n: 1,
+        degree=1,
         exact=lambda n: {2: 1, 4: 2}.get(n, UNPROMISED),
         uniform_groups=True,
     ),
     Contract(
         "one_peer_exponential",
         period=tau,
-        degree=lambda n: 1,
+        degree=1,
         exact=lambda n: tau(n) if is_power_of_two(n) else NEVER,
         symmetric=lambda n: n == 2,
     ),
-    Contract(
-        "one_peer_hypercube",
-        serves=is_power_of_two,
-        period=tau,
-        degree=lambda n: 1,
-        exact=tau,
-        uniform_groups=True,
-    ),
+    Contract("one_peer_hypercube", serves=is_power_of_two, period=tau, degree=1, exact=tau, uniform_groups=True),
     Contract(
         "hyper_cuboid",
         options=[{"factors": f} for f in ((2,), (3, 2), (2, 3), (2, 2, 3), (5, 5), (4, 7), (31,), (3, 3, 3))],
@@ -190,22 +197,22 @@ CONTRACTS = [
     Contract(
         "simple_base",
         options=[{}, *({"k": k} for k in (2, 3, 4, 5))],
-        period=lambda n, k=1: simple_base_length(n, k),
+        period=simple_base_length,
         degree=lambda n, k=1: k,
-        exact=lambda n, k=1: simple_base_length(n, k),
+        exact=simple_base_length,
     ),
     Contract(
         "base",
         options=[{}, *({"k": k} for k in (2, 3, 4, 5))],
-        period=lambda n, k=1: base_length(n, k),
+        period=base_length,
         degree=lambda n, k=1: k,
-        exact=lambda n, k=1: base_length(n, k),
+        exact=base_length,
     ),
     Contract(
         "local_global",
         options=[{"local_size": size} for size in (1, 2, 3, 4, 8)],
         serves=lambda n, local_size: n % local_size == 0,
-        period=lambda n, local_size: 2,
+        period=2,
         degree=lambda n, local_size: max(local_size, n // local_size) - 1,
         exact=lambda n, local_size: 1 if local_size == n else 2,
         uniform_groups=True,
@@ -236,17 +243,11 @@ CONTRACTS = [
     Contract(
         "equi_dyn",
         options=[{}, {"seed": 5, "eta": 1.0}, {"directed": True}, {"seed": 3, "directed": True, "eta": 0.25}],
-        period=lambda n, **_: None,
-        degree=lambda n, **_: 1,
+        period=None,
+        degree=1,
         symmetric=lambda n, directed=False, **_: not directed or n == 2,
     ),
-    Contract(
-        "random_matching",
-        options=[{"seed": 0}, {"seed": 7}],
-        period=lambda n, seed: None,
-        degree=lambda n, seed: 1,
-        uniform_groups=True,
-    ),
+    Contract("random_matching", options=[{"seed": 0}, {"seed": 7}], period=None, degree=1, uniform_groups=True),
     Contract(
         "graph",
         options=[option for n in (4, 6) for option in graph_options(n)],
@@ -271,8 +272,8 @@ CONTRACTS = [
         "matchings",
         options=[{"graph": name} for name in ("ring", "path", "star", "grid", "complete", "hypercube")],
         serves=lambda n, graph: graph != "hypercube" or is_power_of_two(n),
-        period=lambda n, graph: num_matchings(n, graph),
-        degree=lambda n, graph: 1,
+        period=num_matchings,
+        degree=1,
         exact=lambda n, graph: tau(n) if graph == "hypercube" else UNPROMISED,
         uniform_groups=True,
     ),
@@ -287,7 +288,7 @@ CONTRACTS = [
         period=lambda n, budget=0.5, **_: 1 if budget == 1 else None,
         degree=lambda n, graph, **_: num_matchings(n, graph) if n > 2 else 1,
         exact=lambda n, graph, **_: 1 if graph == "complete" else UNPROMISED,
-        negative_weights=lambda n, **_: None,
+        negative_weights=None,
     ),
     Contract(
         "erdos_renyi",
@@ -324,28 +325,11 @@ CONTRACTS = [
         options=[{}, {"weights": "best_constant"}],
         serves=lambda n, **_: n % 4 == 1 and is_prime(n),
         degree=lambda n, **_: (n - 1) // 2,
-        exact=lambda n, **_: NEVER,
+        exact=NEVER,
         slem=lambda n, weights="metropolis": (1 + math.sqrt(n)) / (1 + n) if weights == "metropolis" else n**-0.5,
     ),
-    Contract("karate_club", serves=lambda n: n == 34, degree=lambda n: 17, exact=lambda n: NEVER),
-    Contract("davis", serves=lambda n: n == 32, degree=lambda n: 14, exact=lambda n: NEVER),
-    Contract("florentine", serves=lambda n: n == 15, degree=lambda n: 6, exact=lambda n: NEVER),
-    Contract("les_miserables", serves=lambda n: n == 77, degree=lambda n: 36, exact=lambda n: NEVER, more_sizes=(77,)),
+    Contract("karate_club", serves=lambda n: n == 34, degree=17, exact=NEVER),
+    Contract("davis", serves=lambda n: n == 32, degree=14, exact=NEVER),
+    Contract("florentine", serves=lambda n: n == 15, degree=6, exact=NEVER),
+    Contract("les_miserables", serves=lambda n: n == 77, degree=36, exact=NEVER, more_sizes=(77,)),
 ]
-
-
-def num_matchings(n: int, graph: str) -> int:
-    """The fewest matchings: the largest degree, but one more for odd cycles and complete graphs of odd size."""
-    if graph == "ring":
-        return 1 if n == 2 else 2 + n % 2
-    if graph == "complete":
-        return n - 1 + n % 2 if n > 2 else 1
-    round_ = topologies.build(graph, n).round(0)
-    return int(round_.num_sources().max())
-
-
-def torus_slem(n: int, shape: tuple[int, int] | None) -> float | None:
-    rows, columns = shape or max((a, n // a) for a in range(1, math.isqrt(n) + 1) if n % a == 0)
-    if min(rows, columns) < 3:
-        return None
-    return 1 - 0.4 * (1 - math.cos(2 * math.pi / max(rows, columns)))

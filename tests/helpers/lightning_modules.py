@@ -55,10 +55,7 @@ def module_of(library: Any = pl) -> type[Any]:
         """A regression; notes its own parameters at the end of training and of every batch, and those it validates."""
 
         def __init__(
-            self,
-            net: nn.Module | None = None,
-            optimizer: Callable[[Any], Any] | None = None,
-            interval: str = "step",
+            self, net: nn.Module | None = None, optimizer: Callable[[Any], Any] | None = None, interval: str = "step"
         ) -> None:
             super().__init__()
             self.net = network() if net is None else net

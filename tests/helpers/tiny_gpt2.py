@@ -56,11 +56,7 @@ def make_module(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0) -> 
 
 
 def make_trainer(
-    folder: Path,
-    module: nn.Module,
-    watch: TrainerCallback,
-    kind: type[GossipTrainer] = GossipTrainer,
-    **given: Any,
+    folder: Path, module: nn.Module, watch: TrainerCallback, kind: type[GossipTrainer] = GossipTrainer, **given: Any
 ) -> Any:
     """A trainer of 2 epochs of 5 steps on 2 ranks; ``given`` are its own arguments and its TrainingArguments."""
     defaults = {

@@ -115,13 +115,7 @@ def started(function: Callable[..., Any], *args: Any, world_size: int, hosts: La
             ranks._end()
 
 
-def _work(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    place: _Place,
-    number: int,
-    channel: Connection,
-) -> None:
+def _work(function: Callable[..., Any], args: tuple[Any, ...], place: _Place, number: int, channel: Connection) -> None:
     rank, world_size, host, port, namespace, clock = place
     torch.set_num_threads(1)
     shared_clock.SharedClock(clock, number).replace_monotonic()

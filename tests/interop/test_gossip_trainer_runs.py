@@ -18,10 +18,7 @@ from replicas import flat
 from safetensors.torch import load_file
 from tiny_gpt2 import LENGTH, VOCABULARY, Tokens, batch_of, make_module, make_trainer
 from torch import nn
-from transformers import (
-    GPT2LMHeadModel,
-    TrainerCallback,
-)
+from transformers import GPT2LMHeadModel, TrainerCallback
 
 from gossip import LaunchError, launch
 

@@ -13,21 +13,11 @@ TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=1", "bench.w
 ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("bench.steps=none", "error: bench.steps must be a valid integer, got 'none'"),
-        ("bench.stepps=3", "error: the configuration has no key bench.stepps; did you mean bench.steps?"),
-        ("--multirun", "error: the benchmark measures all methods in one run: give lists, and leave out -m"),
-    ],
-)
-def test_bench_refusals_are_one_line(
-    override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_here("bench.py", override)
+    done = run_here("bench.py", "--multirun")
     assert done.status == 2
-    assert done.last_line.startswith(words)
+    assert done.last_line == "error: the benchmark measures all methods in one run: give lists, and leave out -m"
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -15,10 +15,7 @@ from running import TIMEOUT_S, TRAIN, run_here
 
 from topologies.standard_output import CUT, ends_quietly
 
-PROGRAMS = {
-    "train": [str(TRAIN), "--cfg", "job"],
-    "topologies": ["-m", "topologies", "list"],
-}
+PROGRAMS = {"train": [str(TRAIN), "--cfg", "job"], "topologies": ["-m", "topologies", "list"]}
 
 
 def run_into_a_closed_pipe(arguments: list[str], folder: Path) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run_folders, run_here, train
+from running import run_folders, train
 from tiers import rest_is_slow
 
 from gossip.lab.experiments.records import read_jsonl
@@ -95,20 +95,3 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
     assert list(rates[3]) == list(range(joined_at, 4000))
     assert rates[3] == {step: rates[0][step] for step in rates[3]}
     assert len(set(rates[3].values())) > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("wrapper.on_peer_loss=raise", "launch.restart=2"), "launch.restart=2: a worker that is started again joins"),
-        (("profile=true",), "profile=true traces the usual exchanges, but wrapper.on_peer_loss=continue"),
-        (("data.on_loss=forget",), "there is no data.on_loss=forget"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, options: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused = run_here("train.py", *MORTAL, *options)
-    assert refused.status == 2
-    assert text in refused.stderr

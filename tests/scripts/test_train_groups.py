@@ -9,17 +9,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from running import TIMEOUT_S, run_here, train
+from running import TIMEOUT_S, train
 
 RUN = ("launch.world_size=4", "launch.local_size=2", "topology=ring", "training.epochs=1", "figures=false")
 TRUSTED = "trusted_targets=[faulty_models]"
-FAULTY = (
-    "model._target_=faulty_models.FailingModel",
-    TRUSTED,
-    "~model.hidden",
-    "+model.step=8",
-    "checkpoint.every=5",
-)
+FAULTY = ("model._target_=faulty_models.FailingModel", TRUSTED, "~model.hidden", "+model.step=8", "checkpoint.every=5")
 
 
 @pytest.mark.slow
@@ -42,22 +36,3 @@ def test_a_run_of_groups_that_was_killed_ends_with_the_same_model(shard: str, tm
     assert models[0].keys() == models[1].keys()
     for name, values in models[0].items():
         assert torch.equal(values, models[1][name]), name
-
-
-REFUSED = {
-    ("launch.local_size=3",): "launch.local_size=3 does not divide launch.world_size=4",
-    ("shard=fsdp", "launch.local_size=1"): "shard=fsdp divides a replica among the ranks of a group",
-    ("engine=virtual",): "launch.local_size=2: engine=virtual has no groups of ranks",
-    ("method=ddp",): "launch.local_size=2: method=ddp has no groups of ranks",
-    ("topology=hypercube", "launch.world_size=6"): "launch.world_size=6 launch.local_size=2: topology 'hypercube'",
-}
-
-
-@pytest.mark.parametrize(("options", "text"), REFUSED.items())
-def test_groups_that_cannot_be_are_refused(
-    options: tuple[str, ...], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused = run_here("train.py", *RUN, *options)
-    assert refused.status == 2
-    assert text in refused.stderr

@@ -1,11 +1,17 @@
-"""The mixing factor, and rounding; the recursions are in the contract."""
+"""The mixing factor, rounding, and what Adam tracking refuses and goes on from; the recursions are in the contract."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
-from gossip import AdaptThenCombine, AdaptWhileCommunicating, Algorithm
+import gossip
+from gossip import AdaptThenCombine, AdaptWhileCommunicating, Algorithm, GossipDataParallel
 
 
 @pytest.mark.parametrize("algorithm", [AdaptThenCombine(), AdaptWhileCommunicating(gamma=0.25)])
@@ -24,8 +30,67 @@ def test_mixing_factor_out_of_range_is_refused(gamma: object) -> None:
         AdaptThenCombine(lambda _: gamma).combine_(torch.zeros(1), torch.zeros(1), 0)
 
 
+@pytest.mark.parametrize(
+    ("make", "arguments", "text"),
+    [
+        (gossip.DiLoCo, {"period": 0}, "period must be at least 1, got 0"),
+        (gossip.DiLoCo, {"outer_lr": -1.0}, r"outer_lr must be above 0 and finite, got -1\.0"),
+        (gossip.DiLoCo, {"outer_momentum": 1.0}, r"outer_momentum must be at least 0 and below 1, got 1\.0"),
+        (gossip.SlowMo, {"slow_momentum": -0.1}, r"slow_momentum must be at least 0 and below 1, got -0\.1"),
+        (gossip.SlowMo, {"slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
+        (gossip.NoLoCo, {"pull": 0}, "pull must be above 0 and finite, got 0"),
+        (gossip.StreamingDiLoCo, {"period": 3}, "parts must be at most 3, got 4"),
+        (gossip.StreamingDiLoCo, {"overlap": 0}, "overlap must be at least 1, got 0"),
+        (gossip.Asynchronous, {"max_staleness": 0}, "max_staleness must be at least 1, got 0"),
+        (gossip.IntegralCorrection, {"form": "cta"}, r'form must be "awc" .*, got \'cta\''),
+        (gossip.IntegralCorrection, {"gamma": 0}, "gamma must be above 0 and at most 1, got 0"),
+        (gossip.IntegralCorrection, {"kappa": -0.1}, r"kappa must be between 0 and 1, got -0\.1"),
+        (gossip.IntegralCorrection, {"second_moment": "mean"}, 'second_moment must be "local" or "exchange", got'),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Callable[..., Algorithm], arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(**arguments)
+
+
 def test_mixing_factor_may_follow_the_round() -> None:
     values = torch.zeros(3)
     algorithm = AdaptWhileCommunicating(lambda t: 1 / (1 + t))
     algorithm.combine_(values, torch.ones(3), 3)
     assert torch.equal(values, torch.full((3,), 0.25))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "text"),
+    [
+        (torch.optim.SGD, torch.float32, r"of torch.optim.Adam and AdamW, but the optimizer is torch.optim.sgd.SGD"),
+        (partial(torch.optim.AdamW, amsgrad=True), torch.float32, "amsgrad=True would keep the maximum; pass amsgrad="),
+        (partial(torch.optim.Adam, betas=(0.9, 0.0)), torch.float32, r"betas\[1\] must be above 0"),
+        (torch.optim.Adam, torch.bfloat16, "in the parameters' torch.bfloat16, which is too coarse; keep"),
+    ],
+)
+def test_adam_tracking_refuses_what_has_no_second_moment_to_change(
+    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        GossipDataParallel(nn.Linear(2, 1, dtype=dtype), make, algorithm="adam_tracking")
+
+
+def test_adam_tracking_goes_on_from_the_moments_of_adam() -> None:
+    """The count that corrects their bias comes with the optimizer's state; alone the algorithm is Adam."""
+    torch.manual_seed(0)
+    plain, inputs = nn.Linear(3, 2, dtype=torch.float64), torch.randn(20, 4, 3, dtype=torch.float64)
+    adam = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for batch in inputs:
+        adam.zero_grad()
+        plain(batch).square().mean().backward()
+        adam.step()
+    module = copy.deepcopy(plain)
+    with GossipDataParallel(module, partial(torch.optim.Adam, lr=0.01), algorithm="adam_tracking") as model:
+        model.optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+        for batch in inputs[:3]:
+            model(batch).square().mean().backward()
+            adam.zero_grad()
+            plain(batch).square().mean().backward()
+            adam.step()
+            torch.testing.assert_close(module.weight, plain.weight, rtol=0, atol=1e-12)

@@ -75,19 +75,6 @@ def test_given_gains_are_taken() -> None:
     assert IntegralCorrection("atc").on(topologies.build("complete", 1)).gains(0) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"form": "cta"}, r'form must be "awc" .*, got \'cta\''),
-        ({"gamma": 0}, "gamma must be above 0 and at most 1, got 0"),
-        ({"kappa": -0.1}, r"kappa must be between 0 and 1, got -0\.1"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        IntegralCorrection(**arguments)  # type: ignore[arg-type]
-
-
 def test_topology_that_never_brings_all_ranks_together_is_refused() -> None:
     halves = Topology.from_rounds([Round.from_groups(4, [[0, 1], [2, 3]])])
     with pytest.raises(ValueError, match="never brings all ranks together"):

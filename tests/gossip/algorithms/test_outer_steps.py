@@ -95,22 +95,3 @@ def test_messages_that_would_be_overtaken_are_not_lost_in_silence() -> None:
     step(workers, 0)
     with pytest.raises(gossip.GossipError, match=r"step 1, bucket 0: .* again before the messages of round 0"):
         step(workers, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"period": 0}, "period must be at least 1, got 0"),
-        ({"outer_lr": -1.0}, r"outer_lr must be above 0 and finite, got -1\.0"),
-        ({"outer_momentum": 1.0}, r"outer_momentum must be at least 0 and below 1, got 1\.0"),
-        ({"make": SlowMo, "slow_momentum": -0.1}, r"slow_momentum must be at least 0 and below 1, got -0\.1"),
-        ({"make": SlowMo, "slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
-        ({"make": NoLoCo, "pull": 0}, "pull must be above 0 and finite, got 0"),
-        ({"make": StreamingDiLoCo, "period": 3}, "parts must be at most 3, got 4"),
-        ({"make": StreamingDiLoCo, "overlap": 0}, "overlap must be at least 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
-    make = arguments.pop("make", DiLoCo)
-    with pytest.raises(ValueError, match=text):
-        make(**arguments)

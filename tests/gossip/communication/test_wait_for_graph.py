@@ -28,12 +28,7 @@ def busy(sequence: int = SEQUENCE, state: str = "") -> Sighting:
 def verdict(*others: Sighting, awaited: Sequence[int] = (1,), is_collective: bool = False) -> Verdict:
     """Of rank 0; ``others`` are ranks 1, 2, ..."""
     return find_blocking_ranks(
-        0,
-        "step 5, bucket 0",
-        awaited,
-        dict(enumerate(others, 1)),
-        sequence=SEQUENCE,
-        is_collective=is_collective,
+        0, "step 5, bucket 0", awaited, dict(enumerate(others, 1)), sequence=SEQUENCE, is_collective=is_collective
     )
 
 

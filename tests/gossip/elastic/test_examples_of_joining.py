@@ -23,13 +23,7 @@ def train(_: int) -> tuple[int, dict[int, float]]:
     model = gossip.GossipDataParallel(
         torch.nn.Linear(8, 1), functools.partial(torch.optim.SGD, lr=0.1), "ring", on_peer_loss="continue", min_ranks=1
     )
-    found = defined(
-        "docs/when_ranks_die.md",
-        2,
-        torch=torch,
-        model=model,
-        num_steps=model.step + 1,
-    )
+    found = defined("docs/when_ranks_die.md", 2, torch=torch, model=model, num_steps=model.step + 1)
     assert found["step"] == model.step
     rates, last = {}, None
     while last is None or model.step < last:

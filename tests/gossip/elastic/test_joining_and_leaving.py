@@ -9,7 +9,7 @@ import signal
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -125,17 +125,11 @@ def test_one_that_joins_drops_nobody_who_waits_together_with_others() -> None:
     assert told == [(0, 1, 3), (0, 1, 3), None, (0, 1, 3)]
 
 
-class Together(NamedTuple):
-    """What a rank saw of one that joined: when, who trained after each step from then on, and what all had at last."""
+def measure_and_save_after_each_step(folder: str) -> tuple[int, list[tuple[int, ...]], int, torch.Tensor]:
+    """Rank 0 to 2 and one that joins; rank 2 ends between the joining rank's admission and its first step's end.
 
-    joined_at: int
-    members: list[tuple[int, ...]]
-    exchanging: int
-    average: torch.Tensor
-
-
-def measure_and_save_after_each_step(folder: str) -> Together:
-    """Rank 0 to 2 and one that joins; rank 2 ends between the joining rank's admission and its first step's end."""
+    Returns when that one joined, who trained after each step from then on, how many exchanged, and the mean at last.
+    """
     model = make_model(NUMEL, {"topology": "ring"})
     if joins():
         with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
@@ -159,7 +153,7 @@ def measure_and_save_after_each_step(folder: str) -> Together:
     model(target).backward()
     model.global_avg()
     model.close()
-    return Together(joined_at, members, exchanging, flat(model.module))
+    return joined_at, members, exchanging, flat(model.module)
 
 
 def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path) -> None:
@@ -168,13 +162,13 @@ def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Pat
         told = [one for one in ranks.results(silent=(2,)) if one is not None]
     remaining = 0, 1, 3
     assert len(told) == len(remaining)
-    joining_rank = told[-1]
-    for one in told:
-        assert one.joined_at == joining_rank.joined_at
-        assert one.members[:-8] == ([] if one is joining_rank else [(0, 1, 2, 3)])  # before its first step
-        assert one.members[-7:] == [remaining] * 7
-        assert one.exchanging == len(remaining)
-        assert torch.equal(one.average, joining_rank.average)
+    joining_at, of_joining, _, expected = told[-1]
+    for joined_at, members, exchanging, average in told:
+        assert joined_at == joining_at
+        assert members[:-8] == ([] if members is of_joining else [(0, 1, 2, 3)])  # before its first step
+        assert members[-7:] == [remaining] * 7
+        assert exchanging == len(remaining)
+        assert torch.equal(average, expected)
 
 
 def average_while_rank_2_trains() -> tuple[torch.Tensor, torch.Tensor]:

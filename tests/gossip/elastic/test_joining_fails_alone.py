@@ -72,10 +72,9 @@ OPTIMIZERS = {"plain": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 
 
 class Told(NamedTuple):
-    """What a rank tells: its warnings, the number of steps, who trained at the end, and the mean."""
+    """What a rank tells: its warnings, who trained at the end, and the mean."""
 
     lines: list[str]
-    num_steps: int
     members: tuple[int, ...]
     mean: torch.Tensor
 
@@ -100,9 +99,8 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
                 settled.extend([True] * all(has_failed))
         members = model.members
         model.global_avg()
-        num_steps = model.step
         model.close()
-    return Told(lines, num_steps, members, flat(model.module))
+    return Told(lines, members, flat(model.module))
 
 
 def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: Any) -> tuple[list[Told], Any]:

@@ -59,18 +59,6 @@ def authenticated(kept: dist.Store, key: bytes = KEY.encode(), name: str = "trai
     return AuthenticatedStore(dist.PrefixStore(name, kept), key, name)
 
 
-def test_values_are_read_as_they_were_written() -> None:
-    kept = dist.HashStore()
-    writer, reader = authenticated(kept), authenticated(kept)
-    writer.set("address0", "[1, 2]")
-    assert reader.get("address0") == b"[1, 2]"
-    assert writer.compare_set("decision", "", "first") == b"first"
-    assert reader.compare_set("decision", "", "second") == b"first"
-    under(writer, "stopping").set("asked", "10")
-    assert under(reader, "stopping").multi_get(["asked"]) == [b"10"]
-    assert (reader.add("number", 1), writer.add("number", 1)) == (1, 2)
-
-
 ALTERATIONS: dict[str, Callable[[dist.Store], None]] = {
     "a plain value": lambda kept: kept.set("training/decision", "null"),
     "a changed value": lambda kept: kept.set("training/decision", kept.get("training/decision")[:-1] + b"x"),

@@ -54,10 +54,7 @@ def test_those_that_say_nothing_have_a_deadline_and_those_that_wait_shorten_it(l
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 def test_without_descriptors_it_pauses_and_says_so_once(
-    listener: Listener,
-    warnings_told: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
+    listener: Listener, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(_: int) -> int:
         raise OSError(number, os.strerror(number))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,16 +45,11 @@ def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
             server.kill()
 
 
-class Course(NamedTuple):
-    """What a rank tells."""
+def train(folder: str) -> tuple[list[str], list[bool], str]:
+    """Two ranks make a step, one more when they know that the store is lost, and end one of them after a checkpoint.
 
-    warnings: list[str]
-    noted: list[bool]  # by step, whether its record says that the store is lost
-    end: str  # the error that ended its training
-
-
-def train(folder: str) -> Course:
-    """Two ranks make a step, one more when they know that the store is lost, and end one of them after a checkpoint."""
+    Returns warnings; by step, whether its record says that the store is lost; and the error that ended the training.
+    """
     rank = dist.get_rank()
     target = targets(rank, 4)
     noted: list[bool] = []
@@ -81,7 +76,7 @@ def train(folder: str) -> Course:
                 step()
         except ExchangeError as error:
             end = str(error)
-    return Course(texts, noted, end)
+    return texts, noted, end
 
 
 def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
@@ -94,15 +89,14 @@ def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
             while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
                 time.sleep(0.01)
             server.kill()
-            course: Course
-            course, _ = ranks.results()
-    (warning,) = (text for text in course.warnings if "key-value store" in text)
+            (warnings, noted, end), _ = ranks.results()
+    (warning,) = (text for text in warnings if "key-value store" in text)
     assert warning.startswith("rank 0: the key-value store does not reply (")
     assert LOST in warning
-    assert course.noted[:2] == [False, True]
-    assert all(course.noted[1:])
-    assert "the key-value store does not reply" in course.end
-    assert "without it the remaining ranks cannot agree on who trains" in course.end
+    assert noted[:2] == [False, True]
+    assert all(noted[1:])
+    assert "the key-value store does not reply" in end
+    assert "without it the remaining ranks cannot agree on who trains" in end
 
 
 def test_silence_is_told_from_an_answer_under_way() -> None:

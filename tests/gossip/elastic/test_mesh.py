@@ -17,20 +17,6 @@ from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing
 from gossip.elastic.connections.selector import READ
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 3 * 2**20])
-def test_frames_arrive_as_they_were_sent(nbytes: int) -> None:
-    payload = torch.arange(nbytes).to(torch.uint8)
-    with connected(3) as members:
-        for sender in members:
-            for target in range(3):
-                if target != sender.member:
-                    members[sender.member].send(target, message(sender.member), payload)
-        for receiver in members:
-            for source in range(3):
-                if source != receiver.member:
-                    assert torch.equal(await_frame(receiver, source, message(source)), payload)
-
-
 def test_who_does_not_read_is_sent_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_BACKLOG_BYTES", 2**20)
     with connected(2) as (first, second):
@@ -40,21 +26,6 @@ def test_who_does_not_read_is_sent_no_more_than_fits(monkeypatch: pytest.MonkeyP
         for step in range(64):
             assert bool((await_frame(second, 0, message(step)) == step).all())
         await_that(first, lambda: frames[-1].has_ended)
-
-
-def test_who_goes_is_lost_to_the_others_and_what_came_before_is_there() -> None:
-    lost: list[tuple[int, str]] = []
-    with connected(3) as members:
-        members[0].on_lost = lambda member, reason: lost.append((member, reason))
-        members[2].send(0, message(7), torch.ones(10))
-        await_frame(members[0], 2, message(7))
-        members[2].close()
-        await_loss(members[0], 2)
-        assert members[0].send(2, message(8), torch.ones(10)).has_ended
-        members[0].send(1, message(9), torch.ones(10))
-        await_frame(members[1], 0, message(9))
-        assert lost == [(2, "the connection was closed")]
-        assert members[0].left == set()
 
 
 def test_who_says_goodbye_has_left() -> None:

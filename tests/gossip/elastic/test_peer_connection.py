@@ -10,15 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gossip.elastic.connections.peer_connection import (
-    Frame,
-    Identity,
-    Key,
-    Kind,
-    Outgoing,
-    PeerConnection,
-    next_number,
-)
+from gossip.elastic.connections.peer_connection import Frame, Identity, Key, Kind, Outgoing, PeerConnection, next_number
 
 SECRET = b"s" * 32
 TIMEOUT = timedelta(seconds=10)

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, TIMEOUT, Pair, flat, make_model, targets
+from elastic_ranks import RATE, flat, make_model, targets
 from fault_places import injected
 from tiers import rest_is_slow
 
 import gossip
 import topologies
-from gossip import GossipDataParallel, GossipError
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.exchange.late_messages import MOST_LATE, LateMessages
 from gossip.lab.faults.fault import Fault
@@ -219,27 +218,6 @@ def test_a_rank_that_is_late_may_die() -> None:
     mean = torch.stack([course.values[-1] for course in left]).mean(0)
     for course in left:
         torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"on_peer_loss": "raise"}, 'soft_deadline=0.1 is for on_peer_loss="continue"; with "raise" all ranks wait'),
-        ({"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, got 0.0"),
-        (
-            {"compression": "int8"},
-            "soft_deadline: messages of compression int8.* can be decoded only in their own step",
-        ),
-        (
-            {"algorithm": "gradient_tracking"},
-            "soft_deadline: algorithm .* needs all messages of a step at once, beyond mixing them",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
-    chosen = {"on_peer_loss": "continue", "soft_deadline": 0.1, "timeout": TIMEOUT} | options
-    with pytest.raises((ValueError, GossipError), match=text):
-        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), "ring", **chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

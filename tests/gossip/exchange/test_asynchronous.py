@@ -15,11 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 import unsupervised
-from elastic_ranks import RATE, TIMEOUT, Pair, flat, make_model, steps_until, targets
+from elastic_ranks import RATE, TIMEOUT, flat, make_model, steps_until, targets
 from tiers import rest_is_slow
 
 import gossip
-from gossip import Asynchronous, Average, GossipDataParallel, GossipError
+from gossip import Asynchronous, Average
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.lab.faults.fault import Fault
@@ -238,22 +238,6 @@ def test_a_checkpoint_keeps_every_rank_at_its_own_step(tmp_path: Any) -> None:
     assert [step for step, _, _ in results] == [4, 9, 6]
     for _, saved, loaded in results:
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"on_peer_loss": "raise"}, 'connections that survive the loss of a rank; pass on_peer_loss="continue"'),
-        ({"compression": "int8"}, "sends uncompressed values and differences, got compression int8"),
-        ({"soft_deadline": 0.1}, "waits max_staleness steps for a peer, got a soft_deadline as well"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
-    chosen = {"on_peer_loss": "continue", "algorithm": "asynchronous", "timeout": TIMEOUT, "topology": "ring"} | options
-    with pytest.raises((ValueError, GossipError), match=text):
-        GossipDataParallel(Pair(4), functools.partial(torch.optim.SGD, lr=RATE), **chosen)
-    with pytest.raises(ValueError, match="max_staleness"):
-        Asynchronous(max_staleness=0)
 
 
 def test_a_question_does_not_overtake_a_refusal() -> None:

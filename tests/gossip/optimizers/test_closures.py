@@ -171,8 +171,7 @@ class TwiceByItself(Twice):
 
 
 @pytest.mark.parametrize(
-    ("kind", "when"),
-    [(SharpnessAware, "after it has changed parameters or gradients"), (Twice, "again")],
+    ("kind", "when"), [(SharpnessAware, "after it has changed parameters or gradients"), (Twice, "again")]
 )
 def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_remedy(
     kind: type[torch.optim.Optimizer], when: str
@@ -191,8 +190,7 @@ def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    "factory",
-    [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(TwiceByItself, lr=0.1), lbfgs],
+    "factory", [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(TwiceByItself, lr=0.1), lbfgs]
 )
 def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable[..., torch.optim.Optimizer]) -> None:
     model, plain = wrap(make_module(), factory), make_module()

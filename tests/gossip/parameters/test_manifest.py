@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from replicas import (
-    SGD,
-)
+from replicas import SGD
 from torch import nn
 
 import topologies

@@ -86,7 +86,6 @@ def test_attribute_that_is_set_reaches_the_module(model: GossipDataParallel) -> 
     ("change", "name"),
     [
         (lambda model: setattr(model, "head", nn.Linear(2, 2)), "head.weight"),
-        (lambda model: setattr(model, "_head", nn.Linear(2, 2)), "_head.weight"),
         (lambda model: setattr(model, "gain", nn.Parameter(torch.ones(1))), "gain"),
         (lambda model: model.register_module("head", nn.Linear(2, 2)), "head.weight"),
         (lambda model: model.register_parameter("gain", nn.Parameter(torch.ones(1))), "gain"),

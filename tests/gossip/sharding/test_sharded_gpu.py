@@ -54,11 +54,7 @@ class Net(nn.Module):
 
 
 def make_model(
-    kind: str,
-    shape: tuple[int, int],
-    policy: dict[str, Any],
-    options: dict[str, Any],
-    optimizer: Any = ADAMW,
+    kind: str, shape: tuple[int, int], policy: dict[str, Any], options: dict[str, Any], optimizer: Any = ADAMW
 ) -> GossipDataParallel:
     """One bucket for each parameter, so that updates begin while other layers are still reduced."""
     device = choose_device(kind)

@@ -66,11 +66,7 @@ def train_groups(is_sharded: bool, mode: str, divided: str) -> torch.Tensor:
     if mesh is not None and divided == "all":
         shard(module, mesh)
     model = GossipDataParallel(
-        module,
-        ADAMW,
-        "ring",
-        mesh=mesh,
-        shard=divided if is_sharded and divided != "all" else None,
+        module, ADAMW, "ring", mesh=mesh, shard=divided if is_sharded and divided != "all" else None
     )
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(6, 2, 2, 4, 6, generator=generator, dtype=torch.float64)  # step, micro-batch, group, sample
@@ -91,14 +87,7 @@ def train_groups(is_sharded: bool, mode: str, divided: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mode", "divided"),
-    rest_is_slow(
-        [
-            ("accumulated", "optimizer"),
-            ("accumulated", "none"),
-            ("idle", "all"),
-        ]
-    ),
+    ("mode", "divided"), rest_is_slow([("accumulated", "optimizer"), ("accumulated", "none"), ("idle", "all")])
 )
 def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divided: str) -> None:
     for values, wanted in groups_and_ranks(train_groups, mode, divided):

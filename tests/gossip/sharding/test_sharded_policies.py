@@ -104,8 +104,7 @@ def mixed(**dtypes: torch.dtype) -> dict[str, Any]:
 POLICIES: dict[str, Policy] = {
     "bf16, reduced in float32": Policy(**mixed(param_dtype=BF16, reduce_dtype=FP32)),
     "bf16, output in float32": Policy(
-        **mixed(param_dtype=BF16, reduce_dtype=FP32),
-        root=mixed(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32),
+        **mixed(param_dtype=BF16, reduce_dtype=FP32), root=mixed(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
     ),
     "fp16": Policy(**mixed(param_dtype=FP16)),
     "reduced in bf16": Policy(**mixed(reduce_dtype=BF16)),

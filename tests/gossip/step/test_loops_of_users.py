@@ -12,18 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small_runs import (
-    MODES,
-    assert_rows,
-    batch,
-    flat,
-    in_every_mode,
-    loss_of,
-    make_module,
-    rows_after,
-    train,
-    wrap,
-)
+from small_runs import MODES, assert_rows, batch, flat, in_every_mode, loss_of, make_module, rows_after, train, wrap
 from torch import nn
 
 from gossip import ExchangeError, GossipDataParallel, GossipError, launch

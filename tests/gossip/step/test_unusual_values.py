@@ -47,10 +47,7 @@ def cosine_with_restarts(step: int) -> float:
     return 1e-4 + 0.5 * (1 + torch.tensor(step % 30 / 30 * torch.pi).cos().item())
 
 
-ON_WIRE: Mapping[str, Any] = {
-    "topology": "complete",
-    "transport": partial(DistributedTransport, shares_memory=False),
-}
+ON_WIRE: Mapping[str, Any] = {"topology": "complete", "transport": partial(DistributedTransport, shares_memory=False)}
 FAULTS: Mapping[str, Mapping[str, Any]] = {
     "pairs": {"topology": "one_peer_exponential"},
     "int8": {"topology": "ring", "compression": "int8"},

@@ -1,4 +1,4 @@
-"""Replicas spread over several devices train as on one, and in how much memory."""
+"""Replicas spread over several devices train as on one, and messages of all are mixed as by the dense product."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from separate import TINY_BUCKETS, batch, make_module, make_workers, stacked, tr
 
 import topologies
 from gossip import VirtualWorkers
+from gossip.virtual.mixing_products import known_rows, weighted_differences
+from gossip.virtual.shards import Shard
+from topologies import Round
 
 WORLD_SIZE = 8
 ROUNDS = {
@@ -59,3 +62,23 @@ def test_an_optimizer_that_has_trained_has_counters_on_every_device() -> None:
     assert [float(each) for each in steps] == [1.0] * 4
     train(workers, batch(6))
     assert [float(entry["step"]) for entry in built.state.values()] == [2.0] * 12
+
+
+GROUPS = {
+    "large groups": Round.from_groups(20, [range(9), range(9, 12)]),  # of different sizes, and ranks that are alone
+    "small groups": Round.from_groups(20, [range(3), range(5, 10)]),
+    "weights": topologies.build("star", 20).round(0),
+    "one way": topologies.build("directed_ring", 20).round(0),
+}
+PARTS = {"one shard": [range(20)], "three shards": [range(7), range(7, 8), range(8, 20)]}
+
+
+@pytest.mark.parametrize("round_", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_differences_are_those_of_the_matrix(round_: Round, parts: list[range]) -> None:
+    values = torch.randn(20, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shards = [Shard(ranks, torch.device("cpu"), {}, {}) for ranks in parts]
+    messages = [values[ranks.start : ranks.stop] for ranks in parts]
+    found = weighted_differences(round_, shards, messages, torch.float64, known_rows(shards))
+    wanted = torch.from_numpy(round_.matrix()) @ values - values
+    torch.testing.assert_close(torch.cat(found), wanted, rtol=0, atol=1e-14)

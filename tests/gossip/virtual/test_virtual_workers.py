@@ -19,31 +19,6 @@ from gossip import VirtualWorkers
 # ---------------------------------------------------------------- steps
 
 
-@pytest.mark.parametrize(
-    ("world_size", "topology", "algorithm"),
-    covering(
-        itertools.product(
-            (1, 2, 3, 5, 8),
-            ("one_peer_exponential", "ring", "complete", "random_matching"),
-            ("adapt_while_communicating", "adapt_then_combine"),
-        )
-    ),
-)
-def test_training_equals_separate_modules(world_size: int, topology: str, algorithm: str) -> None:
-    workers = trained_alike(
-        make_module(),
-        world_size,
-        topology=topology,
-        inputs=lambda step: batch(3 * world_size + step, seed=step),
-        num_steps=4,
-        combines_first=algorithm == "adapt_then_combine",
-        algorithm=algorithm,
-    )
-    assert workers.is_vectorised
-    if world_size > 1 and algorithm == "adapt_while_communicating":
-        assert workers.consensus_distance()[0] > 1e-4, "the replicas should differ: else nothing is shown"
-
-
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 7])
 def test_replicas_without_samples_are_mixed_only(num_samples: int) -> None:
     trained_alike(make_module(), 4, topology="ring", inputs=lambda step: batch(num_samples, seed=step))

@@ -1,7 +1,14 @@
-"""What single families do beyond the contract: rounds written out by hand, options and their refusals."""
+"""What single families do beyond the contract: rounds written out by hand, graphs of networkx, options and refusals."""
 
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
 from collections import Counter
 
+import networkx as nx
+import numpy as np
 import pytest
 
 import topologies
@@ -62,3 +69,48 @@ def test_refusals_say_what_is_possible(
 ) -> None:
     with pytest.raises(error, match=message):
         topologies.build(name, world_size, **options)
+
+
+CASES = [
+    *(("paley", p, nx.paley_graph(p).to_undirected()) for p in (5, 13, 17, 29, 101)),
+    *(("margulis", m * m, nx.margulis_gabber_galil_graph(m)) for m in (2, 3, 4, 5, 8, 13)),
+    *(("chordal", p, nx.chordal_cycle_graph(p)) for p in (2, 3, 5, 7, 11, 61)),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "graph"), CASES, ids=[f"{name}-{n}" for name, n, _ in CASES])
+def test_ranks_are_joined_as_in_networkx(name: str, n: int, graph: nx.Graph) -> None:
+    edges, expected = topologies.build(name, n).round(0).matrix(), nx.to_numpy_array(graph, nodelist=sorted(graph))
+    for matrix in (edges, expected):
+        np.fill_diagonal(matrix, 0.0)
+    np.testing.assert_array_equal(edges != 0, expected != 0)
+
+
+GRAPHS = {
+    "karate_club": nx.karate_club_graph,
+    "davis": nx.davis_southern_women_graph,
+    "florentine": nx.florentine_families_graph,
+    "les_miserables": nx.les_miserables_graph,
+}
+SIZES = {"karate_club": 34, "davis": 32, "florentine": 15, "les_miserables": 77}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_ranks_are_the_sorted_labels(name: str) -> None:
+    graph = GRAPHS[name]()
+    labels = sorted(graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the weights in the data are ignored without a word
+        round_ = topologies.build(name, SIZES[name]).round(0)
+    for rank, label in enumerate(labels):
+        assert [labels[other] for other in round_.peers(rank)] == sorted(graph[label])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_docstrings_state_what_is_measured(name: str) -> None:
+    description = topologies.build(name, SIZES[name]).describe()
+    text = inspect.getdoc(topologies.family(name)) or ""
+    assert f"sizes : {SIZES[name]}\n" in text
+    assert f"degree : at most {description.max_sends}, {description.mean_messages:.1f} on average" in text
+    slem = float(re.search(r"SLEM (0\.\d{4})\n", text)[1])  # type: ignore[index]
+    assert description.slem == pytest.approx(slem, abs=5e-5)

@@ -146,11 +146,7 @@ def write(graph: nx.Graph, path: Path) -> Path:
     return path
 
 
-LABELS = {
-    "integers": lambda rank: 7 * rank,
-    "texts of integers": str,
-    "texts": lambda rank: "nmlkjihgfedcba"[rank],
-}
+LABELS = {"integers": lambda rank: 7 * rank, "texts of integers": str, "texts": lambda rank: "nmlkjihgfedcba"[rank]}
 
 
 # An edge list does not say that it is directed.

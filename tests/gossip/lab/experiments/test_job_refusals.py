@@ -46,6 +46,16 @@ from gossip.lab.experiments.run_folder import claim, lock, write_json
             "error: launch.world_size=6 launch.local_size=2: topology 'hypercube'",
         ),
         (["launch.restart=2"], "error: launch.restart=2: a worker that is started again joins others that go on; set"),
+        (
+            ["launch.local_size=2", "engine=virtual"],
+            "error: launch.local_size=2: engine=virtual has no groups of ranks",
+        ),
+        (["launch.local_size=2", "method=ddp"], "error: launch.local_size=2: method=ddp has no groups of ranks"),
+        (
+            ["wrapper.on_peer_loss=continue", "profile=true"],
+            "error: profile=true traces the usual exchanges, but wrapper",
+        ),
+        (["data.on_loss=forget"], "error: there is no data.on_loss=forget"),
         (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
         (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
         (
