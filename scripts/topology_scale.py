@@ -32,6 +32,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,10 +138,12 @@ def measure_large(name: str, world_size: int) -> dict[str, float]:
 
 def in_a_process(work: Callable[..., T], *arguments: object, time_limit_s: float) -> T | str:
     """Return what a call gives in a process of its own, or why it gives nothing."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.apply_async(work, arguments).get(time_limit_s)
-        except multiprocessing.TimeoutError:
+            return pool.submit(work, *arguments).result(time_limit_s)
+        except TimeoutError:
+            for process in multiprocessing.active_children():
+                process.kill()
             return f"more than {time_limit_s:g} s"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
