@@ -16,15 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.benchmark import (
-    Benchmark,
-    BenchmarkSettings,
-    Links,
-    Place,
-    Records,
-    TopologyName,
-    Write,
-)
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, TopologyName, Write
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.run_figures import drawn
 
