@@ -74,9 +74,13 @@ INTERNALS_OF_LAB = {
     "gossip.elastic.connections.peer_connection": "where a message is sent in part, for faults",
     "gossip.communication.waiting": "whether DDP has lost a peer",
     "gossip.compression.compiled_passes": "what quantized the buckets of a record",
+    "gossip.compression.part_memory": "what mixing keeps for a part, in the bound on the memory of the update",
+    "gossip.exchange.outlier_detection": "what is kept of each message, in the same bound",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
     "gossip.step.building.wrapper_arguments": "the wrapper's own check, before workers are started",
+    "gossip.virtual.mixing_products": "how virtual workers mix, for the loop that they are compared with",
+    "gossip.virtual.shards": "the same",
 }
 """Where the applications take what is not public, and for what."""
 

@@ -65,13 +65,14 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: type[Benchmark[Any,
     for name, field in benchmark.settings.model_fields.items():
         if field.description is not None:
             key, default = field.alias or name, field.get_default(call_default_factory=True)
+            several = isinstance(default, tuple)
+            kind: dict[str, Any] = {"type": _value, "nargs": "+" if several else None}
             parser.add_argument(
                 f"--{key.replace('_', '-')}",
                 dest=key,
-                type=_value,
-                nargs="+" if isinstance(default, tuple) else None,
-                default=list(default) if isinstance(default, tuple) else default,
-                help=field.description + ("" if default is None else " (%(default)s)"),
+                default=list(default) if several else default,
+                help=field.description + ("" if default is None or default is False else " (%(default)s)"),
+                **({"action": "store_true"} if default is False else kind),
             )
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from gossip.lab.benchmarks.benchmark import Benchmark
 from gossip.lab.benchmarks.exchange_ways import ExchangeWays
+from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
 from gossip.lab.benchmarks.uneven_ranks import UnevenRanks
+from gossip.lab.benchmarks.virtual_speed import VirtualSpeed
 from gossip.lab.faults.chaos import Chaos
 from gossip.lab.probe.probe import Probe
 
@@ -19,8 +21,10 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "time_to_loss": TimeToLoss,
     "predicted_steps": PredictedSteps,
     "exchange_ways": ExchangeWays,
+    "overhead": Overhead,
     "overlap": Overlap,
     "uneven_ranks": UnevenRanks,
+    "virtual_speed": VirtualSpeed,
     "probe": Probe,
     "chaos": Chaos,
 }
