@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,20 @@ def test_storage_is_the_parameters_part_of_the_block(dtype: torch.dtype) -> None
             assert storage.data_ptr() % 16 == 0
     bucket.block.fill_(3)
     assert all(bool((parameter == 3).all()) for parameter in bucket.parameters)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_have_memory_of_their_own(copied: Any) -> None:
+    with GossipDataParallel(make_module(), SGD) as model:
+        other = copied(model)
+        assert_own_storages(other)
+        assert copied(model.module.head.bias).untyped_storage().nbytes() == 6 * 4
+        with torch.no_grad():
+            for own, each in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(own, each)
+                assert own.stride() == each.stride()
+                each.add_(1)
+                assert own.numel() == 0 or not torch.equal(own, each)
 
 
 # ------------------------------------------------------------------ how parameters are packed
