@@ -211,10 +211,11 @@ class Algorithm:
     def steps_alone(self, step: int, round_: Round) -> bool:
         """Return whether ``arrive`` is called, with differences of zero, on a rank without a peer in this round.
 
-        The round ends ``step``. In a world of one no rank has a peer in any round.
+        The round ends ``step``. By default it is called if another rank has a peer and the algorithm overrides
+        ``arrive``, so that all ranks follow one recursion. In a world of one no rank has a peer in any round.
         """
-        del step, round_
-        return False
+        del step
+        return type(self).arrive is not Algorithm.arrive and not round_.is_identity
 
     def channel_round(self, channel: str, round_: Round) -> Round:
         """Return the edges and weights by which a channel is sent in a round; by default the round itself.

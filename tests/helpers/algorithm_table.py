@@ -438,8 +438,7 @@ ROWS: dict[str, Row] = {
     **in_both_forms("momentum_tracking", "atc", Row(MomentumTracking, CHANGING)),
     **in_both_forms("quasi_global_integral", "atc", Row(QuasiGlobalIntegral, CHANGING, momentum=0.0)),
     **in_both_forms("quasi_global_momentum", "atc", Row(QuasiGlobalMomentum, CHANGING, momentum=0.0)),
-    # That of the page on algorithms of one's own; processes call arrive() only in rounds in which they have a peer.
-    "heavy_ball": Row(HeavyBall, ("ring", "one_peer_exponential")),
+    "heavy_ball": Row(HeavyBall, CHANGING),  # that of the page on algorithms of one's own
 }
 
 
