@@ -71,11 +71,6 @@ class Experiment:
         steps = self.settings.training.steps
         return self.settings.training.epochs * self.shards.steps_per_epoch if steps is None else steps
 
-    @property
-    def num_epochs(self) -> int:
-        """The number of epochs that the run begins; the last one may be incomplete."""
-        return -(-self.total_steps // self.shards.steps_per_epoch)
-
 
 def build(config: Mapping[str, Any]) -> Experiment:
     """Build the experiment that a resolved configuration describes.

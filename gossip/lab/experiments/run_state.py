@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,20 +14,17 @@ from gossip import CheckpointError
 from gossip.lab.experiments.elastic_shards import ElasticShards
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
-from gossip.lab.experiments.run_summary import RankReport
 from gossip.lab.experiments.training_methods import Method
 from gossip.lab.experiments.validated_models import ConfigurationError
 
 
 class RunState:
-    """The progress and the accumulated costs of one rank: the content of a checkpoint besides the model.
+    """The progress of one rank: the content of a checkpoint besides the model.
 
     Attributes
     ----------
     scheduler : LRScheduler
         The learning-rate scheduler.
-    report : RankReport
-        The costs of all steps of the run, including those before a checkpoint.
     step : int
         The number of completed steps.
     elastic_shards : ElasticShards or None
@@ -47,7 +42,6 @@ class RunState:
         self._steps_per_epoch = experiment.shards.steps_per_epoch
         self._all_positions = experiment.total_steps
         self.scheduler = self._make_scheduler()
-        self.report = RankReport()
         self.elastic_shards = ElasticShards(experiment, method) if method.world.changes else None
         self.step = 0
         self.position = 0
@@ -59,12 +53,11 @@ class RunState:
         """The number of steps that will have been completed when the run ends."""
         return self.step + self._all_positions - self.position
 
-    def advance(self, record: Mapping[str, Any]) -> None:
-        """Count one completed step, add its record to the report and step the scheduler.
+    def advance(self) -> None:
+        """Count one completed step, and step the scheduler.
 
         A rank that has come back to the others in that step also counts those that it has missed.
         """
-        self.report.add(record)
         self.scheduler.step()
         num_steps = 1 if self.elastic_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
         self.step += num_steps
@@ -82,7 +75,6 @@ class RunState:
                 self._method.model,
                 self._checkpoints,
                 keep=self._experiment.settings.checkpoint.keep,
-                report=self.report,
                 epoch=epoch,
                 step_in_epoch=step_in_epoch,
                 steps_per_epoch=self._steps_per_epoch,
@@ -108,11 +100,10 @@ class RunState:
         """Resume from the newest valid checkpoint; a CheckpointError if there is none that fits. Collective.
 
         If the checkpoint was saved by a different number of ranks, the data continue at the same fraction of the epoch
-        (rounded down to whole steps), the learning rate continues at the corresponding point of its schedule, and
-        every rank continues the report of the former rank 0.
+        (rounded down to whole steps), and the learning rate continues at the corresponding point of its schedule.
         """
         assert self._method.model is not None
-        checkpoint = gossip.load(self._method.model, self._checkpoints, report=self.report)
+        checkpoint = gossip.load(self._method.model, self._checkpoints)
         data = checkpoint.data
         self.step = checkpoint.step
         self.earlier_wall_time_s = data["wall_time_s"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import itertools
+import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.evaluation import Evaluation
 from gossip.lab.experiments.experiment_build import Experiment
+from gossip.lab.experiments.records import TOGETHER_FILE
 
 _SUMMED = ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s", "bytes_sent", "num_refused")
 _TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED, "num_skipped")}}
@@ -17,36 +22,21 @@ _TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED
 _PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
 
-class RankReport:
-    """Accumulates the contribution of one rank to the summary; its state is part of a checkpoint."""
+def step_costs(folder: Path, name: str, last: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sums over the steps of a rank from its record file ``name``, which lacks the ``last`` record.
 
-    def __init__(self) -> None:
-        self._state: dict[str, Any] = {"steps": 0, "totals": {}, "wait_by_peer_s": {}}
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Add the record of one step, with the costs that the training method measures."""
-        self._state["steps"] += 1
-        costs = {name: record[key] for key, name in _TOTALS.items() if key in record}
-        for sums, added in (("totals", costs), ("wait_by_peer_s", record.get("wait_by_peer_s", {}))):
-            for name, value in added.items():
-                self._state[sums][name] = self._state[sums].get(name, 0) + value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the accumulated values."""
-        return copy.deepcopy(self._state)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the accumulated values of a checkpoint."""
-        self._state = copy.deepcopy(dict(state_dict))
-
-    def of_rank(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return the report as plain numbers, with the final evaluation of the rank's replica."""
-        return {
-            "steps": self._state["steps"],
-            **self._state["totals"],
-            "wait_by_peer_s": self._state["wait_by_peer_s"],
-            **evaluation.named("test"),
-        }
+    A run that has gone on with the other engine has the records of its earlier steps in another file: in that for all
+    ranks, or in those of the ranks, of which the first counts.
+    """
+    sums: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
+    other = "rank0.jsonl" if name == TOGETHER_FILE else TOGETHER_FILE
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in (folder / other, folder / name) if path.exists()]
+        for record in itertools.chain(map(json.loads, itertools.chain(*files)), [last]):
+            sums.update({"steps": 1} | {sum_: record[key] for key, sum_ in _TOTALS.items() if key in record})
+            waits.update(record.get("wait_by_peer_s", {}))
+    return {**sums, "wait_by_peer_s": dict(waits)}
 
 
 def summarise(
@@ -60,9 +50,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Build the summary of a completed run.
 
-    ``reports`` are the results of :meth:`RankReport.of_rank` of each rank, and ``average`` evaluates their average. The
-    absolute and the relative consensus distance are those before and after that replaced the replicas. The changes of
-    membership have the step from which each applies, and the members from then on.
+    ``reports`` are the :func:`step_costs` of each rank with the evaluation of its replica, and ``average`` evaluates
+    their average. The absolute and the relative consensus distance are those before and after that replaced the
+    replicas. The changes of membership have the step from which each applies, and the members from then on.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
@@ -94,7 +84,7 @@ def summarise(
         "consensus_distance_before_relative": consensus_before[1],
         "consensus_distance_after": consensus_after[0],
         "consensus_distance_after_relative": consensus_after[1],
-        "epochs": experiment.num_epochs,
+        "epochs": -(-experiment.total_steps // experiment.shards.steps_per_epoch),  # the last one may be incomplete
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
         **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},

@@ -22,7 +22,7 @@ from gossip.lab.experiments.graceful_stop import GracefulStop
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
-from gossip.lab.experiments.run_summary import summarise
+from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
 from gossip.lab.experiments.training_methods import Method, make_method
@@ -106,7 +106,7 @@ def train_experiment(
                 if stops:
                     method.close()
                     return {"signal": stopping.signal_number}
-        summary = _finish(experiment, method, state, last)
+        summary = _finish(experiment, method, state, last, folder)
         summary["wall_time_s"] = state.earlier_wall_time_s
         records.write(last)
     if settings.launch.local_size > 1 and method.model is not None:
@@ -153,7 +153,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         }
         if state.elastic_shards is not None:
             record["num_ranks"] = num_ranks
-        state.advance(record)
+        state.advance()
         if state.step < state.total_steps:
             is_evaluated = every(settings.training.evaluate_every_steps, state.step)
             if state.position % shards.steps_per_epoch == 0:
@@ -168,7 +168,9 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         yield record
 
 
-def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[str, Any]) -> dict[str, Any]:
+def _finish(
+    experiment: Experiment, method: Method, state: RunState, last: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     """Evaluate the replicas, replace them by their average, evaluate it and complete the last record.
 
     Returns the summary of the run.
@@ -180,7 +182,8 @@ def _finish(experiment: Experiment, method: Method, state: RunState, last: dict[
     average = _evaluate_average(experiment, method)
     last |= _mean(local).named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
-    own = [state.report.of_rank(evaluation) for evaluation in local]
+    costs = step_costs(folder, f"{method.name}.jsonl", last)
+    own = [costs | evaluation.named("test") for evaluation in local]
     payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
     reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
     parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
