@@ -27,7 +27,7 @@ from gossip.lab.loggers.logger_choice import LOGGERS
 # All start in one process, which imports wandb and MLflow.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loggers")]
 
-NUM_STEPS, FLUSHED, RESUMED_AT = 12, 7, 5
+NUM_STEPS, STOPPED_AT, FLUSHED, RESUMED_AT = 12, 3, 7, 5
 SUMMARY = {"status": "completed", "reason": "", "loss": 0.25, "diverged": None, "wait_by_peer_s": {"1": 0.5}}
 
 
@@ -60,10 +60,16 @@ def beginning(folder: Path, step: int, rank: int | None) -> Beginning:
 
 
 def first_attempts(folders: list[tuple[str, int | None, Path]]) -> None:
+    """One that is stopped and ended, and one that goes on and is killed."""
     for name, rank, folder in folders:
+        stopped = LOGGERS.get(name)()
+        assert stopped.begin(beginning(folder, 0, rank)) == 0
+        for step in range(STOPPED_AT):
+            stopped.log(step, values_of(step))
+        stopped.end(Ending("stopped", {"status": "failed"}))
         logger = LOGGERS.get(name)()
-        assert logger.begin(beginning(folder, 0, rank)) == 0
-        for step in range(FLUSHED + 2):
+        assert logger.begin(beginning(folder, STOPPED_AT, rank)) == STOPPED_AT
+        for step in range(STOPPED_AT, FLUSHED + 2):
             logger.log(step, values_of(step))
             if step == FLUSHED - 1:
                 logger.flush()
@@ -114,7 +120,8 @@ def twice(request: pytest.FixtureRequest, attempts: list[tuple[str, str, Path, i
 
 def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, str, Path, int]) -> None:
     name, records, folder, first = twice
-    assert first == 0 if name == "wandb" else 0 < first <= FLUSHED + 2  # the files of W&B's killed attempt are removed
+    # The files of W&B's killed attempt are removed, and those of the one before it are not.
+    assert first == STOPPED_AT if name == "wandb" else STOPPED_AT < first <= FLUSHED + 2
     assert_same(SCALARS[name](folder, records), by_key({step: values_of(step) for step in range(NUM_STEPS)}))
 
 
