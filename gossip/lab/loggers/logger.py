@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from gossip.lab.experiments.records import leaves
 from gossip.lab.experiments.run_folder import read_json, write_json
 
 STATE_FOLDER = "loggers"
@@ -92,10 +93,4 @@ class Logger(Protocol):
 
 def flattened(values: Mapping[str, Any]) -> dict[str, float]:
     """Flatten a record to one number per key: mappings to ``key/name``, and None (not measured) to NaN."""
-    flat: dict[str, float] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": number for name, number in flattened(value).items()}
-        else:
-            flat[key] = math.nan if value is None else float(value)
-    return flat
+    return {key: math.nan if value is None else float(value) for key, value in leaves(values, separator="/")}
