@@ -13,8 +13,9 @@ from gossip.lab.benchmarks.harness import LEVELS, run
 from gossip.lab.benchmarks.step_time import StepTimeSettings
 from gossip.lab.experiments import folder_cleanup, run_folder
 from gossip.lab.experiments.config_errors import check_flags
+from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.option_help import FLAGS, help_text
-from gossip.lab.experiments.train_command import REFUSED, composed, plain, report, terminate
+from gossip.lab.experiments.train_command import REFUSED, composed, report, terminate
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 
 

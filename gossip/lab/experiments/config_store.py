@@ -93,6 +93,15 @@ def plain_options(make: Callable[..., Any], *, leaving_out: int) -> dict[str, An
     }
 
 
+def plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
+    """Return a configuration of hydra's as plain values."""
+    from omegaconf import OmegaConf
+
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
 def _value(argument: str) -> Any:
     """Return the value that an override assigns, or ``()`` if it cannot be parsed; hydra reports such errors later."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

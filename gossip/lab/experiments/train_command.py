@@ -18,6 +18,7 @@ from loguru import logger
 from gossip import ExchangeError, LaunchError, World
 from gossip.lab.experiments import config_store, folder_cleanup, resuming, run_folder
 from gossip.lab.experiments.config_errors import check_flags, explain
+from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, help_text
@@ -67,7 +68,11 @@ def main(config_folder: Path, config_name: str) -> int:
     except ValueError as error:  # invalid environment variables of SLURM
         return report(ConfigurationError(str(error)), config_folder, config_name)
     if placement is not None:
-        return _main_of_one_rank(config_folder, config_name, placement)
+        try:
+            with joined_process_group():
+                return _run_one_rank(config_folder, config_name, placement)
+        except LaunchError as error:
+            return report(error, config_folder, config_name)
     os.environ[NAME_VARIABLE] = run_folder.new_name()
     last_words: list[str] = []
     try:
@@ -259,25 +264,8 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
     return resuming.continued_configuration(folder, asked, defaults, keys)
 
 
-def plain(config: Any, *, complete: bool = True) -> dict[str, Any]:
-    """Return a configuration of hydra's as plain values."""
-    from omegaconf import OmegaConf
-
-    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
-
-
-def _main_of_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
-    """Run as one rank under torchrun or srun; all ranks share one run folder. Collective."""
-    try:
-        with joined_process_group():
-            return _run_one_rank(config_folder, config_name, placement)
-    except LaunchError as error:
-        return report(error, config_folder, config_name)
-
-
 def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:
+    """Run as one rank under torchrun or srun; all ranks share one run folder. Collective."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

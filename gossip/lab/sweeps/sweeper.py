@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report import Document
@@ -144,14 +144,10 @@ class GridSweeper:
         return axes
 
     def _compose(self, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        from omegaconf import OmegaConf
-
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         choices = dict(config.hydra.runtime.choices)
         del config.hydra
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        assert isinstance(plain, dict)
-        return {str(key): value for key, value in plain.items()}, choices
+        return plain(config), choices
 
 
 def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
@@ -191,11 +187,8 @@ def _print(document: Document, folder: Path) -> None:
 
 def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
     """Return the number of runs in the existing report that are not in the new one."""
-    try:
-        earlier = json.loads((folder / DOCUMENT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
-    had, has = ({command for row in each["rows"] for command in row["commands"]} for each in (earlier, document))
+    earlier = run_folder.read_json(folder / DOCUMENT_FILE)
+    had, has = ({text for row in each.get("rows", ()) for text in row["commands"]} for each in (earlier, document))
     return len(had - has)
 
 
