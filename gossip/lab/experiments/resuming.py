@@ -206,7 +206,7 @@ def check_resumable(folder: Path) -> None:
 def cut_records(folder: Path) -> int:
     """Remove the records of the steps that will be made again, of all ranks; return the first of these steps. Local.
 
-    The caller must hold the lock of the folder, and no rank may have begun.
+    The caller must hold the lock of the folder. A rank writes records only once all ranks have loaded the checkpoint.
     """
     step = _newest_step(folder)
     for path in record_files(folder):
