@@ -23,6 +23,7 @@ from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.loggers.log_forwarding import LogForwarding
 from gossip.lab.loggers.logger import Ending
+from gossip.lab.loggers.logger_choice import logging_settings
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
 
 PRELOAD = (
@@ -126,10 +127,11 @@ def _run_in_folder(
             if starts_workers:
                 fork_server.start(PRELOAD)  # in the background
             experiment = check(config)
-            forwarding = LogForwarding(config, folder) if world.rank == 0 else None
+            if world.rank == 0:
+                logging_settings(config)
         world.close()
         has_begun = True
-        if forwarding is not None:
+        if world.rank == 0:
             logger.info("run folder: {}", folder)
             if experiment.data.notes:
                 logger.info("data: {}", experiment.data.notes)
@@ -137,7 +139,7 @@ def _run_in_folder(
             if config.get("resume") is not None:
                 run_folder.update_config(folder, {**config, "resume": None})
                 first_step = resuming.cut_records(folder)
-            forwarding.start(first_step)
+            forwarding = LogForwarding(config, folder, first_step)
         if starts_workers:
             summary = _launch(config, str(folder), experiment.settings)
         else:

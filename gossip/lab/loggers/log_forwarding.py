@@ -121,40 +121,36 @@ class LogForwarder:
 class LogForwarding:
     """The forwarders of a run, one for each selected logger.
 
-    ``folder`` is that of the run, which this process must have locked. A ConfigurationError says that a logger that the
-    configuration selects cannot be made.
+    ``folder`` is that of the run, which this process must have locked. The files of all ranks hold the records before
+    ``step``, and no later ones.
     """
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, step: int) -> None:
         settings = logging_settings(config)
-        self._wait_s, self._keeps_model, self._each_rank = settings.wait_s, settings.model, settings.ranks == "each"
-        self._beginning = Beginning(
+        self._wait_s, self._keeps_model = settings.wait_s, settings.model
+        beginning = Beginning(
             folder=folder,
             rank=None,
             world_size=config["launch"]["world_size"],
+            step=step,
             config={key: value for key, value in config.items() if key not in SECTIONS},
             name=settings.name or _name_of(folder),
             group=settings.group or "",
             tags=tuple(settings.tags),
             wait_s=settings.wait_s,
         )
-        self._loggers = make_loggers(config)
-        self._forwarders: list[LogForwarder] = []
+        self._forwarders = [
+            LogForwarder(name, make, beginning, each_rank=settings.ranks == "each")
+            for name, make in make_loggers(config).items()
+        ]
 
     def __bool__(self) -> bool:
-        return bool(self._loggers)
-
-    def start(self, step: int) -> None:
-        """Start the threads. The files of all ranks hold the records before ``step``, and no later ones."""
-        beginning = replace(self._beginning, step=step)
-        self._forwarders = [
-            LogForwarder(name, make, beginning, each_rank=self._each_rank) for name, make in self._loggers.items()
-        ]
+        return bool(self._forwarders)
 
     def end(self, ending: Ending | None) -> None:
         """Pass the remaining records to the loggers for a bounded time, and end them.
 
-        ``ending`` is None if the run was refused before it began.
+        ``ending`` is None if the ranks could not be started.
         """
         if ending is not None and not self._keeps_model:
             ending = replace(ending, model=None)

@@ -68,10 +68,7 @@ def told() -> Iterator[list[str]]:
 
 def start(folder: Path, step: int = 0, **logging: Any) -> LogForwarding:
     config = {"logger": {"jsonl": {}, "kept": {}}, "logging": logging, "launch": {"world_size": 2}, "seed": 3}
-    follows = LogForwarding(config, folder)
-    assert follows
-    follows.start(step)
-    return follows
+    return LogForwarding(config, folder, step)
 
 
 def train(folder: Path, steps: range) -> None:
@@ -83,6 +80,7 @@ def train(folder: Path, steps: range) -> None:
 
 def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
     follows = start(tmp_path, name="mine", group="g", tags=["a"])
+    assert follows
     train(tmp_path, range(700))
     follows.end(DONE)
     assert kept.runs == {"mean": list(range(700))}
