@@ -76,8 +76,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 def record_files(folder: Path) -> list[Path]:
     """Return the record files in a folder: one for all ranks, or one per rank in rank order, or both if both exist."""
-    of_ranks = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    return [*folder.glob(TOGETHER_FILE), *of_ranks]
+    found = {path.stem.removeprefix("rank"): path for path in folder.glob("rank*.jsonl")}
+    return [*folder.glob(TOGETHER_FILE), *(found[rank] for rank in sorted(filter(str.isdecimal, found), key=int))]
 
 
 def cut_jsonl(path: str | Path, step: float) -> None:

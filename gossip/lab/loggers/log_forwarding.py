@@ -16,6 +16,7 @@ from typing import Any
 from loguru import logger
 
 from gossip.communication.host import daemon_threads
+from gossip.lab.experiments.records import TOGETHER_FILE, record_files
 from gossip.lab.loggers.logger import Beginning, Ending, Logger
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
 from gossip.lab.loggers.record_streams import RecordStream
@@ -99,13 +100,13 @@ class LogForwarder:
 
     def _beginnings(self) -> Iterator[Beginning]:
         """Yield the description of the run for each logger, for which there are records by now."""
-        if not self._each_rank:
-            if any(self._folder.glob("*.jsonl")):
-                yield self._beginning
-            return
-        for path in sorted(self._folder.glob("rank*.jsonl")):
-            rank = int(path.stem.removeprefix("rank"))
-            yield replace(self._beginning, rank=rank, name=f"{self._beginning.name} rank {rank}")
+        files = record_files(self._folder)
+        if files and not self._each_rank:
+            yield self._beginning
+        for path in files if self._each_rank else ():
+            if path.name != TOGETHER_FILE:
+                rank = int(path.stem.removeprefix("rank"))
+                yield replace(self._beginning, rank=rank, name=f"{self._beginning.name} rank {rank}")
 
     def _bring(self, records: str, stream: RecordStream) -> int:
         """Pass one batch of records to a logger, and return their number."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.records import TOGETHER_FILE
+from gossip.lab.experiments.records import TOGETHER_FILE, record_files
 from gossip.lab.loggers.logger import Beginning, flattened
 
 AHEAD = 64
@@ -42,7 +42,6 @@ class RecordStream:
     def __init__(self, beginning: Beginning, first_step: int) -> None:
         self._beginning, self._next_step = beginning, first_step
         self._settled_steps = beginning.step if beginning.rank is None else math.inf
-        self._patterns = (TOGETHER_FILE, "rank*.jsonl") if beginning.rank is None else (f"{beginning.records}.jsonl",)
         self.files: dict[Path, _GrowingFile] = {}
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
@@ -50,8 +49,9 @@ class RecordStream:
 
         With ``is_whole`` the files are complete, so that incomplete steps are not waited for.
         """
-        for path in (path for pattern in self._patterns for path in self._beginning.folder.glob(pattern)):
-            self.files.setdefault(path, _GrowingFile(path, self._next_step)).look_ahead()
+        for path in record_files(self._beginning.folder):
+            if self._beginning.rank is None or path.stem == self._beginning.records:
+                self.files.setdefault(path, _GrowingFile(path, self._next_step)).look_ahead()
         found: list[tuple[int, dict[str, Any]]] = []
         while len(found) < limit and (records := self._complete_step(is_whole)):
             step = records[0]["step"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, read_jsonl
+from gossip.lab.experiments.records import JsonlWriter, cut_jsonl, read_jsonl, record_files
 
 
 def test_records_round_trip_and_append(tmp_path: Path) -> None:
@@ -57,3 +57,9 @@ def test_records_damaged_line_is_named(tmp_path: Path, line: str, message: str) 
     path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
     with pytest.raises(ValueError, match=rf"rank0\.jsonl, {message}"):
         read_jsonl(path)
+
+
+def test_record_files_are_those_that_ranks_write_in_their_order(tmp_path: Path) -> None:
+    for name in ("rank10", "rank2", "workers", "rank2_copy", "ranking"):
+        (tmp_path / f"{name}.jsonl").touch()
+    assert [path.stem for path in record_files(tmp_path)] == ["workers", "rank2", "rank10"]
