@@ -20,18 +20,25 @@ from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["TorchDispatchMode", "flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 #: Open a named profiler range within a ``with`` block. Uses torch's faster implementation where it exists: every bucket
 #: opens four ranges in every step, and without a profiler they must cost nothing.
 fast_range: Callable[[str], AbstractContextManager[Any]] = getattr(
     torch._C._profiler, "_RecordFunctionFast", record_function
 )
+
+
+def profile_all_threads() -> Any:
+    """Return what ``torch.profiler.profile(experimental_config=...)`` takes to record the ranges of every thread."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
 
 # ---------------------------------------------------------------------- backward passes
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, TopologyName, Write
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.run_figures import drawn
+from gossip.private_torch import profile_all_threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,8 +116,7 @@ class Overlap(Benchmark[OverlapSettings, OverlapResult]):
             running = method.start(module, _LEARNING_RATE, case.timeout_s)
             for _ in range(_NUM_WARM_UP_STEPS):
                 running.step(batch)
-            everything = _ExperimentalConfig(profile_all_threads=True)
-            with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as profiler:
+            with profile(activities=[ProfilerActivity.CPU], experimental_config=profile_all_threads()) as profiler:
                 for _ in range(1 + NUM_STEPS):  # the messages of the first are still on their way in the second
                     running.step(batch)
             dist.barrier()  # who is done first must not close its connections under the others
