@@ -20,7 +20,6 @@ import torch
 from pydantic import BaseModel, Field, PositiveFloat
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 import gossip
 from gossip import GossipDataParallel
@@ -30,7 +29,7 @@ from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place,
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.models import CharTransformer
 from gossip.lab.experiments.validated_models import OneOf
-from gossip.private_torch import TorchDispatchMode
+from gossip.private_torch import TorchDispatchMode, tree_leaves
 
 Step = Callable[[], None]
 Optimize = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
