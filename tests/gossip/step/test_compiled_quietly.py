@@ -76,6 +76,7 @@ def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int
         each.addHandler(handler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
         model, called = compile_what(what, graphs, **arguments)
 
         def step(x: torch.Tensor) -> None:
