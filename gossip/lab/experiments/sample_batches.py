@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ class Shards:
     batch_size: int
     seed: int
     repeats: bool = False
+    _orders: dict[int, tuple[int, npt.NDArray[np.int64]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         smallest = min(range(len(self.indices)), key=lambda rank: len(self.indices[rank]))
@@ -66,14 +67,16 @@ class Shards:
         epoch, batch = divmod(step, self.steps_per_epoch)
         # An epoch is one pass, of which the end is skipped, unless the ranks repeat their samples.
         start = step * self.batch_size if self.repeats else epoch * size + batch * self.batch_size
-        first_pass, start = divmod(start, size)
-        passes = range(first_pass, first_pass + -(-(start + self.batch_size) // size))
-        order = np.concatenate([_order(self.seed, rank, number, size) for number in passes])
-        samples: npt.NDArray[np.int64] = own[order[start : start + self.batch_size]]
+        positions = start + np.arange(self.batch_size)
+        samples = np.empty(self.batch_size, dtype=np.int64)
+        for number in range(start // size, positions[-1] // size + 1):
+            is_in_pass = positions // size == number
+            samples[is_in_pass] = own[self._order(rank, number)[positions[is_in_pass] % size]]
         return samples
 
-
-@functools.lru_cache(maxsize=4096)  # a pass spans many steps, and the ranks of a process alternate
-def _order(seed: int, rank: int, number: int, size: int) -> npt.NDArray[np.int64]:
-    order: npt.NDArray[np.int64] = np.random.default_rng((seed, rank, number)).permutation(size)
-    return order
+    def _order(self, rank: int, number: int) -> npt.NDArray[np.int64]:
+        """Return the order of a rank's samples in a pass; the latest one of each rank is kept."""
+        if rank not in self._orders or self._orders[rank][0] != number:
+            order = np.random.default_rng((self.seed, rank, number)).permutation(len(self.indices[rank]))
+            self._orders[rank] = number, order
+        return self._orders[rank][1]
