@@ -59,10 +59,11 @@ class Program:
         before: Callable[[], None] | None = None,
     ) -> None:
         files = [Connection(os.dup(output), readable=False) for output in outputs]  # is sent as its descriptor
-        self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(list(arguments), dict(environment), folder, files, before)
-        )
         fork_server.start(PRELOAD)
+        key = getattr(forkserver._forkserver, "_forkserver_authkey", None)  # from Python 3.14 on
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_run, args=(list(arguments), dict(environment), folder, files, before, key)
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -86,6 +87,7 @@ def _run(
     folder: Path,
     outputs: list[Connection],
     before: Callable[[], None] | None,
+    key: bytes | None,
 ) -> None:
     """The program's whole life."""
     gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
@@ -105,6 +107,7 @@ def _run(
         if script == TORCHRUN:
             subprocess_handler.Popen = _forked_rank
             forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # it is that of the tests
+            forkserver._forkserver._forkserver_authkey = key
             run.main()
         else:
             util.spawnv_passfds = _EarlyFork()
