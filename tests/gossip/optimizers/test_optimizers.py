@@ -48,7 +48,6 @@ def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.opti
     return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("mode", MODES)
 def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
     """With schedulers, without a warning, as the bare module is trained, bit for bit."""
