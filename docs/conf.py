@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gossip.version import __version__
+from topologies.version import __version__
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # for family_gallery and mathml, beside this file

@@ -43,9 +43,9 @@ from gossip.simulation import (
     simulate_averages,
     simulate_time,
 )
-from gossip.version import __version__
 from gossip.virtual import VirtualWorkers
 from gossip.wrapper import GossipDataParallel
+from topologies.version import __version__
 
 __all__ = [
     "COMPRESSIONS",

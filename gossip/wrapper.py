@@ -26,7 +26,7 @@ from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
 from gossip.step.building.construction import construct, give_back, make_world
-from gossip.step.building.wrapper_arguments import Arguments
+from gossip.step.building.wrapper_arguments import Arguments, refuses_arguments_of_ddp
 from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
@@ -191,6 +191,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     1
     """
 
+    @refuses_arguments_of_ddp
     @torch.inference_mode(False)
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Train digits while ranks are killed, frozen, cut off and told to leave, and come back; check that nothing is torn.
 
     python scripts/chaos.py outputs/chaos
-    python scripts/chaos.py outputs/an_hour --seconds 3600 --ranks 8 --compression int8
+    python scripts/chaos.py outputs/an_hour --seconds 3600 world_size=8 --compression int8
     python scripts/chaos.py outputs/planned --seconds 10 --restarts 1 --faults kill:1@200 kill:4@400 kill:6@600
 
 Faults follow from the seed, or are given by kind (kill, freeze, leave, cut, delay), number of the rank (those that come

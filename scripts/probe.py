@@ -1,6 +1,6 @@
 """``gossip probe``: measure this cluster, and predict whether gossip helps on it; see --help.
 
-python scripts/probe.py --world-size 4
+python scripts/probe.py world_size=4
 torchrun --nproc-per-node 8 scripts/probe.py
 """
 

@@ -1,7 +1,7 @@
 """``gossip sweep``: run many experiments and report on all of them; see configs/sweep.yaml and --help.
 
 python scripts/sweep.py experiment=topology_comparison
-python scripts/sweep.py topology=ring,torus,base launch.world_size=8,16 seed=0,1,2 engine=virtual
+python scripts/sweep.py topology=ring,torus,base world_size=8,16 seed=0,1,2 engine=virtual
 The same command again runs only what has not been run.
 """
 

@@ -1,7 +1,7 @@
 """What topologies of thousands of ranks, and rounds of a million, cost: time, memory and analysis, family by family.
 
     OPENBLAS_NUM_THREADS=1 python scripts/topology_scale.py
-    python scripts/topology_scale.py --world-size 1024 --families ring base --large-world-size 100000
+    python scripts/topology_scale.py world_size=1024 --families ring base --large-world-size 100000
 
 The first table has a row for every variant of a family at the served size nearest to ``--world-size``, each measured in
 a process of its own; times are the least of three runs, except that of the analysis.
@@ -39,6 +39,7 @@ import numpy as np
 
 import topologies
 from topologies import Topology
+from topologies.command_lines import Parser
 from topologies.schedule import options_text
 
 T = TypeVar("T")
@@ -196,7 +197,7 @@ def print_table(header: str, rows: Iterator[list[str]]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=4096, help="ranks of the first table")
     parser.add_argument("--large-world-size", type=int, default=1_000_000, help="ranks of the second table")
     parser.add_argument("--families", nargs="+", choices=topologies.available(), default=topologies.available())

@@ -1,6 +1,6 @@
 """``gossip train``: train one experiment, or with -m a sweep over several; see configs/train.yaml and --help.
 
-python scripts/train.py topology=ring launch.world_size=8
+python scripts/train.py topology=ring world_size=8
 python scripts/train.py -m topology=ring,one_peer_exponential,complete
 torchrun --nproc-per-node 4 scripts/train.py
 srun --ntasks 4 python scripts/train.py

@@ -57,7 +57,7 @@ def test_the_readme_is_short() -> None:
 
 def test_citations_name_this_version() -> None:
     citation = (REPOSITORY / "CITATION.cff").read_text()
-    assert f"\nversion: {gossip.__version__}\n" in citation
+    assert f"\nversion: {topologies.__version__}\n" in citation
     assert f"version = {{{gossip.__version__}}}" in (REPOSITORY / "README.md").read_text()
 
 

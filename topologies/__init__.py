@@ -18,6 +18,7 @@ from topologies.round import Round
 from topologies.schedule import Phase, Schedule
 from topologies.topology import Topology, build, variants
 from topologies.validation import Stochasticity
+from topologies.version import __version__
 
 __all__ = [
     "Comparison",
@@ -29,6 +30,7 @@ __all__ = [
     "Schedule",
     "Stochasticity",
     "Topology",
+    "__version__",
     "analysis",
     "available",
     "build",

@@ -11,8 +11,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from topologies.command_lines import Parser
 from topologies.drawing import draw, draw_comparison
 from topologies.drawing.gallery import write_gallery
 from topologies.drawing.picture_files import picture_path
@@ -29,13 +30,6 @@ _RECOMMENDED = 5
 
 #: From a unit's first letter to bytes.
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong command line in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +59,7 @@ def _program() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=_program(), description="Communication topologies for decentralized learning.")
+    parser = Parser(prog=_program(), description="Communication topologies for decentralized learning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="the families and their options")

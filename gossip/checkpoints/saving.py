@@ -18,7 +18,7 @@ from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import state_of, to_serializable
 from gossip.step.state.kept_objects import is_stateful
-from gossip.version import __version__
+from topologies.version import __version__
 
 
 @torch.inference_mode(False)

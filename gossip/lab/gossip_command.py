@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gossip.lab.experiments.option_help import FLAGS
 from gossip.lab.experiments.validated_models import nearest
+from topologies.command_lines import with_world_size
 from topologies.standard_output import ends_quietly
 
 APPLICATIONS = {
@@ -20,10 +21,10 @@ APPLICATIONS = {
 PROBE = """\
 Measure this cluster, and predict whether gossip helps on it and with which topology.
 
-    gossip probe --world-size 4
+    gossip probe world_size=4
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python gossip probe
     srun --nodes 4 --ntasks-per-node 8 gossip probe
-    gossip probe --world-size 4 --parameters-mb 400 --batch-size 256 --data different --output probe.json
+    gossip probe world_size=4 --parameters-mb 400 --batch-size 256 --data different --output probe.json
 
 Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
 small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
@@ -33,6 +34,9 @@ srun the workers are started on this machine."""
 
 PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 """What an installation without the extra ``lab`` lacks: the name that is imported, and the one that is installed."""
+
+WORLD_SIZES = {"train": "launch.world_size", "sweep": "launch.world_size", "bench": "bench.world_size"}
+"""Where ``world_size=N`` lies in the configuration of an application that has one."""
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -49,7 +53,11 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else FLAGS[0]
     if name in FLAGS:
         rows = [f"  gossip {application}  {what}" for application, what in APPLICATIONS.items()]
-        print("\n".join(["gossip COMMAND [option ...]; --help after a command shows its options", "", *rows]))
+        print(
+            "\n".join(
+                ["gossip COMMAND [world_size=N] [option ...]; --help after a command shows its options", "", *rows]
+            )
+        )
         return 0
     if name not in APPLICATIONS:
         names = ", ".join(APPLICATIONS)
@@ -96,6 +104,12 @@ def config_folder() -> Path:
 
 
 def _start(name: str) -> int:
+    if name in WORLD_SIZES:
+        try:
+            sys.argv[1:] = with_world_size(sys.argv[1:], WORLD_SIZES[name])
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return REFUSED
     if name == "probe":
         from gossip.lab.benchmarks import bench_script
 

@@ -68,7 +68,7 @@ class _Rendezvous:
 def launch(
     function: Callable[..., Any],
     *args: Any,
-    world_size: int,
+    world_size: int | None = None,
     local_size: int | None = None,
     backend: str = "gloo",
     port: int | None = None,
@@ -93,8 +93,9 @@ def launch(
         An importable function (pickled by name); it runs with ``torch.distributed`` initialised.
     *args
         Its arguments, pickled.
-    world_size : int
-        The number of workers, all on this machine.
+    world_size : int, optional
+        The number of workers, all on this machine; by default one for each core that this process may use. Ranks that
+        were started externally need not be counted here; a number that is not theirs is refused.
     local_size : int, optional
         How many consecutive ranks :func:`gossip.make_shard_mesh` puts into a group, to train one replica together; by
         default those of a node. It does not change which ranks share a machine.
@@ -139,9 +140,12 @@ def launch(
     if _is_worker:
         raise RuntimeError("gossip.launch was called inside a worker of gossip.launch; workers start no workers")
     checked_timeout(timeout)
+    placement = find_placement()
+    num_cores = len(os.sched_getaffinity(0))
+    if world_size is None:
+        world_size = num_cores if placement is None else placement.world_size
     _check_local_size(local_size, world_size)
     _check_failures(on_peer_loss, restart)
-    placement = find_placement()
     if placement is not None:
         if placement.world_size != world_size:
             raise ValueError(
@@ -173,7 +177,7 @@ def launch(
         port=port,
         backend=backend,
         timeout=timeout,
-        num_threads=num_threads or max(1, (os.cpu_count() or 1) // world_size),
+        num_threads=num_threads or max(1, num_cores // world_size),
         local_size=local_size,
         key=os.environ.get(KEY),
     )

@@ -17,8 +17,8 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.errors import ManifestError
 from gossip.parameters.names import bare_module, named_buffers, named_parameters
-from gossip.version import __version__
 from topologies import Topology
+from topologies.version import __version__
 
 Manifest = dict[str, str]
 CONSTRUCTION = "construction"

@@ -17,6 +17,8 @@ ROOMS_OF_TOPOLOGIES = (
     "integers",
     "plain_data",
     "standard_output",
+    "command_lines",
+    "version",
     "registry",
     "validation",
     "matrix_storage",
@@ -38,7 +40,6 @@ ROOMS_OF_TOPOLOGIES = (
 )
 ROOMS = (
     "errors",
-    "version",
     "private_torch",
     "measuring",
     "compression",

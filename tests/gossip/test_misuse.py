@@ -40,6 +40,11 @@ def batch(step: int = 0) -> torch.Tensor:
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got 0"),
         ({"optimizer": 3}, TypeError, "several in a tuple, or a factory"),
         (
+            {"device_ids": [0], "static_graph": True},
+            TypeError,
+            r"^device_ids is not needed: the module trains .*; static_graph is not needed: .*; leave them out$",
+        ),
+        (
             {"optimizer": functools.partial(torch.optim.LBFGS), "clip_grad_norm": 1.0},
             ValueError,
             r"LBFGS .*step_in_backward=F",

@@ -19,7 +19,7 @@ Notes = list[list[dict[str, Any]]]
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
     """The notes of a short run."""
     folder = tmp_path_factory.mktemp("chaos") / "run"
-    options = ("--seconds", "8", "--ranks", "5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
+    options = ("--seconds", "8", "world_size=5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
     with running(folder.parent, str(folder), *options, script=SCRIPTS / "chaos.py") as script:
         finished = script.finished()
     assert finished.status == 0, finished.stderr

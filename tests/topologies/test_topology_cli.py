@@ -22,7 +22,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_describe_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", "random_matching", "--world-size", "6", "--option", "seed=3", "--json"]) == 0
+    assert main(["describe", "random_matching", "world_size=6", "--option", "seed=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == topologies.build("random_matching", 6, seed=3).describe().to_dict()
 
 
@@ -51,8 +51,9 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         ([], "required: COMMAND"),
-        (["describe", "ring"], "required: --world-size"),
-        (["describe", "ring", "--world-size", "many"], "--world-size: invalid int value: 'many'"),
+        (["describe", "ring"], "required: world_size"),
+        (["describe", "ring", "--world-size", "many"], "argument world_size: invalid int value: 'many'"),
+        (["describe", "ring", "--nproc", "4"], "there is no --nproc; the number of ranks is given as world_size=8"),
         (["describe", "ring", "--world-size", "4", "--every", "0"], "k must be at least 1, got 0"),
         (["describe", "random_matching", "--world-size", "6", "--option", "seed"], "takes KEY=VALUE, got 'seed'"),
         (

@@ -19,6 +19,7 @@ from gossip.lab.benchmarks.harness import LEVELS, run
 from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement
+from topologies.command_lines import Parser
 
 
 def main(name: str, description: str | None, config: Path | None = None) -> int:
@@ -28,10 +29,11 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
     Invalid settings end the program with status 2 and one line.
     """
     benchmark = BENCHMARKS[name]
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     kept = "for results, report, figures and the records of all ranks; new. Without one, nothing is kept"
     parser.add_argument("folder", nargs=None if config else "?", type=Path, help=kept)
     if config is not None:
+        parser.spelling = "world_size"
         parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"of {config}")
     else:
         _add_options(parser, benchmark)

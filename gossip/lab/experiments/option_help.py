@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gossip.lab.experiments.config_store import OWN, REGISTRIES, options_of, registered
+from topologies.command_lines import as_written
 
 FLAGS = ("--help", "-h")
 
@@ -49,7 +50,7 @@ def help_text(script: str, config_folder: Path, config_name: str) -> str:
             summary = (inspect.getdoc(REGISTRIES[group].get(name)) or "").partition("\n")[0]
             lines += ["", f"{group}={name}", f"  {summary}".rstrip()]
             lines += [f"  {group}.options.{option}={value}" for option, value in options_of(group, name).items()]
-    return "\n".join(lines)
+    return as_written(as_written("\n".join(lines), "launch.world_size"), "bench.world_size")
 
 
 def primary_files(config_folder: Path, config_name: str) -> list[Path]:

@@ -51,7 +51,7 @@ def _check_planned(text: str) -> str:
 class ChaosSettings(BenchmarkSettings):
     """The settings of a run under faults."""
 
-    world_size: int = Field(6, ge=2, alias="ranks", description="ranks at the beginning")
+    world_size: int = Field(6, ge=2, description="ranks at the beginning")
     seconds: PositiveFloat = Field(60.0, description="how long they train")
     seed: int = Field(0, ge=0, description="of the faults")
     steps_between_faults: int = Field(150, ge=1, description="on average, of all ranks together")

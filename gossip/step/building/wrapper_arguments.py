@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ParamSpec
 
 import torch
 from torch import nn
@@ -28,6 +30,30 @@ from gossip.optimizers.closures import requires_closure
 from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters
 from topologies import Topology
+
+P = ParamSpec("P")
+
+_NOT_NEEDED = {
+    "device_ids": "the module trains on the device on which its parameters are",
+    "output_device": "outputs are on the device on which the module makes them",
+    "find_unused_parameters": "a parameter without a gradient is not updated, but it is mixed",
+    "gradient_as_bucket_view": "the parameters lie in buckets, and no gradient is copied there",
+    "static_graph": "buckets are sent in one order, whatever the graph",
+    "broadcast_buffers": 'buffers="local", the default, leaves each rank its own, and buffers="average" mixes them',
+}
+"""Arguments of DistributedDataParallel, and why they have no counterpart."""
+
+
+def refuses_arguments_of_ddp(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a constructor say of DistributedDataParallel's own arguments that they are not needed."""
+
+    @functools.wraps(init)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> None:
+        if found := [f"{name} is not needed: {why}" for name, why in _NOT_NEEDED.items() if name in kwargs]:
+            raise TypeError(f"{'; '.join(found)}; leave {'it' if len(found) == 1 else 'them'} out")
+        init(*args, **kwargs)
+
+    return refusing
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 
 from gossip.lab import gossip_command
+from gossip.lab.benchmarks import bench_command
+from gossip.lab.experiments import train_command
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -37,6 +41,22 @@ def test_gossip_command_shows_the_options_of_its_configuration(command: Command,
     assert stdout.startswith(f"gossip {name} [group=file ...] [option=value ...]\n")
 
 
+@pytest.mark.parametrize("number", [["world_size=2,3"], ["--world-size", "2,3"], ["launch.world_size=2,3"]])
+@pytest.mark.parametrize(
+    ("application", "module", "key"),
+    [("sweep", train_command, "launch.world_size"), ("bench", bench_command, "bench.world_size")],
+)
+def test_the_number_of_ranks_has_one_spelling_and_the_old_ones(
+    application: str, module: ModuleType, key: str, number: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(module, "main", lambda *_: seen.extend(sys.argv) or 0)
+    monkeypatch.setattr(sys, "argv", ["gossip", application, "seed=1", *number, "-m"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module("gossip", run_name="__main__")
+    assert seen == [f"gossip {application}", "seed=1", f"{key}=2,3", "-m"]
+
+
 def test_gossip_probe_shows_its_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command("probe", "--help")
@@ -50,6 +70,8 @@ def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
         "",
         "error: there is no gossip trian; did you mean train? Available: train, sweep, bench, probe\n",
     )
+    hint = "error: there is no nproc; the number of ranks is given as world_size=8\n"
+    assert command("train", "nproc=4") == (2, "", hint)
 
 
 def test_gossip_command_without_the_extra_says_what_to_install(

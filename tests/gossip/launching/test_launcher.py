@@ -39,6 +39,11 @@ def test_launch_returns_results_by_rank(world_size: int) -> None:
     ]
 
 
+def test_launch_starts_a_worker_for_each_core_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5})
+    assert launch(torch.get_num_threads) == [1, 1]
+
+
 def fail_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
         if how == "raise":
@@ -249,7 +254,7 @@ def fail():
     dist.barrier()
 
 if __name__ == "__main__":
-    os.write(1, f"result {launch(ranks, world_size=2)}\\n".encode())  # one write: lines must not mingle
+    os.write(1, f"result {launch(ranks)}\\n".encode())  # one write: lines must not mingle
     launch(fail, world_size=2)
 """
 

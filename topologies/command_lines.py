@@ -1,0 +1,81 @@
+"""One spelling of the number of ranks on every command line, ``world_size=8``, whatever the parser behind it reads."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+_ALIASES = ("world_size", "--world-size", "--world_size", "--ranks", "launch.world_size", "bench.world_size")
+_MEANT = ("ranks", "num_ranks", "n", "np", "nproc", "nprocs", "nproc_per_node", "workers", "num_workers", "world")
+_FLAG = "--world-size"
+
+
+def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
+    """Yield the arguments with the number of ranks, given in any of the ways that commands know, as ``spelling=N``.
+
+    Raises
+    ------
+    ValueError
+        An argument is what other programs call the number of ranks.
+
+    Examples
+    --------
+    >>> list(with_world_size(["ring", "--world-size", "4"], "launch.world_size"))
+    ['ring', 'launch.world_size=4']
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        key, equals, value = argument.partition("=")
+        if key in _ALIASES:
+            yield f"{spelling}={value if equals or key[0] != '-' else next(rest, '')}"
+        elif key.lstrip("-").replace("-", "_") in _MEANT:
+            raise ValueError(f"there is no {key}; the number of ranks is given as world_size=8")
+        else:
+            yield argument
+            if argument == "--option":  # whose value is an option of a topology
+                yield from [value for value in [next(rest, None)] if value is not None]
+
+
+def as_written(text: str, spelling: str) -> str:
+    """Return a text of help with the number of ranks as it is written on the command line."""
+    shorter = " " * (len(spelling) - len("world_size"))
+
+    def written(found: re.Match[str]) -> str:
+        return f"world_size={found[1]}" + (found[2] + shorter if found[2] else "")
+
+    return re.sub(rf"{re.escape(spelling)}[ =](\w+)( {{2,}})?", written, text)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes ``world_size=N``, and reports a wrong command line in one line.
+
+    Attributes
+    ----------
+    spelling : str
+        How the number of ranks is called among the parser's own arguments.
+    """
+
+    spelling = _FLAG
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the arguments of the command line."""
+        try:
+            written = with_world_size(sys.argv[1:] if args is None else args, self.spelling)
+            return super().parse_args(list(written), namespace)
+        except ValueError as error:
+            self.error(str(error))
+
+    def format_usage(self) -> str:
+        """Return the usage."""
+        return as_written(super().format_usage(), _FLAG)
+
+    def format_help(self) -> str:
+        """Return the usage and what each argument is."""
+        return as_written(super().format_help(), _FLAG)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message."""
+        self.exit(2, f"{self.prog}: error: {message.replace(_FLAG, 'world_size')}\n")
