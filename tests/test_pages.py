@@ -24,7 +24,7 @@ SESSIONS = ("docs/modes.md", "docs/module_state.md", "docs/schedules.md")
 
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
 PRINTED = {
-    ("README.md", 0): "[array([[1.",
+    ("README.md", 0): "[[1. 1. 1. 1. 1. 1. 1. 1.]]\n",
     ("docs/checkpoints.md", 0): CHECKPOINTS,
     ("docs/larger_models.md", 0): "[2, 2, 2, 2]\n",
     ("docs/larger_models.md", 1): "",
@@ -32,6 +32,7 @@ PRINTED = {
     ("docs/uneven_ranks.md", 0): "(0, 1, 2, 3)\n" * 4,
     ("docs/virtual_workers.md", 0): "1024 replicas",
     ("docs/when_ranks_die.md", 0): "(0, 1, 2, 3)\n" * 4,
+    ("docs/worse_loss.md", 0): "equal to 1e-12: True\n",
 }
 """Scripts, and what they print; of the last of their models the members."""
 

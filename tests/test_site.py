@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import pickle
 import re
@@ -53,6 +54,31 @@ def test_pages_link_to_what_is_there() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= MOST_LINES_OF_README
+    assert sum(map(bool, code("README.md", 0).splitlines())) == 10, "it calls them ten lines"
+
+
+def texts_of(module: Path) -> str:
+    """The texts in a module, with "…" for what is put into them."""
+    nodes = list(ast.walk(ast.parse(module.read_text())))
+    joined = [
+        "…".join(each.value for each in node.values if isinstance(each, ast.Constant))
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    ]
+    return "\n".join([*joined, *(str(node.value) for node in nodes if isinstance(node, ast.Constant))])
+
+
+def test_messages_in_the_index_are_said_by_the_code() -> None:
+    modules = [
+        *(REPOSITORY / "gossip").rglob("*.py"),
+        *(REPOSITORY / "topologies").rglob("*.py"),
+        REPOSITORY / "gossip_training.py",
+    ]
+    said = "\n".join(map(texts_of, modules))
+    index = (DOCS / "errors.md").read_text().partition("## By message")[2].partition("## Classes")[0]
+    messages = re.findall(r"^\| `([^`]*)` \|", index, re.MULTILINE)
+    assert len(messages) > 40
+    assert [message for message in messages if not all(part in said for part in re.split(r" ?… ?", message))] == []
 
 
 def test_citations_name_this_version() -> None:
