@@ -5,8 +5,11 @@ Invalid arguments raise ``ValueError`` or ``TypeError``; the classes here report
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
+
+from loguru import logger
 
 
 class GossipError(RuntimeError):
@@ -80,3 +83,12 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror} (errno {error.errno}){where}"
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckpointError | TypeError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def warn_user(text: str) -> None:
+    """Log a warning after which the user has something to do, and issue it by ``warnings`` too, at the user's line."""
+    logger.opt(depth=1).warning(text)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("gossip", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

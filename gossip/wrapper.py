@@ -381,6 +381,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         ``model.module`` directly between steps does not include them yet.
         """
         if self._engine is not None:
+            self._engine.note_reading()
             self._engine.combine_if_due()
         return super().named_parameters(*args, **kwargs)
 

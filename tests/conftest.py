@@ -84,8 +84,9 @@ def starts_processes(module: ModuleType) -> bool:
 
 
 @pytest.fixture
-def warnings_told() -> Iterator[list[str]]:
+def warnings_told(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The warnings that are logged during the test."""
+    request.node.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))  # some are issued by ``warnings`` too
     with logged() as texts:
         yield texts
 

@@ -40,7 +40,7 @@ def quantized_by() -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled ``lattice_passes.c``, or None if it was not compiled; logs which, once."""
+    """Return the compiled ``lattice_passes.c``, or None, with a warning, if it was not compiled."""
     path = Path(__file__).with_name(f"lattice_passes{sysconfig.get_config_var('EXT_SUFFIX')}")
     try:
         library = ctypes.CDLL(str(path))
@@ -51,7 +51,6 @@ def _library() -> ctypes.CDLL | None:
             error,
         )
         return None
-    logger.debug("int8 and int4 run compiled: {}", path)
     return library
 
 

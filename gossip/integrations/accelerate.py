@@ -21,6 +21,7 @@ from gossip.integrations.common_checks import (
     check_options,
     released_gradients,
     steps_in_backward,
+    wrap,
 )
 
 _FOLDER = "gossip"
@@ -100,7 +101,7 @@ def prepare(
     _check_arguments(accelerator, model, optimizer, others)
     placed = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped: moved, cast and compiled
     accelerator._models.remove(placed if placed in accelerator._models else model)
-    wrapped = GossipDataParallel(placed, optimizer, scaler=accelerator.scaler, **options)
+    wrapped = wrap(placed, optimizer, scaler=accelerator.scaler, **options)
     wrapped._is_accelerate_prepared = True
     if not _replicas(accelerator):
         _know_replicas(accelerator)

@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from gossip import GossipDataParallel, GossipError
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
 
 _DISTRIBUTED_TYPES = ("NO", "MULTI_")  # prefixes of accelerate's: one process, or one per device
 
@@ -21,6 +24,13 @@ def check_options(owner: str, options: Mapping[str, Any], taken: Mapping[str, st
             raise TypeError(
                 f"{owner} got {name!r}, which is not an argument of GossipDataParallel; choose from {', '.join(known)}"
             )
+
+
+def wrap(module: nn.Module, optimizer: OptimizerArgument, **options: Any) -> GossipDataParallel:
+    """Wrap a module for a library that calls ``optimizer.step()`` in every mode: nothing is said of it. Collective."""
+    model = GossipDataParallel(module, optimizer, **options)
+    model._live().optimizer_step_calls.explains = False
+    return model
 
 
 def steps_in_backward(options: Mapping[str, Any]) -> bool:

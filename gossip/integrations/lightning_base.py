@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import gossip
 from gossip import GossipDataParallel
-from gossip.integrations.common_checks import check_options, steps_in_backward
+from gossip.integrations.common_checks import check_options, steps_in_backward, wrap
 from gossip.private_torch import SUPPORTS_SCALING
 from topologies import Topology
 
@@ -63,7 +63,7 @@ class BaseStrategy:
         return getattr(getattr(self, self.precision_argument), "scaler", None)
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> GossipDataParallel:
-        return GossipDataParallel(module, tuple(optimizers) or None, scaler=self._scaler, **self._options | more)
+        return wrap(module, tuple(optimizers) or None, scaler=self._scaler, **self._options | more)
 
     def _step_scaled(self, model: GossipDataParallel, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let the scaler step one of the model's optimizers, and update the scaler once per step of the model."""

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
-from gossip.integrations.common_checks import check_accelerator, steps_in_backward
+from gossip.integrations.common_checks import check_accelerator, steps_in_backward, wrap
 from gossip.integrations.trainer_checks import check_arguments, check_joining, check_lengths, check_trainer_options
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
@@ -125,7 +125,7 @@ class GossipTrainer(Trainer):
         module = self.accelerator.prepare_model(model, evaluation_mode=True)  # on its device, cast and compiled
         scaler, max_norm = self.accelerator.scaler, self.args.max_grad_norm
         clips = {"clip_grad_norm": max_norm} if self._steps_in_backward and max_norm > 0 else {}
-        wrapped = GossipDataParallel(module, self.optimizer, scaler=scaler, **clips, **self._gossip_options)
+        wrapped = wrap(module, self.optimizer, scaler=scaler, **clips, **self._gossip_options)
         self._gossip_model = self._training.enter_context(wrapped)
         self._training.callback(self._forget)
         return wrapped

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from loguru import logger
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.dlpack import to_dlpack
 
 from gossip.compression.codec import BucketShape, gaps
-from gossip.errors import GossipError
+from gossip.errors import GossipError, warn_user
 from gossip.parameters.names import named_buffers, named_parameters
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -92,11 +91,10 @@ class Bucket:
     def _tell_of_shared_memory(self, name: str) -> None:
         """Warn once for all buckets: parameters sent to other processes are sent in full, again and again."""
         if not self._shared_names:
-            logger.warning(
-                "parameter {!r} was put into shared memory (share_memory_(), or sent to another process): it continues "
-                "in its bucket, and other processes keep seeing its present values; send it again when it has "
-                "changed",
-                name,
+            warn_user(
+                f"parameter {name!r} was put into shared memory (share_memory_(), or sent to another process): it "
+                "continues in its bucket, and other processes keep seeing its present values; send it again when it "
+                "has changed"
             )
         self._shared_names.append(name)
 

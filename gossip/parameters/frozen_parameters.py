@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from gossip.communication.world import World
-from gossip.errors import ManifestError
+from gossip.errors import ManifestError, warn_user
 from gossip.parameters.buckets import check_unfrozen, describe_tensor, is_mixable
 from gossip.parameters.digests import bytes_of, digest_of
 from gossip.parameters.manifest import compare_manifests, first_difference
@@ -136,13 +135,11 @@ class FrozenParameters:
         ranks = ", ".join(str(rank) for rank, names in enumerate(written) if names)
         hidden = len(self.differing) - _MAX_NAMES_LISTED
         listed = ", ".join(map(repr, self.differing[:_MAX_NAMES_LISTED]))
-        logger.warning(
-            "frozen parameters were written to on ranks {} and now differ between the ranks: {}{}; averages include "
-            "them, but steps do not exchange them. To have them mixed in every step, let them require gradients, or "
-            'make them buffers and pass buffers="average"',
-            ranks,
-            listed,
-            f" and {hidden} more" * (hidden > 0),
+        more = f" and {hidden} more" * (hidden > 0)
+        warn_user(
+            f"frozen parameters were written to on ranks {ranks} and now differ between the ranks: {listed}{more}; "
+            "averages include them, but steps do not exchange them. To have them mixed in every step, let them require "
+            'gradients, or make them buffers and pass buffers="average"'
         )
 
     # ------------------------------------------------------------------ averages

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from loguru import logger
 from torch.optim import Optimizer
 
+from gossip.errors import warn_user
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.bucket_optimizer import fire_step_hooks
 from gossip.optimizers.closures import Closure
@@ -31,8 +31,12 @@ class BackwardSteps(StepEngine):
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         if self._optimizer_steps:
             return self._step_own(optimizer)
-        self._optimizer_step_calls.note(optimizer, closure, self.step, self._has_gradients)
+        self.optimizer_step_calls.note(optimizer, closure, self.step, self._has_gradients)
         return None  # the update has been made
+
+    def note_reading(self) -> None:
+        if not self.updater.clips:
+            self.optimizer_step_calls.note_reading(self.step, self._has_gradients)
 
     def _step_own(self, optimizer: Optimizer) -> Any:
         """Make the step that the engine requests."""
@@ -85,7 +89,7 @@ class BackwardSteps(StepEngine):
         self._progress.count_gradients()
         if not self._has_warned and steps_another_model(self):
             self._has_warned = True
-            logger.warning("rank {}: step {}: {}", self.rank, self.step, TWO_MODELS)
+            warn_user(f"rank {self.rank}: step {self.step}: {TWO_MODELS}")
 
     def _on_complete(self, parameter: torch.Tensor, index: int, slot: int) -> None:
         """React to the last gradient, that of ``parameter``, of the bucket whose turn it is."""

@@ -88,7 +88,9 @@ class StepEngine(HealthChecks, ABC):
         self.last_meter: Meter | None = None
         self._num_bad_steps = 0
         self._has_warned = False
-        self._optimizer_step_calls = OptimizerStepCalls(f"rank {rank}: ", "wrap the module with step_in_backward=False")
+        self.optimizer_step_calls = OptimizerStepCalls(
+            f"rank {rank}: ", "wrap the module with step_in_backward=False", explains=rank == 0
+        )
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = 0.0
         self._places = ParameterSlots(module, group.module)
@@ -181,7 +183,7 @@ class StepEngine(HealthChecks, ABC):
             self._complete_gradients()
         if progress.has_gradients:
             self.end_step()
-            self._optimizer_step_calls.count_step()
+            self.optimizer_step_calls.count_step()
         else:
             progress.backward = None  # only the inputs' gradients, or not a step of this model
         if backward is not None:
@@ -351,6 +353,9 @@ class StepEngine(HealthChecks, ABC):
         """Await and combine the messages that steps did not wait for. On all ranks after the same step."""
         with self.fatal(), torch.no_grad():
             self.exchanges.combine_late(self._progress.meter)
+
+    def note_reading(self) -> None:
+        """Note that the user is about to read the parameters."""
 
     def combine_if_due(self) -> None:
         """Combine what is in flight, if the algorithm requires that before the parameters are read again."""

@@ -19,7 +19,7 @@ from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
 from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
-from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason
+from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason, warn_user
 from gossip.exchange.edge_transport import make_generation_transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
@@ -124,12 +124,9 @@ class GenerationChange:
             (type(optimizer).__name__, group, key) for optimizer, group, key in own_options(self._parts.optimizers)
         }
         for kind, group, key in sorted(options - self._own_options) if self.rank == 0 else ():
-            logger.warning(
-                "option {!r} of parameter group {} of {} is not plain data (numbers, strings, tensors, lists, dicts): "
-                "a rank that joins keeps its own, if it has set it, and gossip.save will refuse it",
-                key,
-                group,
-                kind,
+            warn_user(
+                f"option {key!r} of parameter group {group} of {kind} is not plain data (numbers, strings, tensors, "
+                "lists, dicts): a rank that joins keeps its own, if it has set it, and gossip.save will refuse it"
             )
         self._own_options |= options
 
@@ -145,7 +142,7 @@ class GenerationChange:
             self._state()
             self._kept.states()
         except Exception as error:
-            logger.warning("no rank can join this training or come back, and gossip.save will fail: {}", reason(error))
+            warn_user(f"no rank can join this training or come back, and gossip.save will fail: {reason(error)}")
 
     def _give(self, *, at_step_end: bool) -> None:
         """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""

@@ -1,30 +1,65 @@
-"""The user's calls of ``optimizer.step()`` where backward passes make the steps."""
+"""The user's calls between backward passes that make the steps: ``optimizer.step()``, and torch's clipping."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 from loguru import logger
 from torch.optim import Optimizer
 
+from gossip.errors import warn_user
+
+_CLIPPING = "torch.nn.utils.clip_grad"
+_NUM_FRAMES = 4  # at most so many below a clip function are its loop over the parameters, and their iterators
+
 
 class OptimizerStepCalls:
-    """Refuses calls that expect more than a backward pass does, and warns once where it has made more or nothing.
+    """Says what the usual loop's calls do where backward passes make the steps.
 
-    A loop written for DistributedDataParallel may accumulate gradients over several backward passes without
-    ``no_sync()`` and call ``optimizer.step()`` after the last one. Or its gradients do not come from a backward pass at
-    all, or only from passes under ``no_sync()``: then no step is made. Users who never call it get no warning.
+    The first call of ``optimizer.step()`` is answered once, at level INFO: the updates have been made. Users who never
+    call it see nothing. A warning, once each, follows where something is known to be lost, or not to be meant:
+
+    - several backward passes came before the call, and each has made a step (``no_sync()`` was forgotten);
+    - no backward pass has made a step, but there are gradients: they were written, or all passes were under
+      ``no_sync()``;
+    - at the first call there are gradients although a step was made: they were written after it;
+    - a clip function of ``torch.nn.utils`` goes through ``model.parameters()`` when no parameter has a gradient.
+
+    Other code that reads gradients between ``backward()`` and ``optimizer.step()`` finds None, and cannot be seen
+    without replacing torch's own functions: clipping of ``net.parameters()``, of a list made before, or by hand.
+
+    Parameters
+    ----------
+    where : str
+        The beginning of each text, such as "rank 0: ".
+    usual_loop : str
+        What keeps the usual loop.
+    explains : bool
+        Whether the first call is answered.
     """
 
-    def __init__(self, where: str, usual_loop: str) -> None:
+    def __init__(self, where: str, usual_loop: str, *, explains: bool = True) -> None:
+        self.explains = explains
         self._where, self._usual_loop = where, usual_loop
         self._num_steps = 0  # made by backward passes since the last call
         self._steps_seen: dict[Optimizer, int] = {}  # by the newest call for each
-        self._has_warned = self._has_warned_of_nothing = False
+        self._warned: set[str] = set()
 
     def count_step(self) -> None:
         """Count a step that a backward pass has made."""
         self._num_steps += 1
+
+    def note_reading(self, step: int, has_gradients: Callable[[], bool]) -> None:
+        """Note that the parameters are about to be read, by a clip function or another."""
+        if "clipping" not in self._warned and _is_clipping() and not has_gradients():
+            self._warn(
+                "clipping",
+                step,
+                "a clip function found no gradients, and clipped nothing: updates are made inside backward, which "
+                f"releases the gradients. Pass clip_grad_norm= to GossipDataParallel, or {self._usual_loop}",
+            )
 
     def note(
         self,
@@ -45,26 +80,54 @@ class OptimizerStepCalls:
                 "scaler.step() cannot work here, because the update was made inside backward; pass the scaler to "
                 f"GossipDataParallel(scaler=...) and call only scaler.scale(loss).backward(), or {self._usual_loop}"
             )
-        num_steps, self._num_steps = self._num_steps, 0
-        if num_steps > 1 and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "{}step {}: {} steps were made since the last optimizer.step(), one by each backward pass; to "
-                "accumulate their gradients into one step, put all but the last backward pass under no_sync(), or {}",
-                self._where,
-                step,
-                num_steps,
-                self._usual_loop,
-            )
-        is_new = step != self._steps_seen.get(optimizer, 0)
+        is_first, is_new = not self._steps_seen, step != self._steps_seen.get(optimizer, 0)
         self._steps_seen[optimizer] = step
-        if not is_new and not self._has_warned_of_nothing and has_gradients():
-            self._has_warned_of_nothing = True
-            logger.warning(
-                "{}step {}: optimizer.step() did nothing: there are gradients, but no backward pass has made a step of "
-                "them. Steps are made by backward passes outside of no_sync(); have the last one of each step there. "
-                "If gradients are written to .grad (torch.autograd.grad, torch.func, gradient surgery), {}",
-                self._where,
-                step,
-                self._usual_loop,
+        num_steps, self._num_steps = self._num_steps, 0
+        if self.explains and is_first:
+            logger.info(
+                f"{self._where}optimizer.step() has nothing left to do: the updates were made inside backward(), and "
+                "what stands between the two, such as clipping, has no effect. To clip, pass clip_grad_norm= to "
+                f"GossipDataParallel; to keep the usual loop, {self._usual_loop}"
             )
+        if num_steps > 1:
+            self._warn(
+                "several",
+                step,
+                f"{num_steps} steps were made since the last optimizer.step(), one by each backward pass; to "
+                "accumulate their gradients into one step, put all but the last backward pass under no_sync(), or "
+                f"{self._usual_loop}",
+            )
+        if is_first and is_new and has_gradients():
+            self._warn(
+                "written",
+                step,
+                "there are gradients that were made after the step inside backward(), which they have not changed; "
+                "they are added to those of the next step, unless they are zeroed. To change the gradients of a step, "
+                f"{self._usual_loop}",
+            )
+        if not is_new and "nothing" not in self._warned and has_gradients():
+            self._warn(
+                "nothing",
+                step,
+                "optimizer.step() did nothing: there are gradients, but no backward pass has made a step of them. "
+                "Steps are made by backward passes outside of no_sync(); have the last one of each step there. If "
+                f"gradients are written to .grad (torch.autograd.grad, torch.func, gradient surgery), "
+                f"{self._usual_loop}",
+            )
+
+    def _warn(self, kind: str, step: int, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn_user(f"{self._where}step {step}: {text}")
+
+
+def _is_clipping() -> bool:
+    """Whether it is one of torch's clip functions that asks for the parameters."""
+    frame: FrameType | None = sys._getframe(4)  # what called the model's named_parameters()
+    for _ in range(_NUM_FRAMES):
+        if frame is None or frame.f_globals.get("__name__") == _CLIPPING:
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 from loguru import logger
@@ -14,6 +15,8 @@ def logged(level: str = "WARNING") -> Iterator[list[str]]:
     texts: list[str] = []
     sink = logger.add(lambda message: texts.append(message.record["message"]), level=level)
     try:
-        yield texts
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # some are issued by ``warnings`` too
+            yield texts
     finally:
         logger.remove(sink)

@@ -26,7 +26,7 @@ from gossip.communication.host.open_files import limit_named
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
-from gossip.errors import GossipError
+from gossip.errors import GossipError, warn_user
 from gossip.exchange.clipping import clips_above
 from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
@@ -199,10 +199,9 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
         )
     world = World(timeout, process_group)
     if world.rank == 0 and VARIABLE in os.environ:
-        logger.warning(
-            '{} has no effect with on_peer_loss="raise": messages go through torch.distributed, which authenticates '
-            'none; pass on_peer_loss="continue"',
-            VARIABLE,
+        warn_user(
+            f'{VARIABLE} has no effect with on_peer_loss="raise": messages go through torch.distributed, which '
+            'authenticates none; pass on_peer_loss="continue"'
         )
     return world
 
@@ -294,7 +293,7 @@ def _announce(
     frozen: FrozenParameters,
     transport: Transport | None,
 ) -> None:
-    """Log ranks, schedule, algorithm, compression, buckets, frozen parameters and transport at level INFO."""
+    """Log ranks, schedule, algorithm and compression in one line; at level TRACE also buckets and transport."""
     size, shards = topology.world_size, arguments.mesh
     ranks = f"{size} rank{'s' * (size != 1)}"
     if shards is not None:
@@ -313,9 +312,9 @@ def _announce(
     hidden = len(listed) - _MAX_BUCKETS_LISTED
     text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
     silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
-    logger.info("{} bucket{}: {}{}", len(listed), "s" * (len(listed) != 1), text or "nothing to train", silent)
+    logger.trace("{} bucket{}: {}{}", len(listed), "s" * (len(listed) != 1), text or "nothing to train", silent)
     if transport is not None:
-        logger.info("{}", transport.describe())
+        logger.trace("{}", transport.describe())
 
 
 def _describe_bucket(bucket: AnyBucket) -> str:

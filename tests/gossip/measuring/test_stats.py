@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -167,8 +168,8 @@ class Wide(nn.Module):
 
 
 def lines_at_the_start(carrier: str) -> list[str]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    lines: list[Any] = []
+    sink = logger.add(lambda message: lines.append(message.record), level="TRACE")
     schedule = topologies.build("complete", WORLD_SIZE)
     model = GossipDataParallel(
         Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1.0, buffers="average", transport=carrier
@@ -180,7 +181,8 @@ def lines_at_the_start(carrier: str) -> list[str]:
     model.close()
     logger.remove(sink)
     assert len(lines) == num_lines, "more was said later"
-    return lines
+    assert [line["level"].name for line in lines] == ["INFO", "TRACE", "TRACE"][:num_lines]
+    return [line["message"] for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_what_was_built_is_said_once_by_rank_0(carrier: str, transport: str) -> 
 
 def test_many_buckets_are_listed_in_one_short_line() -> None:
     lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="TRACE")
     wrap(nn.Sequential(*(nn.Linear(7, 7) for _ in range(11)))).close()
     logger.remove(sink)
     assert lines[0].startswith("1 rank, topology one_peer_exponential (period 1), ")

@@ -132,6 +132,29 @@ def accumulate_only(model: GossipDataParallel) -> None:
         model.optimizer.step()
 
 
+def clip_in_between(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        backward(model)
+        nn.utils.clip_grad_norm_((each for each in model.parameters() if each.requires_grad), 1.0)
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+
+def clip_what_was_accumulated(model: GossipDataParallel) -> None:
+    with model.no_sync():
+        backward(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    backward(model)
+    model.optimizer.step()
+
+
+def write_after_backward(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        backward(model)
+        model.module[0].weight.grad = torch.ones(6, 4, dtype=torch.float64)
+        model.optimizer.step()
+
+
 SEVERAL = (
     "rank 0: step 4: 4 steps were made since the last optimizer.step(), one by each backward pass",
     "put all but the last backward pass under no_sync(), or wrap the module with step_in_backward",
@@ -141,6 +164,11 @@ NONE = (
     "outside of no_sync(); have the last one of each step there",
     "torch.autograd.grad, torch.func, gradient surgery), wrap the module with step_in_backward=False",
 )
+CLIPPED = (
+    "rank 0: step 1: a clip function found no gradients, and clipped nothing",
+    "Pass clip_grad_norm= to GossipDataParallel, or wrap the module with step_in_backward=False",
+)
+WRITTEN = ("rank 0: step 1: there are gradients that were made after the step inside backward()",)
 LOOPS: dict[Callable[[GossipDataParallel], None], Sequence[str]] = {
     accumulate_as_plain_ddp_allows: SEVERAL,
     step_after_each_backward: (),
@@ -148,6 +176,9 @@ LOOPS: dict[Callable[[GossipDataParallel], None], Sequence[str]] = {
     accumulate_under_no_sync: (),
     write_gradients: NONE,
     accumulate_only: NONE,
+    clip_in_between: CLIPPED,
+    clip_what_was_accumulated: (),
+    write_after_backward: WRITTEN,
 }
 
 
@@ -164,9 +195,23 @@ def test_calls_of_step_that_mean_more_than_backward_does_are_pointed_out_once(
 ) -> None:
     model = wrap(make_module(), mode)
     lines, texts = warnings_of(loop, model), LOOPS[loop]
+    if "clip_grad_norm" in MODES[mode] and texts is CLIPPED:
+        texts = ()  # nothing was lost
     assert len(lines) == (mode != "outside" and bool(texts))
     assert all(text in line for line in lines for text in texts)
     assert texts is not NONE or bool(model.step) == (mode == "outside")
+
+
+def test_the_first_step_of_an_optimizer_is_answered_once_and_warnings_name_the_users_line() -> None:
+    model = wrap(make_module(), "in backward")
+    with logged("INFO") as lines:
+        step_after_each_backward(model)
+    (line,) = lines
+    assert line.startswith("rank 0: optimizer.step() has nothing left to do: the updates were made inside backward()")
+    assert "pass clip_grad_norm= to GossipDataParallel; to keep the usual loop, wrap" in line
+    with pytest.warns(UserWarning, match="rank 0: step 5: a clip function found no gradients") as issued:
+        clip_in_between(model)
+    assert [warning.filename for warning in issued] == [__file__]
 
 
 def test_an_optimizer_that_was_stepped_in_turn_is_not_blamed() -> None:
