@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
 from repository import CONFIGS, REPOSITORY
 from running import TIMEOUT_S
 
@@ -69,6 +71,20 @@ def content(wheel: Path) -> dict[str, bytes]:
 
 def compiled(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(".so")]
+
+
+def test_every_version_that_is_claimed_is_tested_in_forks() -> None:
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    pythons = re.findall(r"Python :: (3\.\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
+    matrix = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["tests"][
+        "strategy"
+    ]
+    rows = matrix["matrix"]["include"]
+    assert {row["python"] for row in rows} == set(pythons)
+    pinned = re.findall(r"^torch==(.*)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    claimed = re.findall(r"\b2\.\d+\.\d\b", (REPOSITORY / "CONTRIBUTING.md").read_text())
+    assert {row["torch"] for row in rows} == {*claimed, *pinned}
 
 
 @pytest.mark.slow

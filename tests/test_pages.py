@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -97,6 +98,20 @@ def test_datasets_of_other_libraries_are_read() -> None:
     with mock.patch.dict(sys.modules, torchvision=torchvision, datasets=datasets):
         assert found["images"]() == (("images/train", (32, 32)), ("images/test", (32, 32)))
         assert found["on_disk"]() == ([("train", 0), ("train", 1)], [("test", 0), ("test", 1)])
+
+
+def test_ray_train_reports_what_is_learned() -> None:
+    """With a stand-in for Ray, which has what the page uses of it, and one rank."""
+    reported: dict[str, Any] = {}
+    ray, ray_train, ray_torch = ModuleType("ray"), ModuleType("ray.train"), ModuleType("ray.train.torch")
+    ray.__dict__.update(train=ray_train)
+    context = SimpleNamespace(get_world_rank=lambda: 0)
+    ray_train.__dict__.update(get_context=lambda: context, report=reported.update)
+    ray_torch.__dict__.update(TorchConfig=None, TorchTrainer=None)
+    modules = {"ray": ray, "ray.train": ray_train, "ray.train.torch": ray_torch}
+    with mock.patch.dict(sys.modules, modules):
+        defined("docs/several_nodes.md", 1)["train"]()
+    assert reported["weights"] == [pytest.approx([1.0] * 8, abs=1e-3)]
 
 
 def test_a_recording_is_replayed() -> None:
