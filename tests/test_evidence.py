@@ -24,6 +24,7 @@ def test_markers_and_runs_name_each_other() -> None:
     assert [name for name, _ in blocks] == named, "a block has no end"
     assert set(named) == set(declared)
     for name, content in blocks:
+        assert not re.search(r"^(#|```)", content, re.MULTILINE), f"{name} would replace more than results"
         if re.search(r"^\*\d{4}-\d\d-\d\d; ", content, re.MULTILINE):
             assert content.startswith(declared[name].shown), f"{name} was made by another command: make it again"
     shown = {Path(file).name for _, content in blocks for file in re.findall(r"!\[.*\]\((.*)\)", content)}
