@@ -381,7 +381,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         ``model.module`` directly between steps does not include them yet.
         """
         if self._engine is not None:
-            self._engine.note_reading()
+            if self._arguments.step_in_backward and self._arguments.clip_grad_norm is None:
+                self._engine.note_reading()
             self._engine.combine_if_due()
         return super().named_parameters(*args, **kwargs)
 

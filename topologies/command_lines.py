@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,6 @@ def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
     ------
     ValueError
         An argument is what other programs call the number of ranks.
-
-    Examples
-    --------
-    >>> list(with_world_size(["ring", "--world-size", "4"], "launch.world_size"))
-    ['ring', 'launch.world_size=4']
     """
     rest = iter(arguments)
     for argument in rest:
@@ -35,30 +31,21 @@ def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
             raise ValueError(f"there is no {key}; the number of ranks is given as world_size=8")
         else:
             yield argument
-            if argument == "--option":  # whose value is an option of a topology
-                yield from [value for value in [next(rest, None)] if value is not None]
+            if argument == "--option":  # its value is an option of a topology
+                yield from itertools.islice(rest, 1)
 
 
 def as_written(text: str, spelling: str) -> str:
     """Return a text of help with the number of ranks as it is written on the command line."""
-    shorter = " " * (len(spelling) - len("world_size"))
-
-    def written(found: re.Match[str]) -> str:
-        return f"world_size={found[1]}" + (found[2] + shorter if found[2] else "")
-
-    return re.sub(rf"{re.escape(spelling)}[ =](\w+)( {{2,}})?", written, text)
+    column = " " * (2 + len(spelling) - len("world_size"))
+    text = re.sub(rf"{spelling}[ =](\w+)  ", rf"world_size=\1{column}", text)
+    return re.sub(rf"{spelling}[ =](\w+)", r"world_size=\1", text)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes ``world_size=N``, and reports a wrong command line in one line.
+    """A parser that takes ``world_size=N``, and reports a wrong command line in one line."""
 
-    Attributes
-    ----------
-    spelling : str
-        How the number of ranks is called among the parser's own arguments.
-    """
-
-    spelling = _FLAG
+    spelling = _FLAG  # of the number of ranks, among the parser's own arguments
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the arguments of the command line."""
@@ -67,10 +54,6 @@ class Parser(argparse.ArgumentParser):
             return super().parse_args(list(written), namespace)
         except ValueError as error:
             self.error(str(error))
-
-    def format_usage(self) -> str:
-        """Return the usage."""
-        return as_written(super().format_usage(), _FLAG)
 
     def format_help(self) -> str:
         """Return the usage and what each argument is."""

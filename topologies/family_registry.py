@@ -18,6 +18,9 @@ from topologies.validation import check_world_size
 
 Family = Callable[..., Schedule]
 
+#: The family with which ranks gossip unless another one is chosen.
+DEFAULT = "one_peer_exponential"
+
 #: ``(world_size, local_size) -> options``: what is worth trying of a family for n ranks on nodes of ``local_size``.
 Variants = Callable[[int, int], Iterable[Mapping[str, Any]]]
 _FamilyT = TypeVar("_FamilyT", bound=Family)

@@ -34,10 +34,6 @@ class BackwardSteps(StepEngine):
         self.optimizer_step_calls.note(optimizer, closure, self.step, self._has_gradients)
         return None  # the update has been made
 
-    def note_reading(self) -> None:
-        if not self.updater.clips:
-            self.optimizer_step_calls.note_reading(self.step, self._has_gradients)
-
     def _step_own(self, optimizer: Optimizer) -> Any:
         """Make the step that the engine requests."""
         return type(optimizer).step(optimizer)

@@ -355,7 +355,8 @@ class StepEngine(HealthChecks, ABC):
             self.exchanges.combine_late(self._progress.meter)
 
     def note_reading(self) -> None:
-        """Note that the user is about to read the parameters."""
+        """Note that the parameters are about to be read, where backward passes make the updates and nothing clips."""
+        self.optimizer_step_calls.note_reading(self.step, self._has_gradients)
 
     def combine_if_due(self) -> None:
         """Combine what is in flight, if the algorithm requires that before the parameters are read again."""

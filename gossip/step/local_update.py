@@ -56,7 +56,6 @@ class Updater:
         self._parameters = parameters
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
-        self.clips = clip_grad_norm is not None
         self._rank = rank
         self._num_held = num_held(self.optimizers)
         self._has_overflowed = False

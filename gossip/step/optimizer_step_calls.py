@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import traceback
 from collections.abc import Callable
-from types import FrameType
 
 from loguru import logger
 from torch.optim import Optimizer
@@ -29,15 +30,6 @@ class OptimizerStepCalls:
 
     Other code that reads gradients between ``backward()`` and ``optimizer.step()`` finds None, and cannot be seen
     without replacing torch's own functions: clipping of ``net.parameters()``, of a list made before, or by hand.
-
-    Parameters
-    ----------
-    where : str
-        The beginning of each text, such as "rank 0: ".
-    usual_loop : str
-        What keeps the usual loop.
-    explains : bool
-        Whether the first call is answered.
     """
 
     def __init__(self, where: str, usual_loop: str, *, explains: bool = True) -> None:
@@ -86,8 +78,8 @@ class OptimizerStepCalls:
         if self.explains and is_first:
             logger.info(
                 f"{self._where}optimizer.step() has nothing left to do: the updates were made inside backward(), and "
-                "what stands between the two, such as clipping, has no effect. To clip, pass clip_grad_norm= to "
-                f"GossipDataParallel; to keep the usual loop, {self._usual_loop}"
+                "what stands between the two, such as clipping, has no effect. To clip, pass clip_grad_norm= where the "
+                f"module is wrapped; to keep the usual loop, {self._usual_loop}"
             )
         if num_steps > 1:
             self._warn(
@@ -123,11 +115,5 @@ class OptimizerStepCalls:
 
 def _is_clipping() -> bool:
     """Whether it is one of torch's clip functions that asks for the parameters."""
-    frame: FrameType | None = sys._getframe(4)  # what called the model's named_parameters()
-    for _ in range(_NUM_FRAMES):
-        if frame is None or frame.f_globals.get("__name__") == _CLIPPING:
-            break
-        frame = frame.f_back
-    else:
-        return False
-    return frame is not None
+    frames = traceback.walk_stack(sys._getframe(4))  # from what called the model's named_parameters()
+    return any(frame.f_globals.get("__name__") == _CLIPPING for frame, _ in itertools.islice(frames, _NUM_FRAMES))

@@ -19,7 +19,7 @@ def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Measured on 2 ranks")
-    assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: "))
+    assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: ", "Cannot tell "))
     content = json.loads(output.read_text())
     assert content["advice"] == lines[-1]
     assert content["cluster"]["num_nodes"] == 1  # one machine

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from topologies.family_registry import register
+from topologies.family_registry import DEFAULT, register
 from topologies.graphs.edge_weights import weighted_round
 from topologies.integers import divisors, is_power_of_two, listed
 from topologies.round import Round
@@ -181,7 +182,8 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     Parameters
     ----------
     shape
-        ``(a, b)`` with ``a * b = world_size``; by default the most square one.
+        ``(a, b)`` with ``a * b = world_size``; by default the most square one. For a prime number of ranks that is a
+        ring, of which a warning tells.
 
     References
     ----------
@@ -383,6 +385,13 @@ def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) ->
     """Return the shape, or the most square one with a <= b."""
     if shape is None:
         rows = max(divisor for divisor in divisors(world_size) if divisor * divisor <= world_size)
+        if rows == 1 and world_size > 3:
+            line = "ring" if family == "torus" else "path"
+            warnings.warn(
+                f"topology {family!r} for {world_size} ranks, a prime number, is 1 x {world_size}, and so the {line}, "
+                f"which agrees slowly; choose {DEFAULT!r} or another topology, or a world_size that is no prime",
+                stacklevel=5,  # who calls topologies.build
+            )
         return rows, world_size // rows
     if not isinstance(shape, tuple) or len(shape) != 2:
         raise TypeError(f"shape of topology {family!r} must be a pair (rows, columns), got {shape!r}; pass one")

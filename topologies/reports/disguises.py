@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from topologies.family_registry import family, options_of
+from topologies.family_registry import DEFAULT, family, options_of
 from topologies.matrix_storage import FloatArray
 from topologies.topology import Topology
 
@@ -22,7 +22,7 @@ def without_disguises(topologies: Iterable[Topology]) -> list[Topology]:
 
     Exchanges are the rounds in which something is sent. Where several topologies have the same ones in the same
     order, that one stays whose rounds are empty least often; of these the one whose options are nearest to their
-    defaults, and fewest. What begins with a warm-up is like no other.
+    defaults, the default family, and the one with the fewest options. What begins with a warm-up is like no other.
 
     Two rounds are the same if they map the same random vectors to the same values, which is found without comparing
     every weight; two that differ do so with probability 0. Without a period the exchanges of 64 rounds are compared.
@@ -62,11 +62,11 @@ def _same(one: FloatArray, other: FloatArray) -> bool:
     return (shown > 0 or len(one) == len(other)) and bool((np.abs(one[:shown] - other[:shown]) <= _SAME).all())
 
 
-def _plainness(topology: Topology) -> tuple[int, int, str]:
-    """Return what the plainest topology has the least of: options unlike their defaults, options."""
+def _plainness(topology: Topology) -> tuple[int, bool, int, str]:
+    """Return what the plainest topology has the least of: options unlike their defaults, distance from the default."""
     options = options_of(family(topology.name)) if topology.registered else {}
     unlike_default = sum(
         name in options and options[name].default not in (options[name].empty, value)
         for name, value in topology.options.items()
     )
-    return unlike_default, len(options), topology.name
+    return unlike_default, topology.name != DEFAULT, len(options), topology.name

@@ -9,11 +9,12 @@ from typing import Any
 
 from topologies import analysis
 from topologies.analysis.traffic import check_local_size
+from topologies.family_registry import DEFAULT
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
 from topologies.reports.units import aligned, seconds_text
-from topologies.topology import Topology
+from topologies.topology import Topology, build
 from topologies.validation import check_real, check_world_size
 
 
@@ -58,7 +59,8 @@ class Recommended:
 class Recommendation:
     """Topologies by predicted time, the fastest first; ``str()`` shows the arithmetic.
 
-    ``num_disguised`` were left out because their exchanges are those of another one.
+    ``default`` is the topology with which ranks gossip unless another one is chosen, whether it is ranked or not; None
+    if it never gets to the tolerance. ``num_disguised`` were left out because their exchanges are those of another one.
     """
 
     ranked: tuple[Recommended, ...]
@@ -66,6 +68,7 @@ class Recommendation:
     network: Network
     tolerance: float
     num_disguised: int = 0
+    default: Recommended | None = None
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dictionary of plain JSON types per topology, the fastest first."""
@@ -84,6 +87,7 @@ class Recommendation:
         per_node = "1 rank" if network.local_size == 1 else f"{network.local_size} ranks"
         return "\n".join(
             [
+                *self._beginning(),
                 f"{self.world_size} ranks, {per_node} per node; a message of {network.message_mb:g} MB takes "
                 f"{seconds_text(network.wire_seconds(1.0))} on a node's link of {network.bandwidth_gbps:g} Gbit/s.",
                 f"Time to {self._left} of the worst disagreement, if rounds follow without a pause =",
@@ -102,6 +106,17 @@ class Recommendation:
     @property
     def _left(self) -> str:
         return f"{100 * self.tolerance:.3g} %"
+
+    def _beginning(self) -> list[str]:
+        """What the default loses to the best."""
+        if self.default is None or not self.ranked:
+            return []
+        best, own_s = self.ranked[0], self.default.seconds
+        loss = "; nothing below agrees sooner"
+        if own_s > best.seconds:
+            times = f"{own_s / best.seconds:.2f} times as long as the best"
+            loss = f", {times}, {title_of(best.topology)} ({seconds_text(best.seconds)})"
+        return [f"{DEFAULT}, the default, agrees after {seconds_text(own_s)}{loss}.", ""]
 
     def _table(self, shown: Sequence[Recommended]) -> list[str]:
         head = ("", "topology", "longest round", f"time to {self._left}", "= exchanges")
@@ -187,8 +202,17 @@ def recommend(
             )
         if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
             ranked.append(_recommended(topology, rounds, network))
-    ranked.sort(key=lambda row: (row.seconds, row.rounds, title_of(row.topology)))
-    return Recommendation(tuple(ranked), world_size, network, tolerance, len(chosen) - len(candidates))
+    ranked.sort(key=lambda row: (row.seconds, row.topology.name != DEFAULT, row.rounds, title_of(row.topology)))
+    default = build(DEFAULT, world_size)
+    rounds = analysis.rounds_to(default, tolerance)
+    return Recommendation(
+        tuple(ranked),
+        world_size,
+        network,
+        tolerance,
+        len(chosen) - len(candidates),
+        None if rounds is None else _recommended(default, rounds, network),
+    )
 
 
 def _recommended(topology: Topology, rounds: int, network: Network) -> Recommended:

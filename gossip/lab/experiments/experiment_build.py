@@ -24,7 +24,7 @@ from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
 from gossip.lab.experiments.validated_models import ConfigurationError, read, shown, value_of
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
-from gossip.step.building.wrapper_arguments import prepare_algorithm
+from gossip.step.building.wrapper_arguments import prepare_algorithm, told_by_rank_0
 from topologies import Topology
 from topologies.registry import Registry
 
@@ -137,7 +137,8 @@ def make_topology(config: Mapping[str, Any]) -> Topology | None:
         return None
     name, options = value_of(config, "topology.name"), config["topology"].get("options") or {}
     try:
-        topology = topologies.build(name, settings.num_groups, **options).every(settings.topology.every)
+        with told_by_rank_0():
+            topology = topologies.build(name, settings.num_groups, **options).every(settings.topology.every)
         topology = topologies.build("complete", settings.num_groups).then(
             topology, after=settings.topology.warmup_rounds
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossip import Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
-from gossip.lab.probe.probe_choice import Choice, DataKind, choose
+from gossip.lab.probe.probe_choice import Choice, DataKind, choose, same
 from topologies import Topology, analysis
+from topologies.family_registry import DEFAULT
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
@@ -19,9 +20,8 @@ TOLERANCE = 0.01
 #: A topology whose replicas need more than this factor times ceil(log2 n) rounds to agree is not recommended: its steps
 #: are short, but ranks learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
 _MOST_ROUNDS_FACTOR = 4
-_SAME = 1.02  # predictions within this ratio are treated as equal
-_BUSY_PERCENT = 40  # a jitter of at least this much shows that the machine does other work too
-_HELPS = 1.05  # all-reduce, whose mean is exact, is given up only if it takes more than this many times as long
+#: With a larger jitter the measured times say more about the machine's other work than about the training.
+_MOST_JITTER = 0.2
 
 
 @dataclass(frozen=True)
@@ -75,35 +75,51 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """Whether all-reduce takes more than 5 % longer than the choice to reach a loss."""
-        return self.choice is not None and self.all_reduce.run.step_time_s > _HELPS * self.choice.worth_s
+        """Whether all-reduce takes longer than the choice to reach a loss, by more than 5 % and the jitter."""
+        workload = self.measured.workload
+        if self.choice is None or workload.jitter > _MOST_JITTER:
+            return False
+        return self.all_reduce.run.step_time_s > same(workload) * self.choice.worth_s
 
     @property
     def sentence(self) -> str:
-        """Whether gossip helps here, what to use and why, and whether the machine was too busy for a firm answer."""
-        n, ddp_s = self.measured.cluster.world_size, self.all_reduce.run.step_time_s
-        jitter_percent = round(100 * self.measured.workload.jitter)
-        if n == 1:
+        """Whether gossip helps here, what to use and why; or that this cannot be told, and what to do."""
+        cluster = self.measured.cluster
+        if cluster.world_size == 1:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
-        if self.best is None or self.choice is None:
-            found = f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
-        elif self.helps:
+        found = f"{self._verdict} Differences within the jitter of {self._jitter} count as equal."
+        if self.measured.workload.jitter > _MOST_JITTER:
             found = (
+                f"Cannot tell whether gossip helps here: the same step's computation varies by {self._jitter}, more "
+                "than what is to be told apart. Run it again while nothing else computes, with no more ranks than "
+                "cores, and measure longer: --steps 100."
+            )
+        if cluster.num_nodes > 1:
+            return found
+        return (
+            f"{found} All ranks are on one node: links between nodes were not measured, and nothing is said about "
+            "them; run gossip probe on several nodes, by torchrun or srun."
+        )
+
+    @property
+    def _jitter(self) -> str:
+        return f"{100 * self.measured.workload.jitter:.0f} %"
+
+    @property
+    def _verdict(self) -> str:
+        n, ddp_s = self.measured.cluster.world_size, self.all_reduce.run.step_time_s
+        if self.best is None or self.choice is None:
+            return f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
+        if self.helps:
+            return (
                 f"Gossip helps here: take {self.best.title}, {self.choice.words}. {self.choice.reason} All-reduce's "
                 f"step takes {seconds_text(ddp_s)}, {ddp_s / self.choice.worth_s:.2f} times as long as this needs to "
                 f"learn as much."
             )
-        else:
-            found = (
-                f"Gossip does not help here: the best of it, {self.best.title}, {self.choice.words}, is predicted to "
-                f"take {seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of "
-                f"{seconds_text(ddp_s)}, whose mean is exact; take all-reduce."
-            )
-        if jitter_percent < _BUSY_PERCENT:
-            return found
         return (
-            f"{found} The machine is busy (the same step's computation varies by {jitter_percent} %), so this answer "
-            "is weak: measure again when nothing else runs."
+            f"Gossip does not help here: the best of it, {self.best.title}, {self.choice.words}, is predicted to "
+            f"take {seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of "
+            f"{seconds_text(ddp_s)}, whose mean is exact; take all-reduce."
         )
 
     def __str__(self) -> str:
@@ -116,7 +132,7 @@ class Advice:
             f"Measured on {_count(cluster.world_size, 'rank')}, {_count(cluster.num_nodes, 'node')}: a step computes "
             f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
             f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
-            f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
+            f"{self._jitter}; gossip mixes for {seconds_text(workload.mix_s)};",
             f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}; "
             f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
         ]
@@ -144,13 +160,14 @@ class Advice:
     def _arithmetic(self) -> list[str]:
         cluster, workload = self.measured.cluster, self.measured.workload
         lines = [
-            "step: simulated by gossip.simulate_time, messages hidden beside computation as far as they fit.",
+            "step: simulated by gossip.simulate_time without jitter; messages hide beside computation where they fit.",
             "messages: of the model's size, through the busiest link per step; rounds to 1 %: until so much is left of "
             "the worst disagreement;",
             "time to 1 %: so many steps; rate: by which a disagreement shrinks per round in the long run. A short step "
             "is no convergence:",
             f"recommended is the shortest step among those with at most {_most_rounds(cluster.world_size)} rounds to "
-            f"1 % ({_MOST_ROUNDS_FACTOR} log2 n); of steps within 2 %, the fewest rounds.",
+            f"1 % ({_MOST_ROUNDS_FACTOR} log2 n); of those equal within the jitter, {DEFAULT}, the default, or else "
+            "the fewest rounds.",
         ]
         for row in (self.all_reduce, self.best):
             if row is not None:
@@ -178,7 +195,8 @@ def advise(
     num_steps : int
         The number of steps of each simulated run.
     """
-    cluster, workload = measured.cluster, measured.workload
+    # Steps that are alike differ by what else the machine does: waiting for each other because of that is no barrier.
+    cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)
     n = cluster.world_size
     run = simulate_time("ddp", cluster, workload, num_steps)
     all_reduce = Predicted("ddp", None, run, 2.0 * (n - 1) / n, 1, 0.0)
@@ -191,8 +209,8 @@ def advise(
     if good:
         shortest = min(row.run.step_time_s for row in good)
         best = min(
-            (row for row in good if row.run.step_time_s <= _SAME * shortest),
-            key=lambda row: (row.rounds, row.messages, row.title),
+            (row for row in good if row.run.step_time_s <= same(measured.workload) * shortest),
+            key=lambda row: (row.title != DEFAULT, row.rounds, row.messages, row.title),
         )
     ranked = sorted([all_reduce, *rows], key=lambda row: (row.run.step_time_s, row.rounds or math.inf, row.title))
     choice = choose(measured, best.topology, data) if best is not None and best.topology is not None else None
@@ -242,7 +260,7 @@ def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
         on_wire = "read in memory, nothing is sent"
     computing_s = workload.compute_s + (workload.mix_s if is_gossip else 0.0)
     hidden_s, beside = (computing_s, "a whole step") if is_gossip else (workload.backward_s, "backward")
-    late = " (for late ranks too)" * bool(workload.jitter or workload.stragglers)
+    late = " (for late ranks too)" * bool(workload.stragglers)
     return (
         f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)} + "
         f"waiting {seconds_text(row.run.exposed_wait_s)}{late}: {seconds_text(row.run.step_time_s)} per step."

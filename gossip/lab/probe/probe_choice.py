@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from gossip import ALGORITHMS, simulate_time
+from gossip import ALGORITHMS, Workload, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
 from topologies import Topology
@@ -24,7 +24,7 @@ PERIODS = (1, 2, 4, 8, 16, 32)
 #: steps are needed to reach a loss, or (k + 1)^0.4 times as many where data differ and messages are mixed a step late
 #: (docs/time_to_loss.md).
 DRIFT = 0.4
-_SAME = 1.05  # among predictions within this ratio, the choice that loses least is preferred
+_SAME = 0.05  # predictions that differ by less are equal, however steady the measured times
 _PLAIN: tuple[str, Mapping[str, Any]] = ("adapt_while_communicating", {})
 _CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("integral_correction", {"form": "atc"}),
@@ -78,12 +78,17 @@ class Choice:
         return chosen if self.compression is None else {**chosen, "compression": self.compression}
 
 
+def same(workload: Workload) -> float:
+    """Return the ratio up to which predicted times are equal: what differs less than the measured jitter does not."""
+    return 1 + max(_SAME, workload.jitter)
+
+
 def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 3 * max(PERIODS)) -> Choice:
     """Choose the algorithm, the compression and ``every(k)`` for a topology. Local.
 
     The criterion is the predicted time to a loss, which is the time of a step times the number of steps needed. Among
-    choices within 5 % of the shortest time, the one that loses least is taken: exact values before compressed ones, the
-    more frequent exchange, and the form of a correction that mixes better.
+    choices that differ from the shortest time by no more than 5 % or the jitter, the one that loses least is taken:
+    exact values before compressed ones, the more frequent exchange, and the form of a correction that mixes better.
 
     Parameters
     ----------
@@ -95,7 +100,7 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
     num_steps : int
         The number of steps of each simulated run.
     """
-    cluster, workload = measured.cluster, measured.workload
+    cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)
     is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
     forms = _CORRECTED if is_corrected else (_PLAIN,)
     found = []
@@ -110,7 +115,7 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
         worth_s = step_s * (every + late) ** DRIFT
         found.append(Choice(topology, every, name, options, compression, step_s, worth_s, reason=""))
     shortest_s = min(choice.worth_s for choice in found)
-    best = next(choice for choice in found if choice.worth_s <= _SAME * shortest_s)
+    best = next(choice for choice in found if choice.worth_s <= same(measured.workload) * shortest_s)
     why = (
         "data differ, and plain gossip would stop short of all-reduce's loss"
         if data == "different"

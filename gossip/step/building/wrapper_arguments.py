@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ParamSpec
@@ -245,10 +247,20 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
+@contextlib.contextmanager
+def told_by_rank_0() -> Iterator[None]:
+    """Drop warnings within the block on other ranks than 0, where all would issue the same."""
+    with warnings.catch_warnings():
+        if os.environ.get("RANK", "0") != "0":
+            warnings.simplefilter("ignore")
+        yield
+
+
 def resolve_topology(topology: str | Topology, world_size: int) -> Topology:
     """Return ``topology`` itself, or the one of that name for ``world_size`` ranks."""
     if isinstance(topology, str):
-        topology = topologies.build(topology, world_size)
+        with told_by_rank_0():
+            topology = topologies.build(topology, world_size)
     if not isinstance(topology, Topology):
         raise TypeError(f"topology must be a name or a topologies.Topology, got {type(topology).__name__}")
     if topology.world_size != world_size:

@@ -27,7 +27,11 @@ def test_grid_and_torus_count_ranks_by_rows() -> None:
     assert topologies.build("torus", 12).options["shape"] == (3, 4)
     assert topologies.build("torus", 12).round(0).peers(0) == (1, 3, 4, 8)
     assert topologies.build("torus", 8, shape=(2, 4)).round(0).peers(0) == (1, 3, 4)
-    assert topologies.build("grid", 7).round(0) == topologies.build("path", 7).round(0)
+    with pytest.warns(UserWarning, match="topology 'grid' for 7 ranks, a prime number, is 1 x 7, and so the path"):
+        assert topologies.build("grid", 7).round(0) == topologies.build("path", 7).round(0)
+    with pytest.warns(UserWarning, match="topology 'torus' for 5 ranks, a prime number, is 1 x 5, and so the ring"):
+        torus = topologies.build("torus", 5)
+    assert torus.round(0).matrix() == pytest.approx(topologies.build("ring", 5).round(0).matrix())
 
 
 def test_alternating_exp_ring_by_hand() -> None:

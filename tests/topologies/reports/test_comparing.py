@@ -159,7 +159,10 @@ def test_recommend_prints_heads_five_rows_and_a_sentence(
 ) -> None:
     network = ["--latency-us", "50", "--bandwidth-gbps", "1", "--message-mb", "50", "--world-size", "4"]
     assert main(["recommend", *network, *arguments]) == 0
-    introduction, table, sentence = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    default, introduction, table, sentence = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    assert default[0].startswith("one_peer_exponential, the default, agrees after 800.1 ms; nothing below") == bool(
+        arguments
+    )
     assert introduction[0].startswith("4 ranks, 1 rank per node; a message of 50 MB takes 400 ms")
     heads, *rows = table
     assert re.split("  +", heads.strip()) == ["topology", "longest round", "time to 1 %", "= exchanges"]

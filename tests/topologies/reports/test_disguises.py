@@ -65,7 +65,7 @@ def test_the_plainest_name_stays() -> None:
         n: [title_of(each) for each in without_disguises(chosen_topologies(None, n, local_size))]
         for n, local_size in ((2, 1), (4, 4))
     }
-    assert names[2] == ["complete", "equi_dyn"]
+    assert names[2] == ["equi_dyn", "one_peer_exponential"]  # the default, of those without options
     assert {"complete", "one_peer_hypercube", "one_peer_ring", "hypercube"} <= set(names[4])
     assert not {"base (k=3)", "de_bruijn (p=4)", "grid (shape=(2, 2))", "local_global (local_size=4)"} & set(names[4])
 

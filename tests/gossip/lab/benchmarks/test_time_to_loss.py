@@ -120,7 +120,7 @@ def test_methods_train_in_turns_until_they_are_as_good(tmp_path: Path) -> None:
     assert result["link"] == ("loopback" if network == "loopback" else "1000mbit")
     ddp, diloco, as_probed = result["curves"]
     assert as_probed["method"] == "gossip as probed"
-    assert result["advice"].startswith("Gossip ")
+    assert result["advice"].startswith(("Gossip ", "Cannot tell "))
     assert f"The probe: {result['advice']}" in done.stdout
     assert [point["step"] for point in ddp["points"]] == [1, 2]
     target = 1.01 * ddp["points"][-1]["loss"]
