@@ -253,9 +253,9 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
     Parameters
     ----------
     methods : mapping
-        A mapping of names to options. The option ``method`` is a key of :data:`METHODS`, by default the name; all other
-        options are keyword arguments. If an option is a list, each of its values gets a row. The value "none" omits an
-        option.
+        A mapping of names to options. The option ``method`` is a key of :data:`METHODS`, by default the name, and
+        ``label`` lists the names of the rows, made of the options where it has another number; all other options are
+        keyword arguments. If an option is a list, each of its values gets a row. The value "none" omits an option.
     world_size, local_size : int
         The number of all ranks, and the number of ranks on each host.
 
@@ -268,6 +268,8 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
     --------
     >>> [row.label for row in expand({"local": {}, "gossip": {"topology": ["ring", "complete"]}}, 4)]
     ['local', 'gossip ring', 'gossip complete']
+    >>> [row.label for row in expand({"ddp": {"hook": ["none", "bf16"], "label": ["ddp", "ddp, bf16 hook"]}}, 4)]
+    ['ddp', 'ddp, bf16 hook']
     """
     if not isinstance(methods, Mapping) or not methods:
         raise ConfigurationError(f"methods must map names to options, got {methods!r}; try bench/methods=main")
@@ -276,19 +278,20 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
         if not isinstance(given, Mapping | None):
             raise ConfigurationError(f"methods.{name} must be a mapping of options, got {given!r}")
         options = dict(given or {})
-        kind = str(options.pop("method", name))
+        kind, labels = str(options.pop("method", name)), options.pop("label", None)
         choices = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
         for key, choice in choices.items():
             if not choice:
                 raise ConfigurationError(f"methods.{name}.{key} is an empty list; give it at least one value, or none")
-        for values in itertools.product(*choices.values()):
+        combinations = list(itertools.product(*choices.values()))
+        for number, values in enumerate(combinations):
             row = dict(zip(choices, values, strict=True))
             words = [_words(key, value) for key, value in row.items() if len(choices[key]) > 1]
             chosen = {key: value for key, value in row.items() if value not in (None, "none")}
             _check(kind, chosen, world_size, local_size)
-            rows.append(
-                MethodSpecification(label=" ".join([str(name), *filter(None, words)]), kind=kind, options=chosen)
-            )
+            is_named = isinstance(labels, list) and len(labels) == len(combinations)
+            label = str(labels[number]) if is_named else " ".join([str(name), *filter(None, words)])
+            rows.append(MethodSpecification(label=label, kind=kind, options=chosen))
     return tuple(rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
@@ -15,6 +16,7 @@ from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.probe import Measured
 
 TOLERANCE = 0.01
+_WAY = np.linspace(0, 1, 51)
 EXPLANATION = """\
 Median (lowest to highest) over the seeds that reached the target. Seconds: of training, evaluations of the averaged
 model not counted. Of ...: the part of that method's seconds, with the same seed. Sent: by the interface, per rank.
@@ -151,29 +153,39 @@ def _words(spread: Spread | None, form: str, factor: float = 1.0) -> str:
 
 
 def loss_figure(results: Sequence[LossResult], path: Path) -> None:
-    """Draw a row of two panels per result: every seed's curve, and the target of the first seed.
+    """Draw a row of two panels per result: what the way to the target took, as a median over the seeds in their range.
 
-    The axis of bytes begins at the bytes per step of the method that sends least, because next to nothing is sent
-    before the first exchange.
+    The way is that of the loss's logarithm, from all-reduce's first evaluation to the target of the seed. A line ends
+    where not all seeds got further. The axis of bytes begins at the bytes per step of the method that sends least,
+    because next to nothing is sent before the first exchange.
     """
     with drawn(path, 9.2, 2.9 * len(results) + 0.6) as figure:
         panels = figure.subplots(len(results), 2, sharey="row", squeeze=False)
         for (seconds, sent), result in zip(panels, results, strict=True):
             labels = [row.label for row in result.rows]
-            for curve in result.curves:
-                label = curve.method if curve.seed == result.curves[0].seed else None
-                style = {**look(labels.index(curve.method)), "linewidth": 1.2, "label": label}
-                losses = [point.loss for point in curve.points]
-                seconds.plot([point.seconds for point in curve.points], losses, **style)
-                sent.plot([point.sent_bytes / 1e6 for point in curve.points], losses, **style)
+            ways = {
+                each.seed: np.geomspace(each.points[0].loss, target_of(each.points), len(_WAY))
+                for each in result.curves
+                if each.method == labels[0]
+            }
+            for label in labels:
+                of_seeds = [each for each in result.curves if each.method == label]
+                found = [[curve.reached(loss) for loss in ways[curve.seed]] for curve in of_seeds]
+                for axes, quantity, unit in ((seconds, "seconds", 1.0), (sent, "sent_bytes", 1e6)):
+                    costs = [[getattr(point, quantity, math.nan) / unit for point in points] for points in found]
+                    low, median, high = np.quantile(costs, (0, 0.5, 1), axis=0)
+                    style = look(labels.index(label))
+                    axes.plot(median, _WAY, **style, label=label)
+                    axes.fill_betweenx(_WAY, low, high, color=style["color"], alpha=0.12, linewidth=0)
             step_bytes = [curve.points[-1].sent_bytes / curve.points[-1].step for curve in result.curves]
             if smallest := min(filter(None, step_bytes), default=None):
                 sent.set_xlim(left=smallest / 1e6)
             for axes, quantity in ((seconds, "seconds of training"), (sent, "MB sent per rank")):
-                axes.axhline(target_of(result.curves[0].points), color="black", linewidth=0.8, linestyle=":")
-                axes.set(xscale="log", yscale="log", xlabel=quantity)
+                axes.set(xscale="log", xlabel=quantity, ylim=(0, 1))
                 set_logarithmic(axes.xaxis)
-                set_logarithmic(axes.yaxis)
-            seconds.set_ylabel("loss of the averaged model")
+            seconds.yaxis.set_major_formatter("{x:.0%}")
+            seconds.set_ylabel("way to the target loss")
             seconds.set_title(f"{result.task}, {result.link}")
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+            seeds = f"median and range of {len(ways)} seeds" if len(ways) > 1 else "one seed"
+            sent.set_title(seeds, loc="right", fontsize=8.5, fontweight="normal")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -114,8 +114,11 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def print_table(table: Table) -> None:
-    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines."""
+def print_table(table: Table) -> int:
+    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines.
+
+    Columns of a fixed width for which a terminal has no room are left out, the last ones first; returns how many.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.measure import Measurement
@@ -124,7 +127,12 @@ def print_table(table: Table) -> None:
     for column in table.columns:
         column.overflow = "fold"  # rich would cut words
     console = Console()
+    num_columns = len(table.columns)
     if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
         unlimited = console.options.update(max_width=10_000)
         console.width = Measurement.get(console, unlimited, table).maximum
+    else:
+        while len(table.columns) > 1 and sum((column.width or 0) + 1 for column in table.columns) + 2 > console.width:
+            table.columns.pop()
     console.print(table)
+    return num_columns - len(table.columns)

@@ -8,7 +8,7 @@ highlighted, or null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gossip.lab.report.charts import Chart
@@ -19,7 +19,7 @@ from gossip.lab.report.series import Panel, Series, Style
 Spec = dict[str, Any]
 
 _IS_SHOWN = "indexof(shown, datum.index) >= 0"
-_HAS_PLACE = f"{_IS_SHOWN} && !datum.is_level && isValid(datum.x) && isValid(datum.y)"
+_IS_END = f"{_IS_SHOWN} && !datum.is_level"
 _IS_BROUGHT = "brought !== null && datum.name === brought"
 _IS_MUTED = "brought !== null && datum.name !== brought"
 _FONT = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
@@ -51,6 +51,7 @@ CONFIG: Spec = {
 def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share."""
     every = [series for panel in panels for series in panel.series]
+    has_band = any(is_measured(series.row, f"{chart.y_curve}_low") for series in every)
     levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]
     named = list({series.name: series for series in every}.values())
     return {
@@ -72,7 +73,7 @@ def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec
         "layer": [
             *_target(chart, y),
             _levels(chart, named),
-            *_curves(chart, named, levels, x, y),
+            *_curves(chart, named, levels, x, y, has_band=has_band),
             *_ends(chart, named),
         ],
     }  # fmt: skip
@@ -85,16 +86,14 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
         end = chart.end(series.row)
         if end is None:
             continue
-        low, high = end.y - (end.spread or 0.0), end.y + (end.spread or 0.0)
         ends.append({
             "index": series.index,
             "name": series.name,
             "is_level": end.is_level,
-            # What has no place on a logarithmic axis, such as zero, is not drawn.
-            "x": None if x.share(end.x) is None else end.x / x.unit.size,
-            "y": None if y.share(end.y) is None else end.y / y.unit.size,
-            "low": (max(low, y.low) if y.is_log else low) / y.unit.size,
-            "high": high / y.unit.size,
+            "x": x.place(end.x),
+            "y": y.place(end.y),
+            "low": y.place(end.y - (end.spread or 0.0)),
+            "high": y.place(end.y + (end.spread or 0.0)),
             "value": end.height,
             "where": end.width,
             "words": end.words(series.name),
@@ -102,25 +101,42 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
     return ends
 
 
-def make_curves(rows: Sequence[Row], names: dict[int, str]) -> list[Spec]:
-    """Return the curves of the rows whose indices are keys of ``names``, rounded to five significant digits."""
-    found: list[Spec] = []
-    for index, name in names.items():
-        if (curves := rows[index].curves) is not None:
-            found.append({"index": index, "name": name})
-            for key, curve in vars(curves).items():
-                found[-1][key] = [None if value is None else float(f"{value:.5g}") for value in curve]
-    return found
+def make_curves(every: Sequence[Series], names: Iterable[str]) -> list[Spec]:
+    """Return the curves with these names, rounded to five significant digits."""
+    return [
+        {
+            "index": series.index,
+            "name": series.name,
+            **{
+                name: [None if value is None else float(f"{value:.5g}") for value in series.row.curves.named(name)]
+                for name in names
+            },
+        }
+        for series in every
+        if series.row.curves is not None
+    ]
+
+
+def is_measured(row: Row, name: str) -> bool:
+    """Whether a row has any number of a curve."""
+    return row.curves is not None and any(value is not None for value in row.curves.named(name))
 
 
 def _scale(scale: Scale) -> Spec:
-    kind = {"type": "log"} if scale.is_log else {"zero": False}
+    kind = {"type": "log", "reverse": scale.is_from_best} if scale.is_log else {"zero": False}
     return {"domain": [scale.low / scale.unit.size, scale.high / scale.unit.size], "nice": False, **kind}
 
 
 def _axis(title: str, scale: Scale) -> Spec:
-    number_format = {"format": "~g"} if scale.is_log else {}
-    return {"title": _with_unit(title, scale), "tickCount": 6, **number_format}
+    axis: Spec = {"title": _with_unit(title, scale), "tickCount": 6}
+    if scale.is_log:
+        axis["format"] = "~g"
+    if scale.is_from_best:
+        # Where labels are too many, Vega leaves out some.
+        assert scale.quantity.best is not None
+        best = scale.quantity.best / scale.unit.size
+        axis["labelExpr"] = f"datum.label === '' ? '' : format({best!r} - datum.value, '.6~g')"
+    return axis
 
 
 def _with_unit(title: str, scale: Scale) -> str:
@@ -140,7 +156,7 @@ def _target(chart: Chart, y: Scale) -> list[Spec]:
     """Return the layers of the target: a line, and its label above the frame, where no curve can cross it."""
     if chart.target is None:
         return []
-    data = {"values": [{"y": chart.target / y.unit.size}]}
+    data = {"values": [{"y": y.place(chart.target)}]}
     rule = {"type": "rule", "strokeDash": [1, 3], "color": "var(--ink)", "clip": True, "aria": False}
     text = {
         "type": "text", "text": f"\u2508\u2508 target {chart.y.text(chart.target)}", "align": "right",
@@ -165,17 +181,26 @@ def _levels(chart: Chart, named: Sequence[Series]) -> Spec:
     }  # fmt: skip
 
 
-def _curves(chart: Chart, named: Sequence[Series], levels: Sequence[int], x: Scale, y: Scale) -> list[Spec]:
-    """Return the layers of the curves: the lines, and invisible points that carry the tooltips."""
-    names = list(dict.fromkeys([chart.x_curve, chart.y_curve, "step"]))
-    fields = {chart.x_curve: "x", chart.y_curve: "y"}
+def _curves(
+    chart: Chart, named: Sequence[Series], levels: Sequence[int], x: Scale, y: Scale, *, has_band: bool
+) -> list[Spec]:
+    """Return the layers of the curves: bands over the seeds, lines, and points of which the nearest is pointed at.
+
+    Each row's curve consists of the points at which it was measured, whatever was measured between them.
+    """
+    y_names = [chart.y_curve, *([f"{chart.y_curve}_low", f"{chart.y_curve}_high"] if has_band else [])]
+    names = list(dict.fromkeys([chart.x_curve, *y_names, "step"]))
+    fields = dict(zip(y_names, ("y", "low", "high"), strict=False))
     data = {
         "data": {"name": "curves"},
         "transform": [
             {"filter": f"{_IS_SHOWN} && indexof({sorted(set(levels))}, datum.index) < 0"},
             {"flatten": names, "as": [f"own_{name}" for name in names]},
-            *({"calculate": _placed(f"own_{name}", scale), "as": fields[name]}
-              for name, scale in ((chart.x_curve, x), (chart.y_curve, y))),
+            {"filter": " && ".join(f"isValid(datum.own_{name})" for name in (chart.x_curve, chart.y_curve))},
+            {"calculate": _placed(f"datum.own_{chart.x_curve}", x), "as": "x"},
+            *({"calculate": _placed(f"datum.own_{name}", y), "as": field} for name, field in fields.items()),
+            {"calculate": f"datum.own_{chart.x_curve} / {x.unit.size!r}", "as": "x_value"},
+            {"calculate": f"datum.own_{chart.y_curve} / {y.unit.size!r}", "as": "y_value"},
         ],
     }  # fmt: skip
     order = {"detail": {"field": "index"}, "order": {"field": "own_step", "type": "quantitative"}}
@@ -184,28 +209,45 @@ def _curves(chart: Chart, named: Sequence[Series], levels: Sequence[int], x: Sca
     steps = [] if chart.x_curve == "step" else [{"field": "own_step", "title": "steps"}]
     tooltip = [
         {"field": "name", "title": "title"},
-        {"field": "y", "title": _with_unit(chart.y_title, y), "format": ".4~r"},
-        {"field": "x", "title": _with_unit(chart.x_title, x), "format": ".4~r"},
+        {"field": "y_value", "title": _with_unit(chart.y_title, y), "format": ".4~r"},
+        {"field": "x_value", "title": _with_unit(chart.x_title, x), "format": ".4~r"},
         *steps,
     ]
+    band = {
+        **data,
+        "mark": {"type": "area", "clip": True, "aria": False},
+        "encoding": {
+            "y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}, "detail": {"field": "index"},
+            "opacity": {"condition": {"test": _IS_MUTED, "value": 0.02}, "value": 0.16},
+        },
+    }  # fmt: skip
     line = {"type": "line", "clip": True, "strokeJoin": "round", "aria": False}
-    point = {"type": "point", "filled": True, "size": 90, "clip": True, "aria": False}
+    point = {"type": "point", "filled": True, "size": 60, "clip": True, "aria": False}
+    nearest = {"type": "point", "nearest": True, "on": "pointerover", "clear": "pointerout"}
     return [
+        *([band] if has_band else []),
         {
             **data, "params": [_ZOOM], "mark": line,
             "encoding": {**order, "strokeDash": _dash(named), "strokeWidth": {"condition": width, "value": 1.6}},
         },
         {
-            **data, "mark": point,
-            "encoding": {"opacity": {"value": 0}, "tooltip": tooltip},
+            **data, "params": [{"name": "nearest", "select": nearest}], "mark": point,
+            "encoding": {
+                "opacity": {"condition": {"param": "nearest", "empty": False, "value": 1}, "value": 0},
+                "tooltip": tooltip,
+            },
         },
     ]  # fmt: skip
 
 
-def _placed(field: str, scale: Scale) -> str:
-    """Return the Vega expression of a value in the unit of its axis; null interrupts the line."""
-    known = f"isValid(datum.{field})" + (f" && datum.{field} > 0" if scale.is_log else "")
-    return f"{known} ? datum.{field} / {scale.unit.size!r} : null"
+def _placed(value: str, scale: Scale) -> str:
+    """Return the Vega expression of where a point of a curve is drawn, in the unit of its axis.
+
+    Beyond the axis it is cut off; on a logarithmic one, so is what is not positive.
+    """
+    if scale.is_from_best:
+        value = f"({scale.quantity.best!r} - {value})"
+    return (f"max({value}, {1e-3 * scale.low!r})" if scale.is_log else value) + f" / {scale.unit.size!r}"
 
 
 def _ends(chart: Chart, named: Sequence[Series]) -> list[Spec]:
@@ -218,13 +260,13 @@ def _ends(chart: Chart, named: Sequence[Series]) -> list[Spec]:
     return [
         {
             "data": {"name": "ends"},
-            "transform": [{"filter": f"{_HAS_PLACE} && datum.high > datum.low"}],
+            "transform": [{"filter": f"{_IS_END} && datum.high !== datum.low"}],
             "mark": rule,
             "encoding": {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}},
         },
         {
             "data": {"name": "ends"},
-            "transform": [{"filter": _HAS_PLACE}],
+            "transform": [{"filter": _IS_END}],
             "mark": point,
             "encoding": {"shape": shapes, "description": {"field": "words"}, "tooltip": _end_tooltip(chart)},
         },

@@ -45,7 +45,8 @@
     panel.drawn?.finalize();
     panel.drawn = await embed(panel.plot, { ...spec, width, description: panel.description, params: parameters() });
     const { view } = panel.drawn;
-    view.addEventListener("pointerover", (_, item) => item?.datum?.name !== undefined && bringOut(item.datum.name));
+    // What is pointed at is an end point, or the cell around the nearest point of a curve.
+    view.addEventListener("pointerover", (_, item) => bringOut((item?.datum?.datum ?? item?.datum)?.name ?? null));
     view.addEventListener("pointerout", () => bringOut(null));
     const follow = () => zoomTo(panel.chart, { zoom_x: view.signal("zoom_x"), zoom_y: view.signal("zoom_y") }, panel);
     for (const signal of ["zoom_x", "zoom_y"])
@@ -71,10 +72,9 @@
     const [view] = drawnOf(chart.panels);
     const zoomed = (name) => {
       const scale = view.scale(name);
-      const [to, from] = scale.type === "log" ? [Math.log, Math.exp] : [Number, Number];
-      const [low, high] = scale.domain().map(to);
-      const margin = ((factor - 1) * (high - low)) / 2;
-      return [low - margin, high + margin].map(from);
+      const [from, to] = scale.range();
+      const margin = ((factor - 1) * (to - from)) / 2;
+      return [from - margin, to + margin].map(scale.invert);
     };
     return zoomTo(chart, { zoom_x: zoomed("x"), zoom_y: zoomed("y") });
   }
@@ -129,7 +129,8 @@
       for (const channel of ["color", "strokeDash", "shape"])
         if (encoding[channel]?.scale) encoding[channel] = { ...encoding[channel], scale: keep(encoding[channel].scale), legend };
     for (const name of ["x", "y"]) spec.encoding[name].scale.domain = drawnOf(shown)[0].scale(name).domain();
-    const layers = spec.layer.map(({ params, ...layer }) => layer);
+    // Without what is there for pointing and zooming.
+    const layers = spec.layer.filter((layer) => layer.params?.[0].name !== "nearest").map(({ params, ...layer }) => layer);
     const concat = shown.map((panel) => ({
       title: panel.title, width: 340, height: 240, encoding: spec.encoding, layer: layersOf(panel, layers),
     }));
@@ -143,7 +144,7 @@
     const { view, finalize } = await embed(document.createElement("div"), figureOf(chart));
     const link = document.createElement("a");
     link.href = await view.toImageURL(format, format === "png" ? 2 : 1);
-    link.download = `${title}_${chart.identifier}.${format}`;
+    link.download = `${title.replace(/[^\w.-]+/g, "_")}_${chart.identifier}.${format}`;
     link.click();
     finalize();
   }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity
-from gossip.lab.report.report_document import Document, Metric, Row, Setting
+from gossip.lab.report.report_document import Document, Row, Setting
 from gossip.lab.report.series import setting, varying
 
 SETTINGS = {
@@ -16,8 +16,9 @@ SETTINGS = {
 }
 """The titles of the settings besides the label, which has the topology with its options already."""
 _FACETS = ("world_size", "partition", "condition")
-_TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
-_DECIDING = ("predicted_time_to_target_s", "bytes_to_target", "loss_ratio")
+TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
+"""For each metric, the value that compares a row with all-reduce."""
+_COSTS = ("predicted_time_to_target_s", "bytes_to_target", "predicted_step_time_s", "bytes_per_step")
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,10 @@ def columns(document: Document) -> list[Column]:
     present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
     if same_steps(rows) is not None:
         present.remove("steps")
-    first = [*_first(document.metric), *_DECIDING]
+    metric = document.metric.name
+    first = [f"averaged_{metric}", TO_ALL_REDUCE[metric], *_COSTS, "averaged_loss", "local_accuracy_worst"]
     present.sort(key=lambda name: first.index(name) if name in first else len(first))
     return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
-
-
-def num_deciding(present: Sequence[Column], metric: Metric) -> int:
-    """Return the number of leading columns that decide between settings."""
-    return sum(column.name in (*_first(metric), *_DECIDING[:2]) for column in present)
-
-
-def _first(metric: Metric) -> list[str]:
-    return [f"averaged_{metric.name}", _TO_ALL_REDUCE[metric.name]]
 
 
 def same_steps(rows: Sequence[Row]) -> str | None:

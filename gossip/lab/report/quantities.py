@@ -19,11 +19,12 @@ class Unit:
 class Quantity:
     """A quantity with its units, from the smallest to the largest.
 
-    Its means have this number of decimals, or four significant digits.
+    Its means have this number of decimals, or four significant digits. ``best`` is the value that none exceeds.
     """
 
     units: tuple[Unit, ...]
     decimals: int | None = None
+    best: float | None = None
 
     def unit(self, value: float) -> Unit:
         """Return the largest unit in which the value is at least 1; zero is given in the base unit."""
@@ -66,7 +67,7 @@ def _significant(number: float) -> str:
     return f"{number:.0f}" if 1e4 <= abs(number) < 1e6 else f"{number:.4g}"
 
 
-FRACTION = Quantity((Unit(" %", 0.01),), decimals=2)
+FRACTION = Quantity((Unit(" %", 0.01),), decimals=2, best=1.0)
 BYTES = Quantity(
     tuple(Unit(f" {prefix}B", 2.0 ** (10 * power)) for power, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti")))
 )

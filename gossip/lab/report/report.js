@@ -28,6 +28,12 @@
   }
   all("thead button", table).forEach((button) => button.addEventListener("click", () => sort(button.closest("th"))));
 
+  // Columns: a row of commands has none of them.
+  for (const box of all("[data-column]"))
+    box.addEventListener("change", () => {
+      for (const row of table.rows) (row.cells[box.dataset.column] ?? {}).hidden = !box.checked;
+    });
+
   // Filtering: the charts and their legend follow the table; see charts.js.
   const form = document.getElementById("filters");
   const count = document.getElementById("count");

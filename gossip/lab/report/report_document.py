@@ -133,19 +133,28 @@ class Curves(Part):
     """The measurements during training, as means over the seeds; all sequences have the same length.
 
     They are: the local updates, the bytes sent per rank and the predicted time so far; the metric of the averaged model
-    on held-out data; the consensus distance, relative to the mean and absolute (all None in older documents).
+    on held-out data; the relative consensus distance. There may be more: ``accuracy`` or ``loss``, whichever is not the
+    metric, ``consensus_absolute``, and with several seeds the lowest and the highest of each as ``NAME_low`` and
+    ``NAME_high``. None stands for what was not measured there.
     """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Numbers]
 
     step: Numbers
     bytes: Numbers
     time_s: Numbers
     metric: Numbers
     consensus: Numbers
-    consensus_absolute: Numbers = Field(default_factory=lambda data: (None,) * len(data.get("step", ())))
+
+    def named(self, name: str) -> Numbers:
+        """Return the measurements of this name; None everywhere if there are none."""
+        found: Numbers = getattr(self, name, (None,) * len(self.step))
+        return found
 
     @model_validator(mode="after")
     def _are_of_one_length(self) -> Curves:
-        lengths = {name: len(numbers) for name, numbers in vars(self).items()}
+        lengths = {name: len(numbers) for name, numbers in self.model_dump().items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"curves must hold lists of one length, got {lengths}; use null for what is missing")
         return self

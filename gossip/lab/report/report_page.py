@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from gossip.lab.report.charts import quantity_of
-from gossip.lab.report.columns import SETTINGS, Column, best, columns, num_deciding, same_steps, text_columns
+from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns
 from gossip.lab.report.report_charts import chart_data, draw_charts, legend_of
 from gossip.lab.report.report_document import DESCRIPTION, Document, Row
 from gossip.lab.report.series import panels, setting, varying
@@ -28,6 +28,7 @@ _CLUSTER = {
 #: The libraries with which charts.js draws, in the order of their dependencies.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 _NOTHING = "–"  # noqa: RUF001
+_NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
 _MOST_DRAWINGS = 6  # in one gallery
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
 
@@ -84,11 +85,14 @@ def _asset(*place: str) -> str:
 
 
 def _table(document: Document) -> dict[str, Any]:
-    """Return the columns, those that decide first, one line per row, and the settings by which rows are chosen."""
+    """Return the columns, one line per row, and the settings by which rows are chosen.
+
+    First come the columns that decide, which are shown; the others are chosen on the page.
+    """
     rows, values = document.rows, columns(document)
     settings, outcomes = text_columns(rows)
-    num_first = num_deciding(values, document.metric)
-    every = [*values[:num_first], *settings, *outcomes, *values[num_first:]]
+    num_first = max(_NUM_SHOWN - len(outcomes), 0)
+    every = [*values[:num_first], *outcomes, *settings, *values[num_first:]]
     stars = [best(rows, column) for column in every]
     chosen = {name: [setting(row, name) or _NOTHING for row in rows] for name in (*SETTINGS, "status")}
     filters = [
@@ -107,6 +111,7 @@ def _table(document: Document) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "columns": every,
+        "num_shown": len([*values[:num_first], *outcomes]),
         "lines": lines,
         "filters": [each for each in filters if len(each[2]) > 1],
         "has_values": any(value is not None for row in rows for value in row.values.values()),

@@ -19,14 +19,15 @@ from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 from gossip.lab.sweeps.sweep_rows import Metric, Result, make_rows, read_curve
 
 _MAX_DRAWN_WORLD_SIZE = 64
+_MOST_NAMED = 4
 
 
-def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
+def make_document(plan: Plan, folder: Path) -> dict[str, Any]:
     """Build the document that :func:`gossip.lab.report.write_report` takes from the files of the runs, at least one."""
     config = plan.jobs[0].config
     metric = make_metric(config)
     document = {
-        "title": title,
+        "title": _title(plan),
         "description": " ".join([str(value_of(config, "sweep.description")), *(f"{line}." for line in plan.left_out)]),
         "settings": _common_settings([job.config for job in plan.jobs]),
         "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better, "target": metric.target},
@@ -37,6 +38,24 @@ def make_document(plan: Plan, folder: Path, title: str) -> dict[str, Any]:
     }
     plain: dict[str, Any] = without_non_finite(document)
     return plain
+
+
+def _title(plan: Plan) -> str:
+    """Return the name of the experiment in words or, without one, what is compared, where and on what."""
+    if plan.experiment != "none":
+        return plan.experiment.replace("_", " ").capitalize()
+    settings = [job.setting for job in plan.jobs]
+    compared = list(dict.fromkeys(setting.label for setting in settings if setting.method == "gossip"))
+    few = _words(compared) if len(compared) <= _MOST_NAMED else f"{len(compared)} settings"
+    sizes = sorted({setting.world_size for setting in settings})
+    data = {str(job.config["data"]["_target_"]).rpartition(".")[2] for job in plan.jobs}
+    where = [*sorted(data), *dict.fromkeys(setting.partition for setting in settings if setting.partition)]
+    ranks = f"{_words(list(map(str, sizes)))} rank{'' if sizes == [1] else 's'}"
+    return f"{few or 'All-reduce'} on {ranks}: {', '.join(where)}"
+
+
+def _words(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
 def check_described(plan: Plan) -> None:

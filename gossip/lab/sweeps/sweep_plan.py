@@ -36,10 +36,14 @@ Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a sweep, all distinct, and one line for each combination that is not possible, with the reason."""
+    """The runs of a sweep, all distinct, and one line for each combination that is not possible, with the reason.
+
+    The experiment is the one whose file was chosen, "none" without any.
+    """
 
     jobs: Sequence[Job]
     left_out: Sequence[str]
+    experiment: str
 
 
 def make_plan(
@@ -56,7 +60,7 @@ def make_plan(
 
     Raises ConfigurationError if two runs are the same, or a setting is out of range.
     """
-    base, _ = compose([overrides[0] for overrides in axes.values()])
+    base, chosen = compose([overrides[0] for overrides in axes.values()])
     import_modules(base)
     keys = [key for key, overrides in axes.items() if len(overrides) > 1]
     keys += [override.partition("=")[0] for variant in variants for override in variant]
@@ -80,7 +84,7 @@ def make_plan(
                 f"two runs of the sweep are the same: {' '.join(same.overrides)} and {' '.join(job.overrides)}; leave "
                 "out one of the values"
             )
-    return Plan(list(jobs.values()), list(left_out))
+    return Plan(list(jobs.values()), list(left_out), chosen.get("experiment", "none"))
 
 
 def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,30 +73,26 @@ def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
 def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float | None) -> dict[str, Any] | None:
     """Average curves of runs that differ in their seed, as lists of equal length; None without any run.
 
-    They are averaged at the steps that all of them have. A measurement that one run lacks is None: a mean over fewer
-    runs would make the curve jump.
+    They are averaged at the steps that all of them have, and of several runs there are the lowest and the highest value
+    too. A measurement that one run lacks is None: a mean over fewer runs would make the curve jump.
     """
     by_step = [{point["step"]: point for point in curve} for curve in curves]
     if not by_step:
         return None
     steps = sorted(set.intersection(*(set(points) for points in by_step)))
-
-    def means(name: str) -> list[float | None]:
-        return [_mean([points[step][name] for points in by_step]) for step in steps]
-
-    return {
+    ways: dict[str, Callable[[Sequence[float]], float]] = {"": statistics.fmean}
+    if len(by_step) > 1:
+        ways |= {"_low": min, "_high": max}
+    found: dict[str, Any] = {
         "step": steps,
-        "bytes": means("bytes"),
         "time_s": [None if step_time_s is None else step * step_time_s for step in steps],
-        "metric": means(metric.name),
-        "consensus": means("consensus"),
-        "consensus_absolute": means("consensus_absolute"),
     }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return statistics.fmean(present) if len(present) == len(values) else None
+    for key in ("bytes", *_MEASURED):
+        points = [[of_run[step][key] for of_run in by_step] for step in steps]
+        name = "metric" if key == metric.name else key
+        for suffix, way in ways.items() if key != "bytes" else [("", statistics.fmean)]:
+            found[f"{name}{suffix}"] = [None if None in values else way(values) for values in points]
+    return found
 
 
 _FROM_SUMMARY = {

@@ -14,7 +14,7 @@ from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report import Document
-from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, write_report
+from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, TABLE_FILE, write_report
 from gossip.lab.report.report_markdown import CHIEF, LEGEND, texts
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 _PRINTED = (
-    *CHIEF, "local_accuracy_mean", "consensus_distance", "consensus_distance_relative", "rounds_to_target",
-    "bytes_to_target", "predicted_time_to_target_s",
+    *CHIEF, "predicted_step_time_s", "local_accuracy_mean", "consensus_distance", "consensus_distance_relative",
+    "rounds_to_target", "bytes_to_target", "predicted_time_to_target_s",
 )  # fmt: skip
+_MOST_CHARACTERS = 20  # of a cell in one line, so that 80 characters have room for bytes and time
 
 
 class GridSweeper:
@@ -157,7 +158,7 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
     """
     summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
     write_csv(summaries, folder / SWEEP_FILE)
-    document = make_document(plan, folder, title=folder.name)
+    document = make_document(plan, folder)
     if num_left_out := _num_left_out(document, folder):
         logger.warning(
             "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
@@ -172,10 +173,14 @@ def _print(document: Document, folder: Path) -> None:
     from rich.table import Table
 
     rows = texts(document, _PRINTED)
-    table = Table(*rows[0], title=f"{document.title}: {LEGEND}")
-    for cells in rows:
-        table.add_row(*cells.values())
-    print_table(table)
+    table = Table(title=f"{document.title}: {LEGEND}")
+    for heading in rows[0]:
+        cells = [row[heading] for row in rows]
+        table.add_column(heading, width=min(max(map(len, [*cells, *heading.split()])), _MOST_CHARACTERS))
+    for row_cells in rows:
+        table.add_row(*row_cells.values())
+    if num_left_out := print_table(table):
+        print(f"{num_left_out} more columns are in {TABLE_FILE} and {PAGE_FILE}: the terminal has no room for them")
     for row in document.rows:
         for reason in row.reasons:
             place = ", ".join(filter(None, (row.label, f"{row.world_size} ranks", row.partition, row.condition)))

@@ -19,7 +19,7 @@ from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
 from gossip.lab.benchmarks.time_to_loss_prediction import VirtualTraining
-from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, rows_of, section, target_of
+from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, rows_of, section, target_of
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, LossTask, loss_of
 from gossip.lab.experiments.evaluation import evaluate
 from gossip.lab.experiments.models import MLP
@@ -86,6 +86,19 @@ def test_table_says_what_was_not_reached() -> None:
     assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 |  |" in text
     assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |  |" in text
     assert "All-reduce's step: 1000 ms; computing alone, on all ranks at once: 50 ms (5%)." in text
+
+
+def test_figure_has_one_line_and_one_band_per_method(tmp_path: Path) -> None:
+    rows = rows_of((DDP, GOSSIP), CURVES, {})
+    probe = Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True)
+    found = LossResult(
+        task="digits_cnn", link="200mbit", curves=CURVES, rows=rows, step_s=1.0, compute_s=0.05, probe=probe, advice=""
+    )  # fmt: skip
+    loss_figure([found], tmp_path / "loss.svg")
+    drawing = (tmp_path / "loss.svg").read_text()
+    assert drawing.count('id="FillBetweenPolyCollection') == 4  # over seconds and over bytes
+    for text in ("median and range of 2 seeds", "way to the target loss", "ddp", "gossip"):
+        assert f"<!-- {text} -->" in drawing
 
 
 @pytest.mark.parametrize(

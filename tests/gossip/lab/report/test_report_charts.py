@@ -50,25 +50,25 @@ def test_text_of_a_mean_with_its_spread(quantity: Quantity, mean: float, spread:
     assert quantity.value_text(Value(mean=mean, spread=spread, count=3)) == text
 
 
-@pytest.mark.parametrize(("low", "is_log"), [(1.0, True), (101.0, False), (-2.0, False)])
-@pytest.mark.parametrize("odd", [1e6, -1e6])
-def test_one_outlier_does_not_change_an_axis(low: float, is_log: bool, odd: float) -> None:
-    values = [low + end for end in (0.0, 2.0, 3.0, 4.0, 5.0, 20.0 if is_log else 6.0)]
-    alone = Scale.without_outliers(values, [], NUMBER, may_be_log=is_log)
-    assert alone.is_log == is_log
+@pytest.mark.parametrize("odd", [1e6, 1e-6, 0.0])
+def test_one_outlier_does_not_change_an_axis_but_a_baseline_is_inside(odd: float) -> None:
+    values = [1.0, 3.0, 4.0, 5.0, 6.0, 21.0]
+    alone = Scale.over(values, [], NUMBER, may_be_log=True)
+    assert alone.is_log
     assert alone.low < min(values) < max(values) < alone.high
-    assert Scale.without_outliers([*values, odd], [], NUMBER, may_be_log=is_log) == alone
-    assert Scale.without_outliers(values, [[low, odd]], NUMBER, may_be_log=is_log) == alone  # a baseline, or a spread
+    assert Scale.over([*values, odd], [], NUMBER, may_be_log=True) == alone
+    assert alone.low <= alone.place(odd) <= alone.high  # at the edge
+    # What is next to nothing has no place among values that are told apart by decades.
+    assert Scale.over(values, [odd], NUMBER, may_be_log=True).reaches(odd) == (odd > 1)
+    assert Scale.over(values, [odd], NUMBER, may_be_log=False).reaches(odd)
 
 
-@pytest.mark.parametrize("distance", [0.9, 1.1])
-def test_what_is_no_farther_than_the_axis_is_long_is_taken_in(distance: float) -> None:
-    inner = [0.5 + end / 100 for end in range(5)]
-    scale = Scale.without_outliers(inner, [], FRACTION, may_be_log=False, target=0.45)
-    assert scale.reaches(0.45)
-    place = scale.high + distance * (scale.high - scale.low)
-    taken = Scale.without_outliers(inner, [[0.5, place]], FRACTION, may_be_log=False, target=0.45)
-    assert taken.reaches(place) == (distance < 1)
+def test_accuracies_far_apart_are_told_apart_by_their_errors() -> None:
+    scale = Scale.over([0.96, 0.97], [0.2], FRACTION, may_be_log=True)
+    assert scale.is_from_best
+    assert (scale.place(0.97), scale.place(0.96)) == (pytest.approx(3), pytest.approx(4))
+    assert scale.reaches(0.2)
+    assert not Scale.over([0.86, 0.87], [0.2], FRACTION, may_be_log=True).is_log
 
 
 def test_panels_divide_by_ranks_and_partition_and_keep_names_and_styles() -> None:
@@ -93,38 +93,48 @@ def test_best_is_marked_among_rows_that_can_be_compared() -> None:
     assert best(equal.rows, by_name["averaged_accuracy"]) == set()
 
 
-@pytest.mark.parametrize(("accuracy", "is_beyond"), [(0.2, True), (0.96, False)])
-def test_a_baseline_far_away_does_not_squeeze_the_others(accuracy: float, is_beyond: bool, tmp_path: Path) -> None:
-    alone = row("no communication")
-    alone["values"]["averaged_accuracy"] = value(accuracy)
-    whole = document([row("ring"), row("torus"), alone])
-    read = read_document(whole)
-    scales = charts(read)[0].scales(read.rows)
-    assert scales is not None
-    assert scales[0].low > 0  # what sends nothing is a level, not a place on the axis
-    assert scales[1].reaches(accuracy) != is_beyond
-    write_report(whole, tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert ("Beyond this axis: no communication: 20.00 % at 0 B" in page) == is_beyond
+@pytest.mark.parametrize("accuracy", [0.1, 0.2, 0.96, 0.9999])
+def test_baselines_and_target_are_inside_every_chart_of_results(accuracy: float) -> None:
+    rows = [row("ring"), row("torus"), row("complete"), row("star"), row("all-reduce"), row("no communication")]
+    for each in rows[-2:]:
+        each["values"]["averaged_accuracy"] = value(accuracy)
+        each["values"]["averaged_loss"] = value(300.0)
+        each["curves"]["time_s"] = [100 * time_s for time_s in each["curves"]["time_s"]]
+    read = read_document(document(rows))
+    for chart in charts(read)[:6]:
+        scales = chart.scales(read.rows)
+        assert scales is not None
+        ends = [chart.end(each) for each in read.rows[-2:]]
+        assert all(end is not None and end.is_within(*scales) for end in ends), chart.identifier
+        assert chart.target is None or scales[1].reaches(chart.target)
+
+
+def test_what_lies_beyond_the_axis_is_named(tmp_path: Path) -> None:
+    apart = row("star")
+    apart["curves"]["consensus"] = [None] * 44 + [1e9]
+    write_report(document([row("ring"), row("torus"), row("grid"), apart]), tmp_path)
+    assert "At the edge, because they lie beyond: star: 1e+09 at 440 steps." in (tmp_path / "report.html").read_text()
 
 
 def test_the_specification_has_the_axes_in_units_and_every_name() -> None:
     read = read_document(comparison())
     divided = panels(read.rows)
-    chart = charts(read)[0]
+    chart = charts(read)[1]
     scales = chart.scales(read.rows)
     assert scales is not None
     spec = make_spec(chart, divided, *scales)
     x, y = spec["encoding"]["x"], spec["encoding"]["y"]
     assert (x["axis"]["title"], y["axis"]["title"]) == ("sent per rank, MiB", "accuracy of the averaged model, %")
     assert (x["scale"]["type"], x["scale"]["domain"][0]) == ("log", scales[0].low / 2**20)
-    assert 90 < y["scale"]["domain"][0] < 96 < y["scale"]["domain"][1] <= 100
+    assert y["scale"]["type"] == "log"
+    assert y["scale"]["reverse"]
+    assert 0 < y["scale"]["domain"][0] < 4 < 80 < y["scale"]["domain"][1]  # errors
     assert spec["encoding"]["color"]["scale"]["domain"] == ["all-reduce", "no communication", *TOPOLOGIES]
     ends = {end["name"]: end for end in make_ends(chart, divided[0].series, *scales)}
     assert ends["no communication"]["is_level"]
     ring = row("ring")
     assert ends["ring"]["x"] == ring["curves"]["bytes"][-1] / 2**20
-    assert ends["ring"]["high"] - ends["ring"]["low"] == pytest.approx(0.42)
+    assert ends["ring"]["low"] - ends["ring"]["high"] == pytest.approx(0.42)
 
 
 def test_the_absolute_distance_is_drawn_beside_the_relative_one_if_it_is_known() -> None:
@@ -133,4 +143,5 @@ def test_the_absolute_distance_is_drawn_beside_the_relative_one_if_it_is_known()
     for known, is_drawn in ((row("ring"), True), (older, False)):
         read = read_document(document([known]))
         drawn = [chart.identifier for chart in charts(read) if chart.scales(read.rows) is not None]
-        assert drawn == ["bytes", "time", "consensus", *["consensus_absolute"] * is_drawn]
+        results = ["time", "bytes", "steps", "loss_time", "loss_bytes", "loss_steps"]
+        assert drawn == [*results, "consensus", *["consensus_absolute"] * is_drawn]

@@ -118,12 +118,12 @@ def test_markdown_is_one_line_per_row(tmp_path: Path) -> None:
     write_report(document([compared_row("ring"), row("all-reduce"), failed_row("torus")]), tmp_path)
     sentence, _, _, _, headings, alignment, *lines = (tmp_path / "results.md").read_text().splitlines()
     ring, all_reduce, torus = lines
-    assert sentence.startswith("- 16 ranks, iid: the averaged model of ring ")
+    assert sentence.startswith("- ring, 96.3 %, 0.12 points below all-reduce (")
     assert {line.count("|") for line in (headings, alignment, ring, all_reduce, torus)} == {headings.count("|")}
     assert headings.startswith("| setting | optimizer.lr | accuracy of the averaged model | ")
     assert ring.startswith("| ring | 0.1, at the end of the grid | ")
-    assert "| -0.12 (-0.30 to 0.05) | 1.020 (0.990 to 1.050) | " in ring
-    assert ring.endswith(" KiB | not met: loss_ratio |")
+    assert "| -0.12 (-0.30 to 0.05) | 73.24 KiB | " in ring
+    assert ring.endswith(" | 1.020 (0.990 to 1.050) | not met: loss_ratio |")
     assert all_reduce.endswith(" | - |")
     assert torus.startswith("| torus | - | - | ")
 

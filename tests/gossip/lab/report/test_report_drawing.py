@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import browser
@@ -17,14 +18,24 @@ pytestmark = [
 ]
 
 LABELS = ("all-reduce", *TOPOLOGIES)
+
+
+def on_other_grids(label: str) -> dict[str, Any]:
+    """A row of which results and consensus were never measured at the same step."""
+    whole = row(label)
+    for name, curve in whole["curves"].items():
+        if name not in ("step", "bytes", "time_s"):
+            kept = 0 if name.startswith("consensus") else 1
+            whole["curves"][name] = [value if index % 3 == kept else None for index, value in enumerate(curve)]
+    return whole
+
+
 DOCUMENTS = {
+    "grids": document([on_other_grids(label) for label in ("ring", "all-reduce", "no communication")]),
     "comparison": comparison((16, 25)),
     "ordinary": document([row(label) for label in LABELS if label != "star"]),
 }
 NUM_NAMES = 12
-#: Rows whose consensus distance is zero, which has no place on its logarithmic axis.
-EQUAL = {"all-reduce", "complete"}
-NUM_APART = NUM_NAMES - len(EQUAL)
 MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -60,10 +71,12 @@ def centre(page: browser.Browser, selector: str) -> tuple[float, float]:
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
 
-def span(texts: list[str]) -> float:
-    """How many percent the y-axis shows: its labels are those in percent, after those of bytes."""
-    heights = [float(text) for text in texts if 20 < float(text) <= 100]
-    return max(heights) - min(heights)
+def span(page: browser.Browser) -> float:
+    """How many times the largest share of errors at the axis of accuracy is the smallest."""
+    selected = "#chart-bytes .panel:not([hidden]) .role-axis-label text[text-anchor=end]"
+    texts = page.evaluate(f"[...document.querySelectorAll('{selected}')].map((text) => text.textContent)")
+    errors = [100 - float(text) for text in texts if text]
+    return max(errors) / min(errors)
 
 
 def names(page: browser.Browser, chart: str, state: str = "") -> list[str]:
@@ -97,15 +110,15 @@ def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
 def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     x, y = centre(page, "#chart-bytes .plot")
-    before, scrolled = ticks(page, "bytes"), page.evaluate("scrollY")
+    before, scrolled, factor = ticks(page, "bytes"), page.evaluate("scrollY"), span(page)
     page.wheel(x, y, -120)
     page.wait_for(f"scrollY < {scrolled}")
     assert ticks(page, "bytes") == before
     x, y = centre(page, "#chart-bytes .plot")
     scrolled = page.evaluate("scrollY")
     page.wheel(x, y, -300, ctrl=True)
-    after = wait_for_other_ticks(page, "bytes", before)
-    assert span(after[0]) < span(before[0])
+    wait_for_other_ticks(page, "bytes", before)
+    assert span(page) < factor
     assert page.evaluate("scrollY") == scrolled
     assert page.evaluate("visualViewport.scale") == 1
 
@@ -125,8 +138,38 @@ def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browse
     assert page.evaluate(f"getComputedStyle({tooltip}).backgroundColor") == "rgb(255, 255, 255)"
     page.point(1, 1)
     page.wait_for(f"{tooltip} === null")
-    page.wait_for(f"document.querySelectorAll(\"#chart-consensus {MARKS}[opacity='1']\").length === {2 * NUM_APART}")
+    page.wait_for(f"document.querySelectorAll(\"#chart-consensus {MARKS}[opacity='1']\").length === {2 * NUM_NAMES}")
     assert page.evaluate("document.querySelector('#chart-time .readout').textContent") == ""
+
+
+def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(
+    page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["grids"])
+    x, y = centre(page, "#chart-steps .plot")
+    tooltip = "document.querySelector('#vg-tooltip-element.visible')?.textContent"
+    for right in range(-120, 121, 60):
+        for down in range(-80, 81, 40):
+            page.point(1, 1)
+            page.wait_for(f"{tooltip} === undefined")
+            page.point(x + right, y + down)
+            page.wait_for(f"{tooltip}?.includes('accuracy of the averaged model')")
+
+
+def test_a_line_connects_what_was_measured_though_something_else_was_measured_between(
+    page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["grids"])
+    # What sends nothing is level over bytes.
+    for chart, number in {"steps": 3, "time": 3, "loss_bytes": 2, "consensus": 3}.items():
+        lines = page.evaluate(
+            f"""[...document.querySelectorAll("#chart-{chart} .mark-line path")]
+            .map((line) => [line.getAttribute("d").split("L").length, line.getTotalLength()])"""
+        )
+        assert len(lines) == number
+        assert all(points == 15 and length > 50 for points, length in lines), (chart, lines)
+    # The band over the seeds.
+    assert page.evaluate("document.querySelectorAll('#chart-steps .mark-area path').length") == 3
 
 
 def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: dict[str, Path]) -> None:
@@ -141,7 +184,7 @@ def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: 
     page.wait_for(f"{lines.format('consensus')} === {before['consensus'] - 2}")
     for chart, number in before.items():
         assert page.evaluate(lines.format(chart)) == number - 2
-        assert names(page, chart) == sorted({*every} - {"ring"} - (EQUAL if chart == "consensus" else set()))
+        assert names(page, chart) == sorted({*every} - {"ring"})
     pressed = f"{entries}.filter((entry) => entry.ariaPressed === 'false').map((entry) => entry.dataset.name)"
     assert page.evaluate(pressed) == ["ring"]
     page.press(" ")
@@ -179,10 +222,10 @@ def test_a_saved_svg_is_what_is_shown_with_its_legend(
         "document.querySelector('select[data-setting=world-size]').value = '25';"
         "document.getElementById('filters').dispatchEvent(new Event('input'))"
     )
-    before = ticks(page, "bytes")
+    before, factor = ticks(page, "bytes"), span(page)
     page.click("#chart-bytes [data-tool=zoom-in]")
     nearer = wait_for_other_ticks(page, "bytes", before)
-    assert span(nearer[0]) < span(before[0])
+    assert span(page) < factor
     page.click("#chart-bytes [data-tool=zoom-out]")
     assert wait_for_other_ticks(page, "bytes", nearer) == before
     page.click("#chart-bytes [data-tool=zoom-in]")

@@ -17,6 +17,8 @@ pytestmark = [
 
 #: What has a name in a chart, but for its axes: where a row ends.
 MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
+#: The pixels between the margins of A4.
+PAPER_WIDTH = 702
 AWKWARD = "<img src=x onerror=\"document.title='broken'\">"
 DRAWING = "<svg width='300' height='200'><style>* { display: none }</style><script>broken()</script></svg>"
 
@@ -214,11 +216,35 @@ def test_what_decides_is_seen_without_scrolling_and_the_first_column_tells_rows_
     hidden = """[...document.querySelectorAll("thead th")].filter((th) =>
         th.getBoundingClientRect().right > document.querySelector(".scroller").getBoundingClientRect().right
     ).map((th) => th.querySelector("span").textContent)"""
-    deciding = {"Accuracy", "To all-reduce", "Time to target", "Sent to target"}
-    assert not deciding & {*page.evaluate(hidden)}
+    assert page.evaluate(hidden) == []
+    titles = "[...document.querySelectorAll('thead th:not([hidden]) span')].map((title) => title.textContent)"
+    deciding = ["Accuracy", "To all-reduce", "Time to target", "Sent to target", "Step time", "Sent per step"]
+    assert page.evaluate(titles) == ["Setting", *deciding, "Loss"]
+    page.click(".columns summary")
+    box = "[...document.querySelectorAll('.columns label')].find((label) => label.textContent.includes('Algorithm'))"
+    page.evaluate(f"{box}.click()")
+    assert page.evaluate(titles) == ["Setting", *deciding, "Loss", "Algorithm"]
+    assert page.evaluate("document.querySelector('tbody tr').querySelectorAll(':scope > :not([hidden])').length") == 9
     cells = page.evaluate("[...document.querySelectorAll('tbody tr:first-child th')].map((th) => th.textContent)")
     assert len({*cells}) == len(cells) == 84
     assert "ring by_class(2), data=digits, gradient tracking, int8" in cells
+
+
+@pytest.mark.parametrize("name", ["compared", "mixed"])
+def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[str, Path]) -> None:
+    page.open_report(pages[name], width=PAPER_WIDTH)
+    page.evaluate("document.querySelectorAll('.columns input:not(:checked)').forEach((box) => box.click())")
+    page.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        outside = """[...document.querySelectorAll("th, td, svg, h3, p, dd, img")].filter((element) =>
+            element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 0.5
+        ).map((element) => element.textContent.slice(0, 60))"""
+        assert page.evaluate(outside) == []
+        seen = "[...document.querySelectorAll('{}')].filter((element) => element.checkVisibility()).length"
+        assert page.evaluate(seen.format("th, td")) > 50
+        assert page.evaluate(seen.format("#filters, .columns, .tools, .toggle")) == 0
+    finally:
+        page.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_page_sorts_numbers_with_nothing_last(page: browser.Browser, pages: dict[str, Path]) -> None:
@@ -257,7 +283,7 @@ def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[s
     choose(page, "world-size", "25")
     assert page.evaluate(count) == "1 of 36 rows"
     titles = "[...document.querySelectorAll('.panel h4')].filter((h) => h.checkVisibility()).map((h) => h.textContent)"
-    assert page.evaluate(titles) == ["25 ranks"] * 4  # one panel in each chart
+    assert page.evaluate(titles) == ["25 ranks"] * 8  # one panel in each chart
     legend = (
         "[...document.querySelectorAll('.legend li')].filter((li) => li.checkVisibility()).map((li) => li.textContent)"
     )
@@ -289,7 +315,7 @@ def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Pa
         outline = page.evaluate(f"getComputedStyle({active}).outlineStyle")
         stops.append((page.evaluate(f"{active}.tagName"), outline))
         assert len(stops) < 200
-    assert {tag for tag, _ in stops} == {"INPUT", "SELECT", "BUTTON", "DIV"}
+    assert {tag for tag, _ in stops} == {"INPUT", "SELECT", "BUTTON", "DIV", "SUMMARY"}
     assert {outline for _, outline in stops} == {"solid"}
     # A name brings its line out and says where it ends; then come the tools of the charts.
     page.evaluate("document.querySelector('.legend li:nth-child(5) button').focus()")

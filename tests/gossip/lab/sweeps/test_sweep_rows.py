@@ -66,15 +66,21 @@ def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
 
 def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
     curves = [[point(1, 0.5), point(2, 0.5), point(3, None)], [point(1, 0.7), point(3, 0.9)]]
-    assert mean_curve(curves, ACCURACY, 0.5) == {
+    found = mean_curve(curves, ACCURACY, 0.5)
+    assert found is not None
+    assert (found["metric_low"], found["metric_high"]) == ([0.5, None], [0.7, None])
+    assert {name: curve for name, curve in found.items() if not name.endswith(("_low", "_high"))} == {
         "step": [1, 3],
         "bytes": [100.0, 300.0],
         "time_s": [0.5, 1.5],
         "metric": [pytest.approx(0.6), None],
+        "loss": [None, None],
         "consensus": [0.5, 0.5],
         "consensus_absolute": [5.0, 5.0],
     }
     assert mean_curve([], ACCURACY, None) is None
+    of_one = mean_curve(curves[:1], Metric(metric="loss", target=None), 0.5)
+    assert {*(of_one or ())} == {"step", "bytes", "time_s", "metric", "accuracy", "consensus", "consensus_absolute"}
 
 
 def test_rows_put_seeds_together() -> None:

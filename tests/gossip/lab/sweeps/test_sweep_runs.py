@@ -82,6 +82,7 @@ def test_sweep_runs_each_once_nothing_the_second_time_and_then_only_what_is_new(
     assert sweep(*command) == 0
     assert sorted(ran) == sorted(["ring", "ddp", "local"] * 2)
     first = results()
+    assert first["title"] == "ring on 3 ranks: digits, iid"
     assert [row["label"] for row in first["rows"]] == ["ring", "all-reduce", "no communication"]
     ring = first["rows"][0]
     assert (ring["seeds"], ring["engine"], ring["world_size"]) == ([0, 1], "virtual", 3)

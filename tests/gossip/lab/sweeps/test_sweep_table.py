@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
+from gossip.lab.experiments.terminal import print_table
 from gossip.lab.sweeps.run_table import finish_sweep
 
 COMPLETED = {
@@ -63,3 +66,18 @@ def test_sweep_table_names_what_all_runs_share_once(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert printed.count("topology=ring") == printed.count("logger=[wandb,mlflow]") == 1  # not taken for a style
     assert all(printed.count(f"seed={job}") == 1 for job in range(3))
+
+
+def test_columns_of_a_fixed_width_are_left_out_where_the_terminal_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")  # 80 characters wide, without colours
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = Table(title="what they are " * 9)
+    for number in range(9):
+        table.add_column(f"the number {number}", width=12)
+    table.add_row(*["-44.31 (-46.07 to -42.54)"] * 9)
+    assert print_table(table) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.count("-42.54)") == 6 for line in lines)
