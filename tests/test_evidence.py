@@ -66,3 +66,18 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
     written = {page: page.read_text() for page in evidence.pages_of(tmp_path)}
     assert evidence.update(tmp_path, RUNS, tmp_path / "outputs") == left
     assert {page: page.read_text() for page in written} == written
+
+
+def test_a_run_is_repeated_if_it_failed_or_is_another(tmp_path: Path) -> None:
+    out, count = tmp_path / "run", tmp_path / "count"
+    for command, resumes, succeeds, kept in (
+        ("false\ntrue", False, False, "1"),  # each line must succeed
+        ("test -e $OUT/kept || { touch $OUT/kept; false; }", True, False, "2"),
+        ("test -e $OUT/kept || { touch $OUT/kept; false; }", True, True, "3"),  # goes on with what it has left
+        ("test -e $OUT/kept || { touch $OUT/kept; false; }", True, True, "3"),  # is not run again
+        ("test ! -e $OUT/kept", True, True, "4"),  # another begins anew
+    ):
+        run = evidence.Run(command=f"echo >> {count}\n{command}", resumes=resumes)
+        assert evidence.measure(run, out) == succeeds
+        assert str(len(count.read_text())) == kept
+        assert bool(evidence.finished(run, out)) == succeeds
