@@ -70,7 +70,7 @@ class Run(Model):
     @property
     def shown(self) -> str:
         """The command as pages show it: indented, for any folder."""
-        command = re.sub(r"hydra\.(?:run|sweep)\.dir=\S* ", "", self.command.strip())
+        command = re.sub(r" hydra\.(?:run|sweep)\.dir=\S*", "", self.command.strip())
         return re.sub("^", "    ", re.sub(r"\$OUT(/run\b)?", "FOLDER", command), flags=re.MULTILINE)
 
 
