@@ -447,6 +447,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         ------
         ExchangeError
             A message in flight did not arrive; the model is closed nevertheless.
+        CheckpointError
+            What :func:`gossip.save` wrote in the background is not complete; the model is closed.
         """
         engine = self._engine
         if engine is None:
@@ -457,6 +459,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
                 engine.drop_in_flight()
         finally:
             self._finalizer()
+        self._kept.wait_for_save()
 
     def __enter__(self) -> GossipDataParallel:
         return self

@@ -30,7 +30,7 @@ FORMAT = "gossip checkpoint"
 FORMAT_VERSION = 2
 _STEP = re.compile(r"step_(\d{10,})(\.replaced)?")
 _PARTIAL = re.compile(r"\.step_\d{10,}(\.replaced)?\.partial")
-_OURS = re.compile(r"rank\d+\.pt|manifest\.json")
+_OURS = re.compile(r"rank\d+\.pt|manifest\.json|process\d+\.json(\.partial)?")
 
 
 def rank_file(rank: int) -> str:
@@ -162,6 +162,38 @@ def begin(folder: Path, step: int) -> None:
             with contextlib.suppress(OSError):
                 _delete(folder / entry.name)
     partial_folder(folder, step).mkdir()
+
+
+def write_note(partial: Path, process: int, note: Mapping[str, Any]) -> None:
+    """Note in the partial folder what a process has written, or why it has not."""
+    path = _note(partial, process)
+    unfinished = path.with_name(f"{path.name}.partial")
+    write_file(unfinished, lambda file: file.write(json.dumps(note).encode()))
+    os.replace(unfinished, path)
+
+
+def read_note(partial: Path, process: int) -> dict[str, Any] | None:
+    """Return the note of a process; None if there is none yet."""
+    try:
+        note: dict[str, Any] = json.loads(_note(partial, process).read_text())
+    except FileNotFoundError:
+        return None
+    return note
+
+
+def remove_notes(partial: Path, num_processes: int) -> None:
+    """Remove the notes, when all have been read."""
+    for process in range(num_processes):
+        _note(partial, process).unlink()
+
+
+def num_bytes(partial: Path) -> int:
+    """Return how much has been written into the partial folder."""
+    return sum(entry.stat().st_size for entry in os.scandir(partial))
+
+
+def _note(partial: Path, process: int) -> Path:
+    return partial / f"process{process}.json"
 
 
 def abandon(folder: Path, step: int) -> None:

@@ -162,6 +162,7 @@ def _restore(replicas: Replicas, contents: _Contents, parts: Mapping[str, Statef
 
 
 def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool:
+    kept.wait_for_save()
     kept.with_parts(parts)
     for name, part in parts.items():
         if not is_stateful(part):

@@ -40,6 +40,7 @@ class RankReplica(Replicas):
         self._engine.check_alive()
         self._optimizers = self._engine.updater.optimizers
         self._world = world = model._world  # the ranks that take part: one that has just joined may not
+        self.timeout = world.timeout
         self._group = group = self._engine.group
         self.num_shards, self.place, self.group_size = group.num_shards, group.place, group.size
         self.process = world.rank * group.size + group.rank

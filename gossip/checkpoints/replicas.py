@@ -6,6 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,8 @@ class Replicas(ABC):
         The number of ranks that hold a replica together, each a shard of it or all of it.
     kept : KeptObjects
         What the model keeps beside the replicas.
+    timeout : timedelta
+        How long a process waits for the others.
     failure : Exception or None
         What the operation on these replicas is about to raise in every process: it ends everywhere, as with a result.
     """
@@ -46,6 +49,7 @@ class Replicas(ABC):
     process: int
     num_processes: int
     kept: KeptObjects
+    timeout: timedelta
 
     @property
     @abstractmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
+from gossip.checkpoints.background_saving import BackgroundSave, Files, copies, num_bytes_of
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
-from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
+from gossip.checkpoints.replicas import Replicas, compare, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.trained_models import TrainedModel, collectively
+from gossip.communication.host.available_memory import available_bytes
+from gossip.communication.liveness.process_liveness import own_process
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import state_of, to_serializable
 from gossip.step.state.kept_objects import is_stateful
@@ -22,7 +26,9 @@ from topologies.version import __version__
 
 
 @torch.inference_mode(False)
-def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, **parts: Any) -> Path:
+def save(
+    model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, background: bool = False, **parts: Any
+) -> Path:
     """Write a checkpoint of all ranks into ``folder``. Collective.
 
     Every rank's file has its parameters, buffers and extra states (under the bare module's names), optimizer, messages
@@ -40,6 +46,10 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
         The number of complete checkpoints to keep; older ones are removed once the new one is complete. (Completeness
         is judged by manifest and sizes: old files are not read again.) Checkpoints of later steps and all other files
         are kept.
+    background : bool
+        Whether to write while training continues: the call returns when the state has been copied, into memory for one
+        more copy, which is given back piece by piece as it is written. At most one checkpoint is being written: the
+        next :func:`gossip.save`, :func:`gossip.load` or ``model.close()``, and the end of the program, wait for it.
     **parts
         Whatever else belongs to the run, by name: plain data (numbers, strings, tensors, lists, dicts), such as the
         position in the data, or objects with ``state_dict()`` and ``load_state_dict()`` that the model does not keep
@@ -48,7 +58,7 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
     Returns
     -------
     Path
-        The path of the checkpoint.
+        The path of the checkpoint; with ``background``, where it will be.
 
     Raises
     ------
@@ -56,8 +66,9 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
         An argument, or something in a part's state, cannot be saved, or a part has the name of an object that the model
         keeps; nothing has been written.
     CheckpointError
-        A rank could not write (disk full, no permission); raised on every rank, with rank, path and reason. Earlier
-        checkpoints are intact, and training can continue.
+        A rank could not write (disk full, no permission), or, with ``background``, a machine has no memory for the
+        copies; raised on every rank, with rank, path and reason. What fails in the background is logged at once, and
+        raised by the next call that waits for it. Earlier checkpoints are intact, and training can continue.
     ManifestError
         The ranks are at different steps, or do not save the same thing; raised on every rank.
     ExchangeError
@@ -77,10 +88,19 @@ def save(model: TrainedModel, folder: str | os.PathLike[str], *, keep: int = 2, 
     >>> gossip.save(model, "checkpoints", batch=17)
     PosixPath('checkpoints/step_0000000001')
     """
-    return collectively(model, lambda replicas: _save(replicas, Path(folder), keep, parts))
+    begun: list[BackgroundSave] = []
+
+    def operate(replicas: Replicas) -> Path:
+        for earlier in begun:  # the remaining ranks repeat it without one that was lost
+            earlier.cancel()
+        return _save(replicas, Path(folder), keep, parts, begun if background else None)
+
+    return collectively(model, operate)
 
 
-def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> Path:
+def _save(
+    replicas: Replicas, path: Path, keep: int, parts: dict[str, Any], in_background: list[BackgroundSave] | None
+) -> Path:
     replicas.check_between_steps()
     step = replicas.step
     shared = _announce(replicas, path, keep, parts)
@@ -93,24 +113,43 @@ def _save(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) -> P
             lock.enter_context(layout_on_disk.locked(path))
             layout_on_disk.begin(path, step)
 
-    def complete() -> None:
-        if is_first:
-            layout_on_disk.commit(path, step, _manifest(replicas, files))
+    def complete(files: Files) -> None:
+        layout_on_disk.commit(path, step, {**manifest, "files": files})
+        try:
+            layout_on_disk.prune(path, step, keep)
+        except (OSError, CheckpointError) as error:  # the new one is complete
+            logger.warning("old checkpoints could not be removed: {}", reason(error))
 
     with ExitStack() as lock:
         run_on_all_ranks(replicas, f"preparing to save into {path}", prepare)
+        manifest = _manifest(replicas)
         try:
-            files = run_on_all_ranks(replicas, f"saving step {step}", lambda: _write_ranks(replicas, path, shared))
-            run_on_all_ranks(replicas, f"completing the checkpoint of step {step}", complete)
+            if in_background is not None:
+                states = _copies(replicas, shared)
+                save = BackgroundSave(
+                    path,
+                    step,
+                    replicas.process,
+                    replicas.num_processes,
+                    replicas.timeout,
+                    lock=lock.pop_all(),
+                    write=lambda: _write_ranks(path, step, states, releases=True),
+                    complete=complete,
+                )
+                in_background.append(save)
+                replicas.kept.save_under_way = save
+                return layout_on_disk.step_folder(path, step)
+            written = run_on_all_ranks(
+                replicas, f"saving step {step}", lambda: _write_ranks(path, step, _states(replicas, shared))
+            )
+            files = {name: record for of_process in written for name, record in of_process.items()}
+            run_on_all_ranks(
+                replicas, f"completing the checkpoint of step {step}", lambda: complete(files) if is_first else None
+            )
         except Exception:
             if is_first:
                 layout_on_disk.abandon(path, step)
             raise
-        if is_first:
-            try:
-                layout_on_disk.prune(path, step, keep)
-            except (OSError, CheckpointError) as error:  # the new one is complete
-                logger.warning("old checkpoints could not be removed: {}", reason(error))
     return layout_on_disk.step_folder(path, step)
 
 
@@ -123,6 +162,7 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
     entries = {"step": str(replicas.step), "folder": os.path.abspath(path)}
 
     def check() -> None:
+        replicas.kept.wait_for_save()
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
         for name, part in replicas.kept.with_parts(parts).items():
@@ -143,17 +183,52 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
     return shared
 
 
-def _write_ranks(replicas: Replicas, path: Path, shared: dict[str, Any]) -> dict[str, Any]:
-    partial = layout_on_disk.partial_folder(path, replicas.step)
+def _states(replicas: Replicas, shared: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((rank, {**state, **shared}) for rank, state in zip(replicas.ranks, replicas.states(), strict=True))
+
+
+def _copies(replicas: Replicas, shared: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Copy the states of all ranks here, if there is memory for it on every machine. Collective."""
+    what = f"copying the state of step {replicas.step}"
+
+    def measure() -> dict[str, Any]:
+        needed = sum(num_bytes_of(state) for _, state in _states(replicas, shared))
+        return {"machine": own_process().machine, "needed": needed, "available": available_bytes()}
+
+    measured = run_on_all_ranks(replicas, what, measure)
+    needed = Counter[str]()
+    for each in measured:
+        needed[each["machine"]] += each["needed"]
+    for process, each in enumerate(measured):
+        on_machine = needed[each["machine"]]
+        if each["available"] is not None and each["available"] < on_machine:
+            raise_on_all_ranks(
+                replicas,
+                CheckpointError(
+                    f"{what}: the copies on the machine of rank {process} would take {on_machine / 1e9:.2f} GB, but "
+                    f"{each['available'] / 1e9:.2f} GB are available; save with background=False"
+                ),
+            )
+    copied: list[tuple[int, dict[str, Any]]] = []
+    run_on_all_ranks(
+        replicas, what, lambda: copied.extend((rank, copies(state)) for rank, state in _states(replicas, shared))
+    )
+    return copied
+
+
+def _write_ranks(
+    path: Path, step: int, states: Iterable[tuple[int, dict[str, Any]]], *, releases: bool = False
+) -> Files:
+    partial = layout_on_disk.partial_folder(path, step)
     files = {}
-    for rank, state in zip(replicas.ranks, replicas.states(), strict=True):
+    for rank, state in states:
         name = layout_on_disk.rank_file(rank)
-        files[name] = write_tensors(partial / name, state | shared)._asdict()
+        files[name] = write_tensors(partial / name, state, releases=releases)._asdict()
     sync_folder(partial)
     return files
 
 
-def _manifest(replicas: Replicas, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(replicas: Replicas) -> dict[str, Any]:
     return {
         "gossip": __version__,
         "torch": torch.__version__,
@@ -163,5 +238,4 @@ def _manifest(replicas: Replicas, files: Sequence[dict[str, Any]]) -> dict[str, 
         "num_shards": replicas.num_shards,
         "group_size": replicas.group_size,
         **replicas.describe(),
-        "files": {name: record for of_process in files for name, record in of_process.items()},
     }

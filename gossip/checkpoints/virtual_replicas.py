@@ -18,6 +18,7 @@ from gossip.checkpoints.model_description import (
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
+from gossip.launching import DEFAULT_TIMEOUT
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.manifest import describe_topology
@@ -119,7 +120,7 @@ def _all_equal(values: Iterable[Any]) -> bool:
 class VirtualReplicas(Replicas):
     """The replicas of virtual workers."""
 
-    process, num_processes = 0, 1
+    process, num_processes, timeout = 0, 1, DEFAULT_TIMEOUT
 
     def __init__(self, workers: VirtualWorkers) -> None:
         self._workers = workers

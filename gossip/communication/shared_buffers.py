@@ -18,6 +18,7 @@ from gossip.errors import GossipError
 
 BUFFERS_PER_ROW = 3
 _ALIGNMENT_BYTES = 64
+_LARGE_BYTES = 2**20
 _SECRET_BYTES = 16
 _MAX_ROWS = 2**16
 _order = threading.Lock()
@@ -141,12 +142,12 @@ class Arena:
         # One mapping for all, because each takes a descriptor.
         memory = self._map(row.start, BUFFERS_PER_ROW * stride)
         starts = range(0, BUFFERS_PER_ROW * stride, stride)
-        buffers = [Buffer(memory[start : start + stride], self._num_readers, row.nbytes) for start in starts]
+        buffers = [Buffer(memory, start, self._num_readers, row.nbytes) for start in starts]
         self.buffers += buffers
         return buffers
 
     def _stride(self, nbytes: int) -> int:
-        return _header_bytes(self._num_readers) + _whole(nbytes, _ALIGNMENT_BYTES)
+        return _whole_pages(_header_bytes(self._num_readers) + nbytes)
 
 
 class Buffer:
@@ -155,7 +156,9 @@ class Buffer:
     Parameters
     ----------
     memory : memoryview
-        The memory; zeros at first.
+        The mapped memory of the buffers of a row; zeros at first.
+    start : int
+        Where this one begins, a whole number of pages.
     num_readers : int
         The number of ranks that may read it.
     nbytes : int
@@ -167,12 +170,14 @@ class Buffer:
         The message.
     """
 
-    def __init__(self, memory: memoryview, num_readers: int, nbytes: int) -> None:
+    def __init__(self, memory: memoryview, start: int, num_readers: int, nbytes: int) -> None:
         header = _header_bytes(num_readers)
-        numbers = memory[: 8 * (1 + 2 * num_readers)].cast("q")
+        numbers = memory[start : start + 8 * (1 + 2 * num_readers)].cast("q")
         self._time = numbers[:1]
         self._given, self._read = numbers[1 : 1 + num_readers], numbers[1 + num_readers :]
-        self.message = torch.frombuffer(memory, dtype=torch.uint8, offset=header, count=nbytes)
+        self.message = torch.frombuffer(memory, dtype=torch.uint8, offset=start + header, count=nbytes)
+        assert isinstance(memory.obj, mmap.mmap)
+        self._mapped, self._extent = memory.obj, (start, _whole_pages(header + nbytes))
 
     @property
     def published_at(self) -> float:
@@ -193,9 +198,11 @@ class Buffer:
         return is_it
 
     def done(self, rank: int) -> None:
-        """Note that the rank has read it."""
+        """Note that the rank has read it; a large message no longer counts as memory of this process."""
         keep_order()
         self._read[rank] = self._given[rank]
+        if self.message.nbytes >= _LARGE_BYTES:
+            self._mapped.madvise(mmap.MADV_DONTNEED, *self._extent)
 
     def is_read_by(self, rank: int) -> bool:
         """Return whether the rank has finished reading what it was given last."""

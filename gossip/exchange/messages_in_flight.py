@@ -14,6 +14,7 @@ from gossip.compression.conversation import Arrival, chunks, finite_on_host
 from gossip.exchange.exchanges import InFlight
 from gossip.exchange.transport import Exchange
 from gossip.measuring.step_stats import Meter
+from gossip.parameters.serializable_state import compact
 from topologies import Round
 
 
@@ -44,18 +45,21 @@ class MessagesInFlight(InFlight):
 
     def joined(self, channel: str, arrival: Arrival) -> torch.Tensor:
         """Return everything that arrived in a channel, as a copy; zeros if nothing did."""
-        parts = [part.clone() for _, part in arrival.parts]
-        if parts:
-            return torch.cat(parts)
         shape, dtype, device = self.kinds[channel]
-        return torch.zeros(shape, dtype=dtype, device=device)
+        total = torch.zeros(shape, dtype=dtype, device=device)
+        for part, values in arrival.parts:
+            total[part] = values
+        return total
 
-    def state_dict(self) -> dict[str, Any]:
-        """Wait, and return copies of the round, and of the differences and the sent messages by channel."""
+    def state_dict(self, *, with_sent: bool) -> dict[str, Any]:
+        """Wait, and return the round, and by channel the differences and, if they are read later, the sent messages.
+
+        The tensors are not copied: they are unchanged until the exchange is combined.
+        """
         return {
             "round": self.round_index,
-            "differences": {channel: rows[0].clone() for channel, rows in self.differences().items()},
-            "sent": {channel: rows[0].clone() for channel, rows in self.sent.items()},
+            "differences": {channel: rows[0] for channel, rows in self.differences().items()},
+            "sent": {channel: compact(rows[0], channel) for channel, rows in self.sent.items()} if with_sent else {},
         }
 
     @classmethod
@@ -65,7 +69,11 @@ class MessagesInFlight(InFlight):
         exchanges: dict[str, Exchange] = {
             channel: Known(difference) for channel, difference in saved["differences"].items()
         }
-        return cls(round_, saved["round"], sent, exchanges, time.perf_counter())
+        kinds = {
+            channel: (difference.shape, difference.dtype, difference.device)
+            for channel, difference in saved["differences"].items()
+        }
+        return cls(round_, saved["round"], sent, exchanges, time.perf_counter(), kinds)
 
     def arrivals(self) -> dict[str, Arrival]:
         """Wait, and return what arrived, piece by piece, by channel."""

@@ -179,6 +179,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 edges = self._edges(index, channel, round_)
+                in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 if self.transport is None or not (edges.peers(self._rank) or self.transport.publishes):
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
                     in_flight.exchanges[channel] = Known(nothing)
@@ -186,7 +187,6 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                         in_flight.sent[channel] = [self._as_decoded(index, channel, message, edges, step)]
                     continue
                 codec = self.codecs[index][channel]
-                in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 if self._clipping is not None:
                     self._clipping.expect((index, channel), edges, step)
                 conversation = codec.begin(message, edges, step)
@@ -319,12 +319,15 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                     difference.add_(late.difference)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what is in flight, which has arrived, and of the codecs' states, by bucket. Local.
+        """Return what is in flight, which has arrived, and copies of the codecs' states, by bucket. Local.
 
-        Training continues as if nothing had been read.
+        Training continues as if nothing had been read; the tensors in flight are unchanged until the next step.
         """
         return {
-            "in_flight": [None if in_flight is None else in_flight.state_dict() for in_flight in self.in_flight],
+            "in_flight": [
+                None if in_flight is None else in_flight.state_dict(with_sent=self._keeps_sent)
+                for in_flight in self.in_flight
+            ],
             "codecs": [{channel: codec.state_dict() for channel, codec in codecs.items()} for codecs in self.codecs],
             "usual": [] if self._watch is None else self._watch.state_dict(),
             "clipping": None if self._clipping is None else self._clipping.state_dict(),

@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.dlpack import to_dlpack
 
 from gossip.compression.codec import BucketShape, gaps
 from gossip.errors import GossipError, warn_user
 from gossip.parameters.names import named_buffers, named_parameters
+from gossip.parameters.serializable_state import with_own_storage
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Parameters of other dtypes, such as quantized weights, can only be frozen: averages keep rank 0's."""
@@ -269,9 +269,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], shared
 def _home(block: torch.Tensor, slot: Slot) -> torch.Tensor:
     """Return a parameter's part of the block: the same memory, which it keeps alive, as a storage of its own."""
     shape, stride, offset = slot
-    part = block[offset : offset + _span(shape, stride)]
-    # The capsule, because the tensor's own __dlpack__ refuses all CUDA devices except the current one.
-    return torch.from_dlpack(to_dlpack(part)).as_strided(shape, stride)
+    return with_own_storage(block[offset : offset + _span(shape, stride)]).as_strided(shape, stride)
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

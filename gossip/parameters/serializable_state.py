@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 from gossip.errors import reason
 
@@ -99,12 +100,24 @@ def is_serializable(value: Any) -> bool:
 
 
 def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Return the tensor without the rest of the memory that it views, which torch would save along with it."""
+    """Return the tensor without the rest of the memory that it views, which torch would save along with it.
+
+    It is copied only if its elements have gaps between them.
+    """
     if tensor.is_meta or tensor.layout != torch.strided:
         raise TypeError(f"{where} is a tensor without values of its own (meta or sparse); give a dense one")
     tensor = tensor.detach()
-    is_view = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_view else tensor
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    if not (tensor.numel() and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    return with_own_storage(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+def with_own_storage(flat: torch.Tensor) -> torch.Tensor:
+    """Return the same memory, which it keeps alive, as a tensor whose storage holds nothing else."""
+    # The capsule, because the tensor's own __dlpack__ refuses all CUDA devices except the current one.
+    return torch.from_dlpack(to_dlpack(flat))
 
 
 def serialize(state: Any) -> tuple[str, torch.Tensor]:

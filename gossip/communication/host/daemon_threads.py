@@ -113,7 +113,7 @@ def _end_all() -> None:
         if left and not has_failed and max(left.values()) > CLOSING_PATIENCE:
             names = ", ".join(sorted(thread.name for thread in left))
             print(  # the logger has ended by now
-                f"gossip: the program has ended, but messages are in flight that a peer has not yet sent or received "
+                f"gossip: the program has ended, but not yet its threads that exchange messages or save a checkpoint "
                 f"({names}); waiting for them for up to {max(left.values()).total_seconds():g} s, the model's timeout",
                 file=sys.stderr,
                 flush=True,

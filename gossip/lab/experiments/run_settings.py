@@ -32,6 +32,7 @@ class CheckpointSettings(_Section):
 
     every: int = Field(ge=0)
     keep: int = Field(ge=1)
+    background: bool = False
 
 
 class TrainingSettings(_Section):

@@ -63,18 +63,20 @@ class RunState:
         self.step += num_steps
         self.position += num_steps
 
-    def save(self) -> None:
-        """Write a checkpoint; a failure is logged and training continues.
+    def save(self, *, is_last: bool) -> None:
+        """Write a checkpoint; a failure is logged and training continues. The last one is complete on return.
 
         Collective; to be called after a step whose record has been written.
         """
         assert self._method.model is not None
         epoch, step_in_epoch = divmod(self.position, self._steps_per_epoch)
+        settings = self._experiment.settings.checkpoint
         try:
             gossip.save(
                 self._method.model,
                 self._checkpoints,
-                keep=self._experiment.settings.checkpoint.keep,
+                keep=settings.keep,
+                background=settings.background and not is_last,
                 epoch=epoch,
                 step_in_epoch=step_in_epoch,
                 steps_per_epoch=self._steps_per_epoch,

@@ -102,7 +102,7 @@ def train_experiment(
                 stops = not stopping.goes_on(state.step)
                 if stops or every(settings.checkpoint.every, state.step):
                     records.sync()  # a checkpoint must not be more durable than the records before it
-                    state.save()
+                    state.save(is_last=stops)
                 if stops:
                     method.close()
                     return {"signal": stopping.signal_number}

@@ -166,7 +166,7 @@ def statuses_of(program: str, ended: Ended) -> dict[int, int]:
 
 def test_exit_waits_for_what_is_under_way_and_says_so(ended: Ended) -> None:
     assert statuses_of(RELEASED_BY_WHAT_IS_SAID, ended) == {0: 0, 1: 0}, ended.output
-    said = "messages are in flight that a peer has not yet sent or received (gossip-test-finish, gossip-test-wait)"
+    said = "exchange messages or save a checkpoint (gossip-test-finish, gossip-test-wait)"
     assert ended.output.count(said) == 2, ended.output
     assert ended.output.count("left: ") == ended.output.count("left: []") == 2, ended.output
 

@@ -155,7 +155,7 @@ def test_resumed_configuration_is_the_folders(tmp_path: Path) -> None:
     assert resumed(*given) == same
     changed = resumed("seed=5", "launch.world_size=2", "checkpoint.every=7", "checkpoint.keep=1", "profile=true")
     assert changed["launch"] == {**same["launch"], "world_size": 2}
-    assert changed["checkpoint"] == {"every": 7, "keep": 1}
+    assert changed["checkpoint"] == {**same["checkpoint"], "every": 7, "keep": 1}
     assert changed["profile"] is True
     may_change = dict.fromkeys(("launch", "checkpoint", "profile"))
     assert changed | may_change == same | may_change
