@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +31,7 @@ class FailingModel(nn.Module):
         "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
-        the launching process as SIGTERM does, and go on once it has passed the signal on; or be "stuck": get SIGTERM in
+        the launching process as SIGTERM does, and go on once this rank is asked to stop; or be "stuck": get SIGTERM in
         a call that no signal ends, in a process that gives its steps 5 s then and not GRACE_S; or be "wrong": multiply
         its parameters by 1000.
     dropout : float
@@ -95,6 +97,9 @@ class FailingModel(nn.Module):
             os.kill(launcher.pid, signal.SIGTERM)
             passed_on.wait()
             signal.signal(signal.SIGTERM, before)
+            (stopping,) = (each for each in gc.get_objects() if isinstance(each, GracefulStop))
+            while not stopping._is_asked:  # its thread may get no processor for many steps
+                time.sleep(0.01)
             return
         if self.how == "stuck":
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()

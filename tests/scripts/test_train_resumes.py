@@ -78,8 +78,8 @@ def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: P
 def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> None:
     long = ("training.epochs=2000", "training.evaluate_every_epochs=0", "checkpoint.every=1000000")
     with running(tmp_path, *long, "launch.world_size=2", "hydra.run.dir=run") as run:
-        records = tmp_path / "run" / "rank0.jsonl"
-        while not (records.exists() and records.read_bytes()):
+        records = [tmp_path / "run" / f"rank{rank}.jsonl" for rank in range(2)]  # both ranks listen for signals by then
+        while not all(file.exists() and file.read_bytes() for file in records):
             assert run.process.poll() is None, run.finished()
             time.sleep(0.05)
         os.killpg(run.process.pid, signal.SIGUSR1)
