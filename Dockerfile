@@ -1,6 +1,6 @@
 # An image with gossip-training and the commands of its lab:
 #     docker build -t gossip-training .
-#     docker run --rm gossip-training gossip train launch.world_size=2
+#     docker run --rm gossip-training gossip train world_size=2
 # PYTHON is one of 3.11 to 3.14. torch is taken from wherever pip looks; for the build for CPUs, give it the index that
 # PyTorch's selector names: --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PYTHON=3.13
