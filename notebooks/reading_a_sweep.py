@@ -69,7 +69,9 @@ for label in ("ring", "exponential", "one_peer_exponential", "base", "all-reduce
     curves = by_label[label]["curves"]
     style = {"color": "black"} if label == "all-reduce" else {}
     for each, name, unit in zip(axes, ("step", "bytes", "time_s"), (1, 2**20, 1e-3), strict=True):
-        each.semilogx([place / unit for place in curves[name]], curves["metric"], label=label, **style)
+        pairs = zip(curves[name], curves["metric"], strict=True)  # None where only something else was measured
+        points = [(place / unit, measured) for place, measured in pairs if measured is not None]
+        each.semilogx(*zip(*points, strict=True), label=label, **style)
 for each, name in zip(axes, ("steps", "MiB sent per worker", "predicted ms"), strict=True):
     each.set(xlabel=name, ylim=(0.7, 1.0))
 axes[0].set_ylabel("accuracy of the average")

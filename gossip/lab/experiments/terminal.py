@@ -13,6 +13,8 @@ from loguru import logger
 if TYPE_CHECKING:
     from rich.table import Table
 
+_FEWEST_CHARACTERS = 12
+"""What is left, in a line, of a column of words on a narrow terminal."""
 _SHOWN = ("loss", "accuracy", "averaged_test_accuracy", "consensus_distance")
 
 
@@ -117,7 +119,8 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
 def print_table(table: Table) -> int:
     """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines.
 
-    Columns of a fixed width for which a terminal has no room are left out, the last ones first; returns how many.
+    Columns of numbers, to the right, keep their width, and the last ones for which a terminal has no room are left out;
+    returns how many.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -126,13 +129,18 @@ def print_table(table: Table) -> int:
     table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
     for column in table.columns:
         column.overflow = "fold"  # rich would cut words
+        if column.justify == "right":
+            widest = max(len(text) for text in [*map(str, column.cells), *str(column.header).split()])
+            column.width = min(widest, column.max_width or widest)
     console = Console()
     num_columns = len(table.columns)
     if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
         unlimited = console.options.update(max_width=10_000)
         console.width = Measurement.get(console, unlimited, table).maximum
     else:
-        while len(table.columns) > 1 and sum((column.width or 0) + 1 for column in table.columns) + 2 > console.width:
+        while sum((column.width or _FEWEST_CHARACTERS) + 1 for column in table.columns) + 2 > console.width:
+            if table.columns[-1].justify != "right":
+                break
             table.columns.pop()
     console.print(table)
     return num_columns - len(table.columns)

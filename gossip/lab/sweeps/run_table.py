@@ -80,7 +80,8 @@ def _print(summaries: Sequence[Mapping[str, Any]], folder: Path) -> None:
             missing if summary.get(name) is None else form.format(summary[name]) for name, (_, form) in _PRINTED.items()
         )
         table.add_row(summary["job"], escape("\n".join(own)), summary["status"], *cells)
-    print_table(table)
+    if num_left_out := print_table(table):
+        print(f"{num_left_out} more columns are in {SWEEP_FILE}: the terminal has no room for them")
     for summary in summaries:
         if summary["status"] != "completed":
             print(f"job {summary['job']} {summary['status']}: {summary['reason']}")

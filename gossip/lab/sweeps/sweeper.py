@@ -173,12 +173,11 @@ def _print(document: Document, folder: Path) -> None:
     from rich.table import Table
 
     rows = texts(document, _PRINTED)
-    table = Table(title=f"{document.title}: {LEGEND}")
-    for heading in rows[0]:
-        cells = [row[heading] for row in rows]
-        table.add_column(heading, width=min(max(map(len, [*cells, *heading.split()])), _MOST_CHARACTERS))
-    for row_cells in rows:
-        table.add_row(*row_cells.values())
+    table = Table("setting", title=f"{document.title}: {LEGEND}")
+    for heading in [*rows[0]][1:]:
+        table.add_column(heading, justify="right", max_width=_MOST_CHARACTERS)
+    for cells in rows:
+        table.add_row(*cells.values())
     if num_left_out := print_table(table):
         print(f"{num_left_out} more columns are in {TABLE_FILE} and {PAGE_FILE}: the terminal has no room for them")
     for row in document.rows:
