@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter
 
 UNITS = {"bytes": 2**20, "time_s": 1e-3}
 LABELS = {"bytes": "MiB sent per rank", "time_s": "predicted time in ms"}
@@ -44,8 +44,10 @@ def draw(document: dict[str, Any], world_size: int, path: Path) -> None:
     by_time.set(xlabel=LABELS["time_s"])
     for axes in (by_bytes, by_time):
         if metric == "accuracy":
+            axes.set_yscale("logit")  # accuracies near 1 are told apart by their errors, and the others are not cut
+            axes.yaxis.set_major_locator(FixedLocator([0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99]))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-            axes.set_ylim(0.6, 1.0)
+            axes.yaxis.set_minor_formatter(NullFormatter())
         if (target := document["metric"].get("target")) is not None:
             axes.axhline(target, color="0.6", linestyle=":", linewidth=1)
     for axes, name in zip(right, curves.values(), strict=True):
