@@ -324,8 +324,8 @@ def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Pa
     while not page.evaluate(f"{active}.matches('.tools button')"):
         page.press("Tab")
     assert page.evaluate(f"{active}.textContent") == "Zoom in"
-    assert page.evaluate(f"{active}.parentElement.getAttribute('aria-labelledby')") == "bytes-title"
-    assert page.evaluate("document.getElementById('bytes-title').textContent") == "Accuracy against bytes"
+    assert page.evaluate(f"{active}.parentElement.getAttribute('aria-labelledby')") == "time-title"
+    assert page.evaluate("document.getElementById('time-title').textContent") == "Accuracy against predicted time"
 
 
 def test_page_unfolds_and_copies_commands(page: browser.Browser, pages: dict[str, Path]) -> None:
