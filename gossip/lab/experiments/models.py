@@ -100,6 +100,10 @@ class CharTransformer(nn.Module):
         The dropout probability, applied to the embedding and to the output of each residual branch.
     tied_head : bool
         Whether the output layer shares the Parameter of the embedding (weight tying).
+    vocabulary_size : int, optional
+        The number of rows of the embedding and of the output layer; by default, and at least, that of the data. With a
+        larger one the model has the size that it has with the vocabulary that it is known for; the logits are those of
+        the data's.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2: block and initial
     values).
@@ -120,6 +124,7 @@ class CharTransformer(nn.Module):
         num_heads: int = 4,
         dropout: float = 0.0,
         tied_head: bool = False,
+        vocabulary_size: int | None = None,
     ) -> None:
         super().__init__()
         if len(input_shape) != 1:
@@ -132,13 +137,18 @@ class CharTransformer(nn.Module):
             raise ValueError(f"width must be a multiple of num_heads={num_heads}, got {width}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be a probability below 1, got {dropout}")
-        self.context_length = input_shape[0]
-        self.embedding = nn.Embedding(num_classes, width)
+        if vocabulary_size is not None and vocabulary_size < num_classes:
+            raise ValueError(
+                f"vocabulary_size must be at least {num_classes}, the vocabulary of the data, got {vocabulary_size}"
+            )
+        num_rows = vocabulary_size or num_classes
+        self.context_length, self.num_classes = input_shape[0], num_classes
+        self.embedding = nn.Embedding(num_rows, width)
         self.positions = nn.Parameter(torch.empty(self.context_length, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*[_Block(width, num_heads, dropout) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_classes, bias=False)
+        self.head = nn.Linear(width, num_rows, bias=False)
         self._initialise(depth)
         if tied_head:
             self.head.weight = self.embedding.weight
@@ -149,7 +159,7 @@ class CharTransformer(nn.Module):
         if length > self.context_length:
             raise ValueError(f"inputs have {length} characters, allowed are {self.context_length}; cut them")
         hidden = self.dropout(self.embedding(inputs) + self.positions[:length])
-        logits: torch.Tensor = self.head(self.norm(self.blocks(hidden)))
+        logits: torch.Tensor = self.head(self.norm(self.blocks(hidden)))[..., : self.num_classes]
         return logits
 
     def _initialise(self, depth: int) -> None:

@@ -88,8 +88,10 @@ def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
             ]
         if option in ("char_transformer", "stdlib_text"):
             overrides += [*TEXT, "model=char_transformer"]
-        if option == "char_lm":
+        if option in ("char_lm", "gpt2_small"):
             overrides += TEXT[1:]
+        if option == "gpt2_small":
+            overrides += ["model.width=12", "model.depth=1"]
         if option in ("decentlam", "quasi_global_integral", "quasi_global_momentum"):
             overrides += ["optimizer.momentum=0", "optimizer.nesterov=false"]  # they bring their own
         if option == "adam_tracking":
