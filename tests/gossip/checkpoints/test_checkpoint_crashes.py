@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import gossip
 from gossip import CheckpointError, launch
 from gossip.checkpoints import checkpoint_folder as layout
 from gossip.checkpoints import saving
+from topologies import Round, Topology
 
 
 def saved_at(folder: str, *steps: int, **options: Any) -> gossip.GossipDataParallel:
@@ -168,6 +170,70 @@ def test_copies_for_which_there_is_no_memory_are_refused(tmp_path: Path, monkeyp
     gossip.save(model, tmp_path)
     assert gossip.load(model, tmp_path).step == 3
     assert names_in(tmp_path) == ["step_0000000001", "step_0000000003"]
+
+
+def refuse_folders(folder: str) -> None:
+    model = saved_at(folder, 0)
+    where = f"{folder}/file"
+    if model.rank == 0:
+        Path(where).touch()
+    with pytest.raises(CheckpointError, match=r"preparing to save.*: rank 0: .*exists.* \(errno 17\): .*/file"):
+        gossip.save(model, where)
+    if model.rank == 0:
+        (Path(folder) / "step_0000000001").mkdir()
+        (Path(folder) / "step_0000000001" / "precious.txt").touch()
+    with pytest.raises(
+        CheckpointError, match="step_0000000001 exists and holds files that do not belong to a checkpoint; move it"
+    ):
+        gossip.save(model, folder)
+    with pytest.raises(gossip.ManifestError, match=r"comparing what is saved: parts is .* on rank 0, but .*'b"):
+        gossip.save(model, f"{folder}/x", **({"a": 1} if model.rank == 0 else {"b": 1}))
+    with pytest.raises(gossip.ManifestError, match=r"folder is .*/x0 on rank 0, but .*/x1 on rank 1"):
+        gossip.save(model, f"{folder}/x{model.rank}")
+    with pytest.raises(TypeError if model.rank == 1 else CheckpointError, match=r"part is a builtins.object"):
+        gossip.save(model, f"{folder}/x", part=object() if model.rank == 1 else 1)
+    buffer = model.module.level
+    if model.rank == 1:
+        model.module.level = torch.zeros(6, dtype=torch.bfloat16)
+    for function in (gossip.save, gossip.export):
+        with pytest.raises(gossip.ManifestError, match=r"level.*bfloat16 \[5\].* on rank 0, but bfloat16 \[6\]"):
+            function(model, f"{folder}/x")
+    model.module.level = buffer
+    assert not os.path.exists(f"{folder}/x")
+    if model.rank == 0:
+        with layout.locked(Path(folder)):
+            torch.distributed.barrier()
+            torch.distributed.barrier()
+    else:
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match="another run is currently saving into"), layout.locked(Path(folder)):
+            pass
+        torch.distributed.barrier()
+    one_step(model)
+    gossip.save(model, folder)  # the ranks are still in step
+
+
+def test_save_refuses_what_ranks_do_not_share(tmp_path: Path) -> None:
+    run_ranks(refuse_folders, str(tmp_path), world_size=2)
+
+
+def save_at_different_steps(folder: str, topology: Topology, reason: str) -> None:
+    model = make_model(topology=topology, timeout=timedelta(seconds=2))
+    for _ in range(2 + model.rank):
+        one_step(model)
+    with pytest.raises(gossip.GossipError, match=reason.format(step=2 + model.rank)):
+        gossip.save(model, folder)
+    assert not os.path.exists(f"{folder}/step_0000000002")
+
+
+def test_ranks_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
+    pair, alone = Round.from_groups(2, [(0, 1)]), Round.from_groups(2, [(0,), (1,)])
+    quiet = Topology.from_rounds([pair, alone, alone])
+    reason = "step is 2 on rank 0, but 3 on rank 1; call gossip.save on every rank after the same number of steps"
+    run_ranks(save_at_different_steps, str(tmp_path), quiet, reason, world_size=2)
+    # A rank that waits for a message that is not coming hears of nothing else: the time-out says where it was.
+    reason = "gossip.save at step {step}: not all of the 2 ranks took part within 2 s"
+    run_ranks(save_at_different_steps, str(tmp_path), Topology.from_rounds([pair]), reason, world_size=2)
 
 
 # ---------------------------------------------------------------------- what is not a checkpoint of ours
