@@ -20,6 +20,7 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
 from gossip.exchange.transport import TransportFactory
+from gossip.measuring.memory_use import MemoryUse, memory_use
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.double_wrapping import Outermost
@@ -302,6 +303,27 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     def stats(self) -> StepStats | None:
         """Return what the newest step cost on this rank; None before the first. Local."""
         return self._live().stats()
+
+    def memory(self) -> MemoryUse:
+        """Return what this rank holds for training at the moment, by purpose; ``print`` shows a table. Local.
+
+        Room for gradients, for the optimizer's state and for what arrives is made when it is first needed: the result
+        is complete after the second step. Activations, and what an operation holds while it runs, are not included.
+        """
+        engine = self._live()
+        module, transport = engine.module, engine.exchanges.transport
+        return memory_use(
+            sum(parameter.numel() for parameter in module.parameters()),
+            {
+                "parameters": [*module.parameters(), *engine.group.module.parameters()],
+                "buffers": [*engine.group.module.buffers()],
+                "gradients": [parameter.grad for parameter in module.parameters()],
+                "state of the optimizer": [optimizer.state for optimizer in engine.updater.optimizers],
+                "state of the algorithm": engine.exchanges.kept(),
+                "messages that others read on this machine": [transport.held()] if transport is not None else [],
+                "messages as sent, and what arrived": engine.exchanges.messages(),
+            },
+        )
 
     # ------------------------------------------------------------------ training
 

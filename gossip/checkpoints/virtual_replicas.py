@@ -18,7 +18,6 @@ from gossip.checkpoints.model_description import (
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
-from gossip.launching import DEFAULT_TIMEOUT
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.manifest import describe_topology
@@ -29,6 +28,7 @@ from gossip.step.state.replica_state import optimizer_state
 from gossip.virtual.shards import Shard, average_of, deal_, written
 from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 from gossip.virtual.workers import VirtualWorkers
+from gossip.wrapper import DEFAULT_TIMEOUT
 
 _OF_STACKS = ("params", "param_names")  # the entries of a group that depend on the number of devices
 

@@ -46,6 +46,11 @@ class SharedMessage:
         """The buffer that was taken last."""
         return self._used[-1].message.view(self._dtype)
 
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The buffers that have been taken so far; the others take no memory."""
+        return [buffer.message for buffer in self._used]
+
     def take(self, where: str) -> torch.Tensor:
         """Return a buffer for a message that nobody reads any more; ``where`` says in error texts what it is for.
 

@@ -85,6 +85,10 @@ class DistributedTransport(Transport):
             self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
         return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
 
+    def held(self) -> list[torch.Tensor]:
+        kept = (*self._shared_messages.values(), *self._copies.values())
+        return [buffer for message in kept for buffer in message.written]
+
     def describe(self) -> str:
         """Describe the backend, the communicators, and how rounds are exchanged. Local."""
         assert self._world.membership is not None

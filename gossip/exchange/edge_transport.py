@@ -67,6 +67,9 @@ class EdgeTransport(Transport):
             return message
         return shared.take((bucket, "alike"), message, f"step {step}, bucket {bucket}")
 
+    def held(self) -> list[torch.Tensor]:
+        return [] if self._shared is None else self._shared.written
+
     @property
     def _shared(self) -> SharedPayloads | None:
         """Shared memory; None with a soft deadline, where steps must not wait for its readers either."""

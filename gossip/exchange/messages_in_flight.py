@@ -38,6 +38,11 @@ class MessagesInFlight(InFlight):
                 difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the differences that have been awaited but not applied, and the sent messages."""
+        found = [each.difference for each in self.exchanges.values() if isinstance(each, Known)]
+        return [*found, *(self._differences or {}).values(), *(sent for rows in self.sent.values() for sent in rows)]
+
     def _awaited(self) -> dict[str, Arrival]:
         arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
         self.squares = {channel: arrival.squares for channel, arrival in arrivals.items()}

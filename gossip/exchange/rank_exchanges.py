@@ -304,6 +304,17 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
     def names(self, index: int) -> Sequence[str]:
         return self._buckets[index].names
 
+    # ------------------------------------------------------------------ memory
+
+    def kept(self) -> list[object]:
+        """Return what the algorithm keeps for each bucket."""
+        return [kept for view in self._views for kept in (view.kept, view.numbers)]
+
+    def messages(self) -> list[object]:
+        """Return the codecs, with the messages as sent and room for what arrives, and what has been awaited."""
+        in_flight = [each.tensors() for each in self.in_flight if each is not None]
+        return [*self.codecs, *in_flight]
+
     # ------------------------------------------------------------------ saving
 
     def arrive(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -88,6 +88,10 @@ class Transport(ABC):
         """
         del step, bucket
         return message
+
+    def held(self) -> Sequence[torch.Tensor]:
+        """Return the memory that it keeps for messages, besides the codecs' own; by default none. Local."""
+        return ()
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         """Yield what has arrived of earlier exchanges of a bucket that did not wait for it; by default nothing.

@@ -5,7 +5,7 @@ Each gets the whole difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,9 @@ class GatheringTransport(Transport):
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         return self._transport.memory(message, step=step, bucket=bucket)
+
+    def held(self) -> Sequence[torch.Tensor]:
+        return self._transport.held()
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         return self._transport.late(bucket, waits=waits)

@@ -41,6 +41,11 @@ class _Slot:
         """The ranks that are still reading it."""
         return [self.readers[place] for place in self._buffer.readers]
 
+    @property
+    def was_lent(self) -> bool:
+        """Whether it has ever held a message."""
+        return self._num_lent > 0
+
     def lend(self, member: int) -> bytes:
         """Allow a member to read it, and return where the member finds it."""
         place = len(self.readers)
@@ -83,6 +88,11 @@ class SharedPayloads:
         }
         mesh.on_given_back = self._give_back
         mesh.on_met = self._introduce
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The memory that has held a message; the rest has no pages yet."""
+        return [slot.message for slot in self._by_memory.values() if slot.was_lent]
 
     # ------------------------------------------------------------------ the sender
 
