@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
@@ -23,7 +22,6 @@ from gossip.errors import CheckpointError, reason
 from gossip.private_torch import tree_leaves
 
 _WRITE_BYTES = 2**25  # of which the disk takes the first part while the next one is written
-_SMALL_BYTES = 2**16  # are hashed sooner than another thread would begin
 
 
 class FileRecord(NamedTuple):
@@ -34,7 +32,7 @@ class FileRecord(NamedTuple):
 
 
 class HashingFile:
-    """A new file under construction, written only sequentially, and hashed at the same time.
+    """A new file under construction, written only sequentially.
 
     The disk begins to take what has been written long before the end, and no page cache is left behind.
 
@@ -47,14 +45,12 @@ class HashingFile:
         self._written: torch.UntypedStorage | None = None
         self._path = path
         self._hash = hashlib.sha256()
-        self._hashing = ThreadPoolExecutor(1, "gossip-hash")
         self._size = self._num_begun = 0
         self.error: OSError | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        hashed = self._hashing.submit(self._hash.update, view) if len(view) > _SMALL_BYTES else None
         if self.error is None:
             try:
                 rest = view
@@ -63,12 +59,9 @@ class HashingFile:
                     self._begin_write_back(len(view) - len(rest))
             except OSError as error:
                 self.error = OSError(error.errno, error.strerror, str(self._path))
-        if hashed is None:
-            self._hash.update(view)
-        else:
-            hashed.result()
         if self.error is not None:
             raise self.error
+        self._hash.update(view)
         self._size += len(view)
         if self._releases and len(view):
             end = np.frombuffer(view, np.uint8).ctypes.data + len(view)
@@ -98,7 +91,6 @@ class HashingFile:
         return FileRecord(self._size, self._hash.hexdigest())
 
     def close(self) -> None:
-        self._hashing.shutdown()
         os.close(self._descriptor)
 
 

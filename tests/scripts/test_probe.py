@@ -28,7 +28,7 @@ def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
     assert content["workload"]["forward_s"] > 0
     assert 0 <= content["workload"]["contention"] <= 1
     assert len(content["workload"]["bucket_bytes"]) == 8
-    assert "complete" in {row["method"] for row in content["predictions"]}
+    assert "one_peer_exponential" in {row["method"] for row in content["predictions"]}
 
 
 def test_probe_joins_torchrun_and_prints_once(tmp_path: Path) -> None:
