@@ -307,20 +307,19 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     def memory(self) -> MemoryUse:
         """Return what this rank holds for training at the moment, by purpose; ``print`` shows a table. Local.
 
-        Room for gradients, for the optimizer's state and for what arrives is made when it is first needed: the result
-        is complete after the second step. Activations, and what an operation holds while it runs, are not included.
+        It is complete after the second step, since room is made when it is first needed. Activations are not included.
         """
         engine = self._live()
-        module, transport = engine.module, engine.exchanges.transport
+        parameters = list(engine.module.parameters())
         return memory_use(
-            sum(parameter.numel() for parameter in module.parameters()),
+            sum(parameter.numel() for parameter in parameters),
             {
-                "parameters": [*module.parameters(), *engine.group.module.parameters()],
+                "parameters": [*parameters, *engine.group.module.parameters()],
                 "buffers": [*engine.group.module.buffers()],
-                "gradients": [parameter.grad for parameter in module.parameters()],
+                "gradients": [parameter.grad for parameter in parameters],
                 "state of the optimizer": [optimizer.state for optimizer in engine.updater.optimizers],
                 "state of the algorithm": engine.exchanges.kept(),
-                "messages that others read on this machine": [transport.held()] if transport is not None else [],
+                "messages that others read on this machine": engine.exchanges.read_by_others(),
                 "messages as sent, and what arrived": engine.exchanges.messages(),
             },
         )

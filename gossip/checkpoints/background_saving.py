@@ -21,7 +21,7 @@ from loguru import logger
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.communication.host import daemon_threads
 from gossip.errors import CheckpointError, reason
-from gossip.private_torch import tree_leaves, tree_map
+from gossip.private_torch import tree_leaves
 
 Files = dict[str, dict[str, Any]]
 """The records of files, by name."""
@@ -143,14 +143,6 @@ class BackgroundSave:
                 raise CheckpointError("it was given up")
         layout_on_disk.remove_notes(partial, self._num_processes)
         return files
-
-
-def copies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with copies of its tensors, on the CPU."""
-    copied: dict[str, Any] = tree_map(
-        lambda leaf: leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, dict(state)
-    )
-    return copied
 
 
 def num_bytes_of(state: Mapping[str, Any]) -> int:

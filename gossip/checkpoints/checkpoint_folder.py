@@ -189,7 +189,11 @@ def remove_notes(partial: Path, num_processes: int) -> None:
 
 def num_bytes(partial: Path) -> int:
     """Return how much has been written into the partial folder."""
-    return sum(entry.stat().st_size for entry in os.scandir(partial))
+    size = 0
+    for entry in os.scandir(partial):
+        with contextlib.suppress(FileNotFoundError):  # a note that has got its name meanwhile
+            size += entry.stat().st_size
+    return size
 
 
 def _note(partial: Path, process: int) -> Path:

@@ -13,14 +13,14 @@ import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
-from gossip.checkpoints.background_saving import BackgroundSave, Files, copies, num_bytes_of
+from gossip.checkpoints.background_saving import BackgroundSave, Files, num_bytes_of
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.replicas import Replicas, compare, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.communication.host.available_memory import available_bytes
 from gossip.communication.liveness.process_liveness import own_process
 from gossip.errors import CheckpointError, reason
-from gossip.parameters.serializable_state import state_of, to_serializable
+from gossip.parameters.serializable_state import copied, state_of, to_serializable
 from gossip.step.state.kept_objects import is_stateful
 from topologies.version import __version__
 
@@ -91,8 +91,9 @@ def save(
     begun: list[BackgroundSave] = []
 
     def operate(replicas: Replicas) -> Path:
-        for earlier in begun:  # the remaining ranks repeat it without one that was lost
-            earlier.cancel()
+        while begun:  # the remaining ranks repeat it without one that was lost
+            begun.pop().cancel()
+            replicas.kept.save_under_way = None
         return _save(replicas, Path(folder), keep, parts, begun if background else None)
 
     return collectively(model, operate)
@@ -209,11 +210,11 @@ def _copies(replicas: Replicas, shared: Mapping[str, Any]) -> list[tuple[int, di
                     f"{each['available'] / 1e9:.2f} GB are available; save with background=False"
                 ),
             )
-    copied: list[tuple[int, dict[str, Any]]] = []
+    taken: list[tuple[int, dict[str, Any]]] = []
     run_on_all_ranks(
-        replicas, what, lambda: copied.extend((rank, copies(state)) for rank, state in _states(replicas, shared))
+        replicas, what, lambda: taken.extend((rank, copied(state)) for rank, state in _states(replicas, shared))
     )
-    return copied
+    return taken
 
 
 def _write_ranks(

@@ -310,6 +310,10 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         """Return what the algorithm keeps for each bucket."""
         return [kept for view in self._views for kept in (view.kept, view.numbers)]
 
+    def read_by_others(self) -> Sequence[torch.Tensor]:
+        """Return the messages in memory that other ranks read."""
+        return () if self.transport is None else self.transport.held()
+
     def messages(self) -> list[object]:
         """Return the codecs, with the messages as sent and room for what arrives, and what has been awaited."""
         in_flight = [each.tensors() for each in self.in_flight if each is not None]

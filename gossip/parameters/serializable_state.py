@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack
 
 from gossip.errors import reason
+from gossip.private_torch import tree_map
 
 _ALIGNMENT = 64  # in bytes, of each tensor's values
 _TENSOR = "tensor"
@@ -112,6 +113,11 @@ def compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
     if not (tensor.numel() and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()
     return with_own_storage(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+def copied(value: Any) -> Any:
+    """Return what :func:`to_serializable` returned with copies of its tensors, on the CPU."""
+    return tree_map(lambda leaf: leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def with_own_storage(flat: torch.Tensor) -> torch.Tensor:

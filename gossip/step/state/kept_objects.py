@@ -10,7 +10,7 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.errors import GossipError, reason
-from gossip.parameters.serializable_state import HasState, is_serializable, state_of, to_serializable
+from gossip.parameters.serializable_state import HasState, copied, is_serializable, state_of, to_serializable
 
 START_AGAIN = (
     "start this rank again (restart= of gossip.launch does), and it takes everything from another one: no other rank "
@@ -123,14 +123,14 @@ class GivenObjects:
             entry = self._states.get(name, {"error": self._otherwise})
             if "error" in entry:
                 raise GossipError(f"{self._who} has no state for keep({name}=...): {entry['error']}; {self._remedy}")
-            kept.load_state_dict(to_serializable(entry["state"], name))  # copies: these are views of all that was given
+            kept.load_state_dict(copied(entry["state"]))  # these are views of all that was given
         for optimizer, groups in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                         group[key].copy_(value)
                     else:
-                        group[key] = to_serializable(value, key)
+                        group[key] = copied(value)
 
     def check_complete(self, kept: Mapping[str, Stateful]) -> None:
         """Raise GossipError if there is a state that no object has loaded."""

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ import gossip
 from gossip import CheckpointError, launch
 from gossip.checkpoints import checkpoint_folder as layout
 from gossip.checkpoints import saving
+from gossip.checkpoints.rank_replica import RankReplica
 from topologies import Round, Topology
 
 
@@ -170,6 +172,30 @@ def test_copies_for_which_there_is_no_memory_are_refused(tmp_path: Path, monkeyp
     gossip.save(model, tmp_path)
     assert gossip.load(model, tmp_path).step == 3
     assert names_in(tmp_path) == ["step_0000000001", "step_0000000003"]
+
+
+def test_a_save_that_is_repeated_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the remaining ranks repeat one during which a rank was lost."""
+
+    def twice(model: Any, operation: Callable[[Any], Path]) -> Path:
+        operation(RankReplica(model))
+        return operation(RankReplica(model))
+
+    threads: list[threading.Thread] = []
+    read_note = layout.read_note
+
+    def without_the_first(*args: Any) -> Any:
+        """As if a lost rank had left the first attempt without its note."""
+        threads.append(threading.current_thread())
+        return None if threads[-1] is threads[0] else read_note(*args)
+
+    model = saved_at(str(tmp_path), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "collectively", twice)
+        patch.setattr(layout, "read_note", without_the_first)
+        gossip.save(model, tmp_path, background=True)
+        model._kept.wait_for_save()
+    assert gossip.load(model, tmp_path).step == 2
 
 
 def refuse_folders(folder: str) -> None:
