@@ -20,9 +20,9 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
 from gossip.exchange.transport import TransportFactory
-from gossip.measuring.memory_use import MemoryUse, memory_use
+from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
 from gossip.measuring.step_stats import StepStats
-from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.optimizers.bucket_optimizer import OptimizerArgument, state_to_come
 from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
@@ -305,23 +305,32 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         return self._live().stats()
 
     def memory(self) -> MemoryUse:
-        """Return what this rank holds for training at the moment, by purpose; ``print`` shows a table. Local.
+        """Return what this rank holds between steps, now and in training, by purpose; ``print`` shows a table. Local.
 
-        It is complete after the second step, since room is made when it is first needed. Activations are not included.
+        Room is made when it is first needed, in the first steps; what they will make is predicted, see
+        :class:`gossip.MemoryUse`. What exists within a step only is not included: activations, most gradients.
         """
-        engine = self._live()
-        parameters = list(engine.module.parameters())
+        engine, keeps_gradients = self._live(), not self._arguments.step_in_backward
+        exchanges, optimizers = engine.exchanges, engine.updater.optimizers
+        read_by_others, messages = exchanges.to_come()
+        parameters, kept = list(engine.module.parameters()), exchanges.kept()
+        whole, buffers = list(engine.group.module.parameters()), list(engine.group.module.buffers())
+        trained = [each for each in parameters if each.requires_grad and keeps_gradients]
         return memory_use(
             sum(parameter.numel() for parameter in parameters),
             {
-                "parameters": [*parameters, *engine.group.module.parameters()],
-                "buffers": [*engine.group.module.buffers()],
-                "gradients": [parameter.grad for parameter in parameters],
-                "state of the optimizer": [optimizer.state for optimizer in engine.updater.optimizers],
-                "state of the algorithm": engine.exchanges.kept(),
-                "messages that others read on this machine": engine.exchanges.read_by_others(),
-                "messages as sent, and what arrived": engine.exchanges.messages(),
+                "parameters": ([parameters, whole], [parameters, whole]),
+                "buffers": (buffers, buffers),
+                "gradients": (
+                    [parameter.grad for parameter in parameters],
+                    [torch.empty_like(parameter, device="meta") for parameter in trained],
+                ),
+                "state of the optimizer": ([each.state for each in optimizers], state_to_come(optimizers)),
+                "state of the algorithm": (kept, kept),
+                READ_BY_OTHERS: (exchanges.read_by_others(), read_by_others),
+                "messages as sent, and what arrived": (exchanges.messages(), messages),
             },
+            1 if exchanges.transport is None else exchanges.transport.num_buffers,
         )
 
     # ------------------------------------------------------------------ training

@@ -15,7 +15,7 @@ from loguru import logger
 
 from gossip.compression.conversation import CHUNK_NUMEL, Parts
 from gossip.compression.eager_passes import EagerPasses
-from gossip.compression.lattice import Layout, eighths
+from gossip.compression.lattice import Layout, eighths, tables
 from gossip.compression.part_memory import scratch
 
 _ARGUMENTS = {
@@ -73,7 +73,6 @@ class CompiledPasses(EagerPasses):
     def __init__(self, layout: Layout, library: ctypes.CDLL) -> None:
         super().__init__(layout, torch.device("cpu"))
         self._numbers = (c_int64 * 3)(layout.num_blocks, layout.block_numel, layout.bits)
-        self._eighths = eighths(self._device)
         self._encode = {dtype: _function(library, "lattice_encode", dtype) for dtype in _REALS}
         self._check = _function(library, "lattice_check")
         self._decode = {dtype: _function(library, "lattice_decode", dtype) for dtype in _REALS}
@@ -89,7 +88,8 @@ class CompiledPasses(EagerPasses):
         block_numel, numel = self._layout.block_numel, values.shape[-1]
         num_rows, row = _rows(message)
         size = max(1, CHUNK_NUMEL // block_numel) * block_numel
-        made = (wanted, self._noise, offsets, CHUNK_NUMEL, self._weights, points, message, row)
+        noise, weights = tables(self._device)
+        made = (wanted, noise, offsets, CHUNK_NUMEL, weights, points, message, row)
         for start in range(0, numel, size):
             part = values[..., start : start + size].to(points.dtype).contiguous()
             length, first = part.shape[-1], start // block_numel
@@ -104,7 +104,8 @@ class CompiledPasses(EagerPasses):
         sizes = torch.empty(wanted.shape, dtype=torch.float64)
         messages = own, own_row, peers, _rows(peers)[1]
         found = differences, _rows(differences, 3)[1], resent, sizes, wanted
-        _call(self._check, self._numbers, num_rows, *messages, self._weights, spread, self._eighths, *found)
+        constants = tables(self._device)[1], spread, eighths(self._device)
+        _call(self._check, self._numbers, num_rows, *messages, *constants, *found)
         return resent, sizes
 
     def decode(self, reads: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> Parts:

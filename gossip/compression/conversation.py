@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -230,6 +231,18 @@ class Conversation:
 def _no_gradients() -> AbstractContextManager[object]:
     """Disable gradients; nothing to do in a backward pass, where they are disabled already."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def rehearse_arrival(conversation: Conversation, sources: Iterable[int]) -> None:
+    """Lead a conversation on the meta device to its end, as if messages of zeros arrived from these ranks."""
+    sent = conversation.opening.sent
+    like = next(iter((sent or conversation.opening.receive_buffers).values()))
+    received = {source: torch.empty_like(like) for source in sources}
+    on_host = [{rank: torch.zeros_like(each, device="cpu") for rank, each in part.items()} for part in (sent, received)]
+    for turn in conversation.proceed(Delivery(sent, received, on_host=(on_host[0], on_host[1]))):
+        for buffer in turn.receive_buffers.values():
+            buffer.zero_()
+    collections.deque(conversation.arrival.parts, maxlen=0)
 
 
 def carry(conversations: Mapping[int, Conversation]) -> int:

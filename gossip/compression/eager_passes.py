@@ -39,7 +39,6 @@ class EagerPasses:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
-        self._noise, self._weights = tables(device)
 
     @property
     def unit(self) -> int:
@@ -80,13 +79,11 @@ class EagerPasses:
         fields.levels.copy_(levels)
         is_raw = levels == RAW
         sizes = power_of_two(exponents(levels).masked_fill_(is_raw, 0)).to(points.dtype)[..., None]
-        places = torch.arange(self._layout.numel, device=self._device)
-        noise = self._noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(blocks.shape[-2:])
+        places, (noise, weights) = torch.arange(self._layout.numel, device=self._device), tables(self._device)
+        noise = noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(blocks.shape[-2:])
         out = points, fields.codes, fields.checksums
         encode = _compiled(_encode_blocks, self._device)
-        encode(
-            blocks, noise, sizes.reciprocal(), sizes, self._weights, self._layout.bits, *out
-        )  # reciprocals are exact
+        encode(blocks, noise, sizes.reciprocal(), sizes, weights, self._layout.bits, *out)  # reciprocals are exact
         if self._device.type != "cpu" or bool(is_raw.any()):
             points.copy_(torch.where(is_raw[..., None], blocks, points))
             fields.codes.masked_fill_(is_raw[..., None], 0)
@@ -133,7 +130,7 @@ class EagerPasses:
                 (side.codes.to(torch.int32) << shift[..., None]).to(torch.uint8)
                 for side, shift in zip(sides, shifts, strict=True)
             )
-        weights = self._weights[: self._layout.block_numel]
+        weights = tables(self._device)[1][: self._layout.block_numel]
         digests, peaks = _subtract_codes(left, right, weights, self._layout.bits, differences)
         expected = (sides[1].checksums << shifts[1]) - (sides[0].checksums << shifts[0])
         resent = (digests != expected * self.unit) | (torch.maximum(*apart) > MAX_SHIFT) | is_raw
@@ -215,7 +212,7 @@ def _scale(differences: torch.Tensor, scales: torch.Tensor, total: torch.Tensor)
 @functools.cache
 def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
     """Fuse the function on a device other than the CPU if torch can compile there; otherwise return it unchanged."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return function
     compiled = torch.compile(function, dynamic=True)
     works = True

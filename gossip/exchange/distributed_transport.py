@@ -12,6 +12,7 @@ import torch
 
 from gossip.communication.device_paths import Message, Pending, Tensors, message_of, post_point_to_point, taking_by
 from gossip.communication.host.worker_threads import Job, Operation, Works, posted
+from gossip.communication.shared_buffers import BUFFERS_PER_ROW
 from gossip.communication.shared_memory import LocalMessages, Reading, Readings, SharedMessage
 from gossip.communication.waiting import Failure
 from gossip.communication.world import World
@@ -61,6 +62,8 @@ class DistributedTransport(Transport):
     buckets would compete, to the old peer and to the new one, and the resulting losses cost more than the pauses.
     """
 
+    num_buffers = BUFFERS_PER_ROW
+
     def __init__(
         self, world: World, topology: Topology, *, sums_on_wire: bool = True, shares_memory: bool = True
     ) -> None:
@@ -79,11 +82,21 @@ class DistributedTransport(Transport):
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         """Return memory that peers on this machine read, if any; waits until they have read its old content."""
-        if not self._local_messages.local or not _is_large(message):
+        if not self._shares(message):
             return message
         if bucket not in self._shared_messages:
             self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
         return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
+
+    def _shares(self, message: torch.Tensor) -> bool:
+        return bool(self._local_messages.local) and _is_large(message)
+
+    def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
+        in_place = alike and device.type == "cpu" and all(map(self._shares, turn.sent.values()))
+        self._room(turn, round_, in_place)
+        readers = self._handed_out(turn.sent, in_place) if device.type == "cpu" else {}
+        distinct = {id(message): message for message in readers.values()}.values()
+        return tuple(distinct) if in_place else tuple(map(torch.empty_like, distinct))
 
     def held(self) -> list[torch.Tensor]:
         kept = (*self._shared_messages.values(), *self._copies.values())
@@ -107,32 +120,41 @@ class DistributedTransport(Transport):
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
         turn = conversation.unmade_opening
         check_device(self._world, turn, step, bucket)
-        rank = self._world.rank
-        # The members of a group decide equally, and the groups of a round are disjoint.
-        ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), None)
-        exchange = DistributedExchange(self._world, conversation, tuple(round_.neighbours(rank)), step, bucket)
-        if ranks in self._shared and self._is_summed(turn, ranks, bucket):
-            self._start_all_reduce(exchange, conversation.opening, ranks)
+        sources = tuple(round_.neighbours(self._world.rank))
+        exchange = DistributedExchange(self._world, conversation, sources, step, bucket)
+        ranks, exchange.total, exchange.received = self._room(turn, round_, bucket in self._shared_messages)
+        if exchange.total is not None:
+            self._start_all_reduce(exchange, conversation.opening, ranks, exchange.total)
         else:
             self._start_messages(exchange, turn)
         return exchange
 
-    def _is_summed(self, turn: Turn, ranks: Sequence[int], bucket: int) -> bool:
-        """Return whether messages are added on the wire: large whole values that are not read in shared memory."""
-        if turn.make_accumulator is None or next(iter(turn.sent.values())).nbytes < MIN_LARGE_BYTES:
-            return False
-        return not (bucket in self._shared_messages and self._local_messages.are_local(ranks))
+    def _room(
+        self, turn: Turn, round_: Round, in_place: bool
+    ) -> tuple[Sequence[int], torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Return this rank's uniform group, and the accumulator if messages are added on the wire, else buffers.
 
-    def _start_all_reduce(self, exchange: DistributedExchange, turn: Turn, ranks: Sequence[int]) -> None:
+        Large whole values are added that are not read in shared memory. The members of a group decide equally, and the
+        groups of a round are disjoint.
+        """
+        rank, local = self._world.rank, self._local_messages.local
+        ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), ())
+        if ranks in self._shared and turn.make_accumulator is not None:
+            is_large = next(iter(turn.sent.values())).nbytes >= MIN_LARGE_BYTES
+            if is_large and not (in_place and self._local_messages.are_local(ranks)):
+                return ranks, turn.make_accumulator(), {}
+        is_read_in_place = in_place and local.issuperset((*round_.neighbours(rank), *turn.sent))
+        return ranks, None, {} if is_read_in_place else dict(turn.receive_buffers)
+
+    def _start_all_reduce(
+        self, exchange: DistributedExchange, turn: Turn, ranks: Sequence[int], total: torch.Tensor
+    ) -> None:
         assert self._world.device_paths is not None
-        assert turn.make_accumulator is not None
-        total = turn.make_accumulator()
         # In the wide dtype, because mul(out=) would round in the narrow one.
         total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
         others = tuple(rank for rank in ranks if rank != self._world.rank)
         exchange.sources = others
         exchange.bytes_by_peer = {rank: 2 * total.nbytes // len(ranks) for rank in others}
-        exchange.total = total
         group = self._world.communicator(ranks, "mixing")
         name = f"the all-reduce with ranks {', '.join(map(str, others))}"
 
@@ -147,10 +169,6 @@ class DistributedTransport(Transport):
         assert self._world.device_paths is not None
         in_place = exchange.read_in_place = self._shared_messages.get(exchange.bucket)
         local = self._local_messages.local
-        if in_place is not None and local.issuperset((*exchange.sources, *turn.sent)):
-            exchange.received = {}
-        else:
-            exchange.received = dict(turn.receive_buffers)
         exchange.local_messages = self._local_messages
         exchange.readings = {
             source: self._local_messages.expect(source, exchange.bucket)
@@ -162,13 +180,14 @@ class DistributedTransport(Transport):
         exchange.pending = exchange.begin()
         exchange.progress.follow(exchange.conversation.make_opening())
 
+    def _handed_out(self, messages: Messages, in_place: bool) -> Messages:
+        """Return the messages that ranks on this machine read in memory, by rank."""
+        local = self._local_messages.local
+        return {rank: each for rank, each in messages.items() if rank in local and (in_place or _is_large(each))}
+
     def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
         """Let ranks on this machine read their message, in place or as a copy, and return these ranks."""
-        readers = {
-            target: message
-            for target, message in messages.items()
-            if target in self._local_messages.local and (exchange.read_in_place is not None or _is_large(message))
-        }
+        readers = self._handed_out(messages, exchange.read_in_place is not None)
         if exchange.read_in_place is not None:
             exchange.read_in_place.publish(tuple(readers))
             return frozenset(readers)
@@ -345,7 +364,7 @@ def lost_exchange(world: World, failure: Failure, where: str, pending: Pending) 
 
 def _is_large(message: torch.Tensor) -> bool:
     """Return whether the message is worth sharing in memory; equal at both ends of an edge."""
-    return message.is_cpu and message.nbytes >= MIN_LARGE_BYTES
+    return message.device.type in ("cpu", "meta") and message.nbytes >= MIN_LARGE_BYTES
 
 
 def _bytes_of(message: torch.Tensor) -> torch.Tensor:

@@ -249,6 +249,11 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                         in_flight.round_index,
                     )
 
+    def kept(self) -> list[object]:
+        """Return what the algorithm keeps for each bucket."""
+        views = [view for index in range(len(self.in_flight)) for view in self.views(index)]
+        return [kept for view in views for kept in (view.kept, view.numbers)]
+
     def averaged(self) -> None:
         """Notify the algorithm that the values have become the mean over ranks."""
         for index in range(len(self.in_flight)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gossip.compression.conversation import Arrival, chunks, finite_on_host
+from gossip.compression.conversation import Arrival, Turn, chunks, finite_on_host
 from gossip.exchange.exchanges import InFlight
 from gossip.exchange.transport import Exchange
 from gossip.measuring.step_stats import Meter
@@ -29,6 +29,7 @@ class MessagesInFlight(InFlight):
     surplus: float = 0.0  # of this rank's weights, its own included, over 1, which codecs assume to be their sum
     squares: dict[str, Mapping[int, float | torch.Tensor]] = field(default_factory=dict)
     """Squared distances by source, as far as the codecs tell them; complete when the parts have been read."""
+    openings: list[Turn] = field(default_factory=list)
     _differences: dict[str, torch.Tensor] | None = None
 
     def differences(self) -> dict[str, list[torch.Tensor]]:
@@ -38,10 +39,10 @@ class MessagesInFlight(InFlight):
                 difference.add_(self.sent[channel][0], alpha=self.surplus)
         return {channel: [difference] for channel, difference in self._differences.items()}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the differences that have been awaited but not applied, and the sent messages."""
-        found = [each.difference for each in self.exchanges.values() if isinstance(each, Known)]
-        return [*found, *(self._differences or {}).values(), *(sent for rows in self.sent.values() for sent in rows)]
+    def held(self) -> list[object]:
+        """Return what has been awaited but not applied, what is sent, and room for what arrives."""
+        known = [each.difference for each in self.exchanges.values() if isinstance(each, Known)]
+        return [known, self._differences, self.sent, self.openings]
 
     def _awaited(self) -> dict[str, Arrival]:
         arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}

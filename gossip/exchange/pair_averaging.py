@@ -151,6 +151,11 @@ class PairAverager:
             shown.made = []
             return shown.taken.to(shown.device)
 
+    def held(self) -> list[torch.Tensor]:
+        """Return the memory of what is shown, and of what averages have added."""
+        names = "values", "following", "pending", "taken"
+        return [getattr(shown, name) for shown in self._shown.values() for name in names]
+
     def answered(self, bucket: int) -> Counter[int]:
         """Return by member the bytes of replies that it was sent since the last call."""
         shown = self._shown[bucket]

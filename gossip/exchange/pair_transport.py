@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.compression.conversation import Arrival, Conversation
+from gossip.communication.world import accumulation_dtype
+from gossip.compression.conversation import Arrival, Conversation, Turn
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.transport import LateDifference, Transport
@@ -46,6 +47,15 @@ class PairTransport(Transport):
         del step
         memory = self._messages[bucket] = self.averager.memory(bucket, message)
         return memory
+
+    def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
+        del round_, alike
+        message = next(iter(turn.sent.values()))
+        wide = torch.empty(2, *message.shape, dtype=accumulation_dtype(message.dtype), device="meta")
+        return message if device.type == "cpu" else torch.empty_like(message), torch.empty_like(message), wide
+
+    def held(self) -> list[torch.Tensor]:
+        return self.averager.held()
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> PairExchange:
         _ = conversation.opening  # makes the message

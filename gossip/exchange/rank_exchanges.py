@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, finite_on_host, squared_norm
+from gossip.compression.conversation import Arrival, finite_on_host, rehearse_arrival, squared_norm
 from gossip.errors import GossipError
 from gossip.exchange.clipping import Clipping
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, corrupted, row_sum
@@ -30,6 +30,7 @@ from gossip.private_torch import fast_range
 from topologies import Round, Topology
 
 AnyBucket = Bucket | BufferBucket
+Memory = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class RankExchanges(Exchanges[MessagesInFlight, Meter]):
@@ -88,27 +89,28 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             return []
         return [self._codecs_of(bucket) for bucket in buckets]
 
-    def _codecs_of(self, bucket: AnyBucket) -> dict[str, Codec]:
-        index = bucket.index
-        codecs = {}
+    def _codecs_of(self, bucket: AnyBucket, memory: Memory | None = None) -> dict[str, Codec]:
+        """Return the codecs of a bucket by channel; given their ``memory``, those of a stand-in on the meta device."""
+        index, codecs = bucket.index, {}
         for number, channel in enumerate(self._channels(index)):
             example = self._like(self._views[index], channel)
+            example = example if memory is None else example.detach().to("meta")
             is_number = channel in self.algorithm.numbers
             views = None if is_number or not isinstance(bucket, Bucket) else bucket.shape.views
             place = index + CHANNEL_STRIDE * number
-            memory = functools.partial(_memory, self.transport, place)
             shape = BucketShape(
                 place,
                 example,
                 views,
-                memory=memory,
+                memory=memory or functools.partial(_memory, self.transport, place),
                 start=example,
                 measures=self._watch is not None and self._clipping is None,
                 clip=None
-                if views is None or self._clipping is None
+                if views is None or memory is not None or self._clipping is None
                 else functools.partial(self._clipping.factors, (index, channel)),
             )
             codecs[channel] = self._compression_of(index, channel).codec(shape, self._rank)
+            shape.start = None  # some codecs keep the shape
         return codecs
 
     def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
@@ -190,6 +192,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 if self._clipping is not None:
                     self._clipping.expect((index, channel), edges, step)
                 conversation = codec.begin(message, edges, step)
+                in_flight.openings.append(conversation.unmade_opening)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self.transport.start(
                     conversation, edges, step=step, bucket=index + CHANNEL_STRIDE * number
@@ -306,18 +309,59 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
 
     # ------------------------------------------------------------------ memory
 
-    def kept(self) -> list[object]:
-        """Return what the algorithm keeps for each bucket."""
-        return [kept for view in self._views for kept in (view.kept, view.numbers)]
-
-    def read_by_others(self) -> Sequence[torch.Tensor]:
+    def read_by_others(self) -> Sequence[object]:
         """Return the messages in memory that other ranks read."""
         return () if self.transport is None else self.transport.held()
 
-    def messages(self) -> list[object]:
+    def messages(self) -> Sequence[object]:
         """Return the codecs, with the messages as sent and room for what arrives, and what has been awaited."""
-        in_flight = [each.tensors() for each in self.in_flight if each is not None]
-        return [*self.codecs, *in_flight]
+        return [*self.codecs, *(each.held() for each in self.in_flight if each is not None)]
+
+    def to_come(self) -> tuple[Sequence[object] | None, Sequence[object] | None]:
+        """Return what :meth:`read_by_others` and :meth:`messages` will return in training, if it is known. Local.
+
+        It is, on the meta device, what three exchanges of stand-ins of the buckets keep in the round with most sources:
+        the first may be in full, the last is in flight.
+        """
+        if self.transport is None:
+            return (), self.messages()
+        rounds = [self._topology.round(number) for number in range(min(self._topology.period or 64, 64))]
+        held: dict[object, torch.Tensor] = {}
+        kept: list[object] = []
+        try:
+            for bucket in self._buckets:
+                self._rehearse(bucket, rounds, self.transport, held, kept)
+        except Exception:  # a codec, not one of ours, that reads values
+            return None, None
+        return [held], kept
+
+    def _rehearse(
+        self,
+        bucket: AnyBucket,
+        rounds: Sequence[Round],
+        transport: Transport,
+        held: dict[object, torch.Tensor],
+        kept: list[object],
+    ) -> None:
+        asked: dict[int, torch.Tensor] = {}
+        codecs = self._codecs_of(bucket, lambda message, _: asked.setdefault(id(message), message))
+        for channel, codec in codecs.items():
+            edges = (self._edges(bucket.index, channel, round_) for round_ in rounds)
+            most = max(edges, key=lambda each: len(each.neighbours(self._rank)))
+            values = self._like(self._views[bucket.index], channel).detach().to("meta")
+            if not most.peers(self._rank):
+                kept += [codec, torch.empty_like(values, dtype=accumulation_dtype(values.dtype))]
+                continue
+            for step in range(3):
+                conversation = codec.exchange(values, most, step)
+                opening = conversation.opening
+                alike = any(id(message) in asked for message in opening.sent.values())
+                shown = transport.rehearse(opening, most, bucket.block.device, alike=alike)
+                held |= {(bucket.index, channel, number, each.nbytes): each for number, each in enumerate(shown)}
+                if step < 2:
+                    rehearse_arrival(conversation, most.neighbours(self._rank))
+                else:
+                    kept += [codec, opening]
 
     # ------------------------------------------------------------------ saving
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from gossip.communication.world import World
-from gossip.compression.conversation import Arrival, Conversation
+from gossip.compression.conversation import Arrival, Conversation, Turn
 from topologies import Round, Topology
 
 
@@ -62,9 +62,12 @@ class Transport(ABC):
     ----------
     publishes : bool
         Whether exchanges are also started if this rank has no peer in a round.
+    num_buffers : int
+        How many buffers for one message :meth:`held` can come to return.
     """
 
     publishes: ClassVar[bool] = False
+    num_buffers: int = 1
 
     @abstractmethod
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
@@ -91,6 +94,16 @@ class Transport(ABC):
 
     def held(self) -> Sequence[torch.Tensor]:
         """Return the memory that it keeps for messages, besides the codecs' own; by default none. Local."""
+        return ()
+
+    def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
+        """Make the room that :meth:`start` would make, and return one buffer for each message in :meth:`held`. Local.
+
+        ``turn`` is an opening on the meta device, which has shapes but no memory, for messages on ``device``; ``alike``
+        says whether the codec has asked for :meth:`memory`. By default messages arrive in the turn's receive buffers.
+        """
+        del round_, device, alike
+        _ = turn.receive_buffers
         return ()
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -160,6 +162,31 @@ class BucketOptimizer:
                     "which cannot be stepped bucket by bucket inside backward; wrap the module with "
                     "step_in_backward=False, or choose one whose state is per parameter"
                 )
+
+
+def state_to_come(optimizers: Iterable[Optimizer]) -> list[object] | None:
+    """Return the state in training; None if it is unknown. Local; changes nothing.
+
+    For parameters without any it is what one step makes of stand-ins, with gradients, on the meta device.
+    """
+    found: list[object] = [optimizer.state for optimizer in optimizers]
+    for optimizer in optimizers:
+        rehearsed, groups = BucketOptimizer(optimizer, ()), []
+        for group in optimizer.param_groups:
+            missing = [each for each in group["params"] if each.requires_grad and not optimizer.state.get(each)]
+            stand_ins = [nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in missing]
+            for stand_in in stand_ins:
+                stand_in.grad = torch.empty_like(stand_in)
+            eager = dict.fromkeys(group.keys() & {"foreach", "fused", "capturable"}, False)  # as any device can
+            groups.append({**group, **eager, "params": stand_ins})
+        rehearsed._view.state, rehearsed._view.param_groups = collections.defaultdict(dict), groups
+        try:
+            with torch.no_grad():
+                rehearsed._step(rehearsed._view)
+        except Exception:  # it needs a closure, or reads values
+            return None
+        found.append(rehearsed._view.state)
+    return found
 
 
 _NOT_COUNTED = ("state", "param_groups", FLAG_OF_FUSED)

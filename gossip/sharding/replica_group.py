@@ -14,7 +14,7 @@ from torch import nn
 from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, Conversation, Turns
+from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
 from gossip.exchange.transport import Exchange, LateDifference, Transport
 from gossip.sharding.local_group import SharedGroup
 from gossip.sharding.shard_mesh import chunk_length
@@ -127,6 +127,7 @@ class GatheringTransport(Transport):
     def __init__(self, transport: Transport, world: World, rows: RowCollectives) -> None:
         self._transport, self._world, self._rows = transport, world, rows
         self.publishes = transport.publishes  # type: ignore[misc]  # of this transport's kind
+        self.num_buffers = transport.num_buffers
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
         exchange = self._transport.start(conversation, round_, step=step, bucket=bucket)
@@ -137,6 +138,9 @@ class GatheringTransport(Transport):
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         return self._transport.memory(message, step=step, bucket=bucket)
+
+    def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
+        return self._transport.rehearse(turn, round_, device, alike=alike)
 
     def held(self) -> Sequence[torch.Tensor]:
         return self._transport.held()

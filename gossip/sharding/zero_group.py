@@ -220,7 +220,7 @@ class ZeroGroup(PartitionedGroup):
     @torch.no_grad()
     def _hand_over(self, bucket: Bucket, wait: Callable[[], torch.Tensor], has_all: bool) -> None:
         row = wait()
-        mean, counts = row[: bucket.block.numel()].div_(self.num_shards), row[bucket.block.numel() :]
+        mean, counts = row[: bucket.block.numel()].div(self.num_shards), row[bucket.block.numel() :]
         is_found = [True] * len(bucket.names) if has_all else (counts > 0).tolist()
         for parameter, gradient, found in zip(bucket.parameters, bucket.views(mean), is_found, strict=True):
             if not found:
