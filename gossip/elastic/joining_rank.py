@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
+from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
@@ -32,7 +31,7 @@ class JoiningRank:
         self._returns = returns
         self._world, self._consensus, self._mesh = world, world.consensus, world.mesh
 
-    def take_state(self) -> tuple[int, str, torch.Tensor]:
+    def take_state(self) -> tuple[int, str, ShrinkingMemory]:
         """Connect to all ranks that train, and return the state of one of them: its rank, text and values.
 
         Raises

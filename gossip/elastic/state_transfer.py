@@ -12,11 +12,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from loguru import logger
 
+from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.errors import CannotJoinError, ExchangeError, reason
@@ -33,6 +35,9 @@ _REFUSES = 1  # in place of any piece of a part: the reason why there is none
 class StateSource:
     """Gives this rank's state to joining ranks, or the reason why they cannot have it. Errors here concern only them.
 
+    Those that ask in the same step share a copy, each piece of which is let go once all of them have it. Others wait
+    until it is gone. Several ranks of one machine that give their states at once do not add up what they need.
+
     Parameters
     ----------
     mesh : Mesh
@@ -44,7 +49,8 @@ class StateSource:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[bool, bool]] = {}  # joining ranks; has each ended a step, is it within its loop
         self._begun: dict[int, bool] = {}  # joining ranks that have the first part; is each within its loop
-        self._taken: dict[tuple[int, int], torch.Tensor] = {}  # by joining rank and part, the values of a state
+        # By joining rank and part, the copy of a state, and how many of its bytes have arrived there.
+        self._taken: dict[tuple[int, int], tuple[ShrinkingMemory, int]] = {}
         self._said: set[str] = set()
         mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key)
 
@@ -57,7 +63,8 @@ class StateSource:
         with self._lock:
             for member in gone:
                 self._forget(member, _SECOND)
-            return [member for member, (has_ended_step, _) in self._waiting.items() if has_ended_step == at_step_end]
+            waiting = {} if self._taken else self._waiting  # there is at most one copy
+            return [member for member, (has_ended_step, _) in waiting.items() if has_ended_step == at_step_end]
 
     def begun(self, members: Iterable[int], *, returning: bool) -> list[int]:
         """Return those of ``members`` that wait for the second part, because they train from this step on.
@@ -67,7 +74,7 @@ class StateSource:
         return [member for member in members if self._begun.get(member) is returning]
 
     def give(
-        self, joining: Sequence[int], state: Callable[[], tuple[str, torch.Tensor]], *, is_second: bool = False
+        self, joining: Sequence[int], state: Callable[..., tuple[str, torch.Tensor]], *, is_second: bool = False
     ) -> None:
         """Give them a state.
 
@@ -76,8 +83,8 @@ class StateSource:
         joining : sequence of int
             The joining ranks.
         state : callable
-            Returns the structure of the state as text, and the values of its tensors, [nbytes], uint8, which must not
-            be changed afterwards.
+            Returns the structure of the state as text, and the values of its tensors, [nbytes], uint8, in memory from
+            the function that it is given, which takes their number and raises if there is too little.
         is_second : bool
             Whether it is the second part.
         """
@@ -88,14 +95,22 @@ class StateSource:
                 if (asked := self._waiting.pop(member, None)) is not None:
                     self._begun[member] = asked[1]
         try:
-            text, values = state()
-            with self._lock:
-                self._taken |= {(member, part): values for member in joining}
+            text, values = state(partial(self._allocate, joining, part))
             head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode()
             for member in joining:
                 self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8), part)
         except Exception as error:
             self._refuse(joining, part, error)
+
+    def _allocate(self, joining: Sequence[int], part: int, num_bytes: int) -> torch.Tensor:
+        copied, own, whom = ShrinkingMemory(num_bytes), self._mesh.member, in_words(joining)
+        what = ("its state", "the rest of its state")[part]
+        logger.info(
+            "rank {}: gives {} to {}: {:.2f} GB in a copy, let go as it is sent", own, what, whom, num_bytes / 1e9
+        )
+        with self._lock:
+            self._taken |= {(member, part): (copied, 0) for member in joining}
+        return copied.values
 
     def _on_ask(self, member: int, key: Key) -> None:
         """Handle a request, in the mesh's thread. Piece 0 describes the others, and makes this rank take its state."""
@@ -105,12 +120,16 @@ class StateSource:
                 self._waiting[member] = bool(second), bool(third)
             elif piece == _LAST:
                 self._forget(member, second)
-            values = self._taken.get((member, second))
-        if values is None or piece == 0:
-            return
+            copied, _ = self._taken.get((member, second), (None, 0))
+            if copied is None or piece == 0:
+                return
+            self._taken[member, second] = copied, (piece - _NUM_ASKED) * _PIECE_BYTES
+            copied.release(min(num_arrived for each, num_arrived in self._taken.values() if each is copied))
         try:
             begin = (piece - 1) * _PIECE_BYTES
-            self._send(member, piece, values[begin : begin + _PIECE_BYTES], second)
+            if begin < copied.num_released:
+                raise ExchangeError(f"piece {piece} of its state was let go when those behind it were asked for")
+            self._send(member, piece, copied.values[begin : begin + _PIECE_BYTES], second)
         except Exception as error:
             self._refuse([member], second, error)
 
@@ -149,7 +168,7 @@ class StateSource:
 
 def take_state(
     mesh: Mesh, sources: Sequence[int], *, at_step_end: bool, returns: bool
-) -> tuple[int, str, torch.Tensor]:
+) -> tuple[int, str, ShrinkingMemory]:
     """Return the state of the first of ``sources`` that gives it: its rank, text and values.
 
     Parameters
@@ -193,7 +212,7 @@ def take_state(
     raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
 
 
-def take_second_part(mesh: Mesh, source: int) -> tuple[str, torch.Tensor]:
+def take_second_part(mesh: Mesh, source: int) -> tuple[str, ShrinkingMemory]:
     """Return the second part of the state of ``source``, which sends it unasked: its text and values.
 
     Raises
@@ -211,7 +230,7 @@ class _RefusedError(ExchangeError):
     """A rank cannot give its state; the text is its reason."""
 
 
-def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, torch.Tensor]:
+def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory]:
     (head,) = _pieces(mesh, source, part, [0])
     try:
         described: dict[str, Any] = json.loads(head.numpy().tobytes())
@@ -219,20 +238,20 @@ def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, torch.Tensor]:
     except (ValueError, KeyError, TypeError) as error:
         raise ExchangeError(f"what rank {source} says of its state cannot be read: {reason(error)}") from error
     try:
-        values = torch.empty(num_bytes, dtype=torch.uint8)
-    except (MemoryError, RuntimeError) as error:
+        copied = ShrinkingMemory(num_bytes)
+    except MemoryError as error:
         raise CannotJoinError(
-            f"rank {mesh.member}: joining: the state of rank {source} has {num_bytes} bytes, for which there is no "
-            f"memory here: {reason(error)}"
+            f"rank {mesh.member}: joining: there is no memory here for the state of rank {source}: {error}; free some, "
+            "and start this rank again"
         ) from error
-    places = values.split(_PIECE_BYTES) if values.numel() else ()
+    places = copied.values.split(_PIECE_BYTES) if num_bytes else ()
     for begin in range(0, len(places), _NUM_ASKED):
         numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
         for number, content in zip(numbers, _pieces(mesh, source, part, numbers), strict=True):
             if content.numel() != places[number - 1].numel():
                 raise ExchangeError(f"piece {number} of rank {source}'s state has {content.numel()} bytes")
             places[number - 1].copy_(content)
-    return text, values
+    return text, copied
 
 
 def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:

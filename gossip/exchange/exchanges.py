@@ -125,7 +125,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     @abstractmethod
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a single tensor, copied, of what belongs to each view, for a checkpoint."""
+        """Return a single tensor of what belongs to each view, for a checkpoint; copied if there are several views."""
 
     @abstractmethod
     def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from gossip.exchange.transport import Transport
 from gossip.measuring.step_stats import Meter
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
+from gossip.parameters.serializable_state import compact
 from gossip.private_torch import fast_range
 from topologies import Round, Topology
 
@@ -299,7 +300,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         self._buckets[index].written()
 
     def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return rows[0].clone()
+        return compact(rows[0], "what the algorithm keeps")
 
     def dealt(self, values: torch.Tensor) -> list[torch.Tensor]:
         return [values]

@@ -126,8 +126,10 @@ def with_own_storage(flat: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(to_dlpack(flat))
 
 
-def serialize(state: Any) -> tuple[str, torch.Tensor]:
-    """Return what :func:`to_serializable` returned as text and tensor values. Local; copies.
+def serialize(state: Any, allocate: Callable[[int], torch.Tensor] | None = None) -> tuple[str, torch.Tensor]:
+    """Return what :func:`to_serializable` returned as text and tensor values. Local; copies each value once.
+
+    ``allocate`` is called with their number before any bytes are copied, and returns so many zeros, uint8, on the CPU.
 
     Returns
     -------
@@ -155,15 +157,17 @@ def serialize(state: Any) -> tuple[str, torch.Tensor]:
         return {name: [pack(item) for item in value]}
 
     text = json.dumps(pack(state))
-    values = torch.zeros(end, dtype=torch.uint8)
+    values = torch.zeros(end, dtype=torch.uint8) if allocate is None else allocate(end)
     for offset, tensor in tensors.items():
-        if tensor.numel():
-            values[offset : offset + tensor.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        _placed(values, offset, tensor.dtype, tensor.shape).copy_(tensor.detach())
     return text, values
 
 
-def deserialize(text: str, values: torch.Tensor) -> Any:
-    """Return what :func:`serialize` was given; its tensors are views of ``values``. Local."""
+def deserialize(text: str, values: torch.Tensor, release: Callable[[int], object] | None = None) -> Any:
+    """Return what :func:`serialize` was given; its tensors are copies of what is in ``values``. Local.
+
+    ``release`` is called with the end of what has been copied, each time that it moves.
+    """
 
     def unpack(packed: Any) -> Any:
         if not isinstance(packed, dict):
@@ -172,11 +176,17 @@ def deserialize(text: str, values: torch.Tensor) -> Any:
         if name == _TENSOR:
             offset, dtype_name, shape = content
             dtype = _ATOMS["dtype"][2](dtype_name)
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            return values[offset : offset + nbytes].view(dtype).view(shape)
+            tensor = _placed(values, offset, dtype, torch.Size(shape)).clone()
+            if release is not None:
+                release(offset + tensor.nbytes)
+            return tensor
         if name in _ATOMS:
             return _ATOMS[name][2](content)
         kind = _CONTAINERS[name]
         return kind({unpack(k): unpack(v) for k, v in content} if issubclass(kind, dict) else map(unpack, content))
 
     return unpack(json.loads(text))
+
+
+def _placed(values: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return values[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)

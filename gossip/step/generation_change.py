@@ -149,10 +149,11 @@ class GenerationChange:
         source, in_step = self._world.state_source, self._world.is_in_step
         if joining := source.asked_by(at_step_end=at_step_end):
             source.give(
-                joining, lambda: serialize(self._state() | ({} if in_step else {"second": self._second_part()}))
+                joining,
+                lambda room: serialize(self._state() | ({} if in_step else {"second": self._second_part()}), room),
             )
         if in_step and (joining := source.begun(self.generation.members, returning=at_step_end)):
-            source.give(joining, lambda: serialize(self._second_part()), is_second=True)
+            source.give(joining, lambda room: serialize(self._second_part(), room), is_second=True)
 
     @property
     def _step(self) -> int:
@@ -185,9 +186,9 @@ class GenerationChange:
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         while generation is None:
-            source, text, values = joining_rank.take_state()
+            source, text, copied = joining_rank.take_state()
             try:
-                state = deserialize(text, values)
+                state = deserialize(text, copied.values, copied.release)
                 for names in state["unfrozen"]:
                     engine.unfreeze(names)
                 restore_replica(engine, self._parts.optimizers, state)
@@ -199,6 +200,8 @@ class GenerationChange:
             given_at = self._joined_at = engine.step
             num_loaded, step, num_ended = state["position"]
             world.consensus.position = num_loaded, step, num_ended
+            second = state.get("second")
+            del copied, state  # it may take some steps to be admitted
             generation = joining_rank.be_admitted(self._check_size)
             if generation is None:
                 if time.monotonic() > deadline:
@@ -213,7 +216,7 @@ class GenerationChange:
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, source, given_at
         )
-        return partial(self._end_joining, source, state.get("second"), returns=returns)
+        return partial(self._end_joining, source, second, returns=returns)
 
     def _end_joining(self, source: int, second: dict[str, Any] | None, *, returns: bool) -> None:
         """Take the second part of the state of ``source``, if it is not ``second``.
@@ -225,7 +228,8 @@ class GenerationChange:
         who = f"rank {world.member}: rank {source}, whose state it takes,"
         if second is None:
             try:
-                second = deserialize(*take_second_part(world.mesh, source))
+                text, copied = take_second_part(world.mesh, source)
+                second = deserialize(text, copied.values, copied.release)
                 if second["step"] != engine.step:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
             except ExchangeError as error:

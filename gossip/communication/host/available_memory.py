@@ -1,9 +1,12 @@
-"""How much memory this process can still take."""
+"""How much memory this process can still take, and memory that it gives back in part."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 from pathlib import Path
+
+import torch
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -29,3 +32,35 @@ def _entries(path: str) -> dict[str, int]:
     """Return the numbers of a file with a name and a number in each line."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines}
+
+
+class ShrinkingMemory:
+    """Room for a copy that can be let go in part; the memory of other tensors is freed as a whole, or not at all.
+
+    Raises MemoryError: there is too little; the text says how much is needed and available.
+
+    Attributes
+    ----------
+    values : Tensor, [num_bytes], uint8, on the CPU
+        The bytes, zero in the beginning; each page takes memory once it is written.
+    num_released : int
+        The number of bytes at the beginning that have been let go, and are lost.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        available = available_bytes()
+        if available is not None and available < num_bytes:
+            raise MemoryError(f"a copy takes {num_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB are available")
+        try:
+            self._map = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"a copy takes {num_bytes / 1e9:.2f} GB, which the system refuses: {error}") from error
+        self.values = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+        self.num_released = 0
+
+    def release(self, end: int) -> None:
+        """Let go the whole pages before byte ``end``."""
+        end -= end % mmap.PAGESIZE
+        if end > self.num_released:
+            self._map.madvise(mmap.MADV_DONTNEED, self.num_released, end - self.num_released)
+            self.num_released = end

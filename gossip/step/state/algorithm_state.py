@@ -12,9 +12,9 @@ from gossip.exchange.exchanges import Exchanges
 
 
 def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False) -> dict[str, Any]:
-    """Return copies of state, numbers and learning rates; for a joining rank without what all ranks will begin anew.
+    """Return state, numbers and learning rates; for a joining rank without what all ranks will begin anew. Local.
 
-    Local.
+    The state of one rank is not copied.
 
     Returns
     -------

@@ -123,7 +123,7 @@ class GivenObjects:
             entry = self._states.get(name, {"error": self._otherwise})
             if "error" in entry:
                 raise GossipError(f"{self._who} has no state for keep({name}=...): {entry['error']}; {self._remedy}")
-            kept.load_state_dict(copied(entry["state"]))  # these are views of all that was given
+            kept.load_state_dict(copied(entry["state"]))  # another object may take the place of this one
         for optimizer, groups in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():

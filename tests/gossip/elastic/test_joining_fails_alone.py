@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import re
 import threading
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import unsupervised
 from elastic_ranks import flat, joins, make_model, steps_until, targets, train_until
 from fault_places import injected
+from listening import logged
 from loguru import logger
 from tiers import rest_is_slow
 
 from gossip import ExchangeError
+from gossip.communication.host import available_memory
 from gossip.elastic import state_transfer
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.state_transfer import StateSource
@@ -34,7 +38,7 @@ def lack_memory(*_: Any, **__: Any) -> Any:
     raise RuntimeError(TOO_MUCH)
 
 
-def flatten_to_too_much(_: Any) -> tuple[str, torch.Tensor]:
+def flatten_to_too_much(*_: Any) -> tuple[str, torch.Tensor]:
     return "null", torch.zeros(1, dtype=torch.uint8).expand(2**60)
 
 
@@ -49,7 +53,7 @@ def send_only_the_first(
 def broken(where: str) -> Any:
     """Within this block a source lacks memory, or a joining rank does."""
     if where == "copying":
-        return mock.patch.object(generation_change, "serialize", lack_memory)
+        return mock.patch.object(available_memory, "available_bytes", return_value=0)
     if where == "sending":
         failing = functools.partialmethod(send_only_the_first, send=StateSource._send)
         return mock.patch.object(StateSource, "_send", failing)
@@ -115,7 +119,11 @@ def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: An
 
 KINDS = [
     ("object", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a \S*lock, which a checkpoint "),
-    ("plain", dict.fromkeys(range(JOINS_AS), "copying"), f"RuntimeError: {TOO_MUCH}"),
+    (
+        "plain",
+        dict.fromkeys(range(JOINS_AS), "copying"),
+        "MemoryError: a copy takes 0.00 GB, but 0.00 GB are available",
+    ),
     ("plain", dict.fromkeys(range(JOINS_AS), "sending"), "MemoryError: no memory to hash it"),
 ]
 
@@ -135,30 +143,64 @@ def test_a_state_that_cannot_be_given_is_told_to_the_joining_rank_and_training_g
         assert all(re.search(reason, line) for line in early)
 
 
+def asked(mesh: mock.Mock, piece: int, member: int = JOINS_AS) -> bytes:
+    """What a source replies at once."""
+    mesh.send.reset_mock()
+    mesh.handlers[Kind.ASK](member, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
+    return b"".join(call.args[2].numpy().tobytes() for call in mesh.send.call_args_list)
+
+
 @pytest.mark.parametrize("end", ["silent", "elsewhere", "elsewhere before"])
 def test_what_is_taken_for_a_joining_rank_is_not_kept_when_it_is_of_no_use(end: str) -> None:
     silent_s = 0.0
     mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: silent_s)
     source = StateSource(mesh)
-
-    def ask(piece: int) -> None:
-        mesh.send.reset_mock()
-        mesh.handlers[Kind.ASK](JOINS_AS, Frame(Key(Kind.ASK, piece), torch.empty(0, dtype=torch.uint8)))
-
-    ask(0)
+    asked(mesh, 0)
     if end == "elsewhere before":
-        ask(state_transfer._LAST)
+        asked(mesh, state_transfer._LAST)
         assert source.asked_by(at_step_end=False) == []
         return
-    source.give(source.asked_by(at_step_end=False), lambda: ("null", torch.zeros(8, dtype=torch.uint8)))
-    ask(1)
-    assert mesh.send.called
+    source.give(source.asked_by(at_step_end=False), lambda room: ("null", room(8)))
+    assert asked(mesh, 1)
     if end == "elsewhere":
-        ask(state_transfer._LAST)
+        asked(mesh, state_transfer._LAST)
     silent_s = 3.0 if end == "silent" else 0.0
     source.asked_by(at_step_end=False)
-    ask(1)
-    assert not mesh.send.called
+    assert not asked(mesh, 1)
+
+
+def held_bytes(values: torch.Tensor) -> int:
+    """How much memory a tensor takes that begins and ends with a page."""
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(values.data_ptr() // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(pages.read(values.nbytes // mmap.PAGESIZE * 8), np.uint64)
+    return int((entries >> 62 != 0).sum()) * mmap.PAGESIZE
+
+
+def test_a_copy_is_let_go_as_far_as_all_have_it_and_is_the_only_one() -> None:
+    mesh = mock.Mock(member=0, lost={}, handlers={}, timeout=timedelta(seconds=2), silent_s=lambda _: 0.0)
+    source, size = StateSource(mesh), state_transfer._PIECE_BYTES
+    values = torch.randint(256, (12 * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pieces = [piece.numpy().tobytes() for piece in values.split(size)]
+    for member in (3, 4):
+        asked(mesh, 0, member)
+    with logged("INFO") as lines:
+        source.give(source.asked_by(at_step_end=False), lambda room: ("null", room(12 * size).copy_(values)))
+    assert lines == ["rank 0: gives its state to ranks 3, 4: 0.01 GB in a copy, let go as it is sent"]
+    copied = source._taken[4, 0][0].values
+    assert all(asked(mesh, number, 3).endswith(piece) for number, piece in enumerate(pieces, 1))
+    assert held_bytes(copied) == 12 * size
+    assert all(asked(mesh, number, 4).endswith(piece) for number, piece in enumerate(pieces[:10], 1))
+    assert held_bytes(copied) == 6 * size  # when 4 requests a piece, it has those up to the fourth before
+    assert b"piece 6 of its state was let go" in asked(mesh, 6, 4)
+    asked(mesh, 0, 5)
+    assert source.asked_by(at_step_end=False) == []
+    asked(mesh, state_transfer._LAST, 3)
+    assert source.asked_by(at_step_end=False) == [5]
+    with mock.patch.object(available_memory, "available_bytes", return_value=9 * 10**8):
+        source.give([5], lambda room: ("null", room(148 * 10**7)))
+    refusal = mesh.send.call_args.args[2].numpy().tobytes()
+    assert refusal == b"MemoryError: a copy takes 1.48 GB, but 0.90 GB are available"
 
 
 def test_another_rank_gives_if_one_cannot() -> None:
@@ -173,12 +215,12 @@ def test_another_rank_gives_if_one_cannot() -> None:
     rest_is_slow(
         [
             (
-                {JOINS_AS: "loading"},
-                f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}",
+                dict.fromkeys(range(JOINS_AS), "too large"),
+                "rank 3: joining: there is no memory here for the state of rank 0: a copy takes 1152921504.61 GB, ",
             ),
             (
-                dict.fromkeys(range(JOINS_AS), "too large"),
-                "rank 3: joining: the state of rank 0 has 1152921504606846976 bytes, for which ther",
+                {JOINS_AS: "loading"},
+                f"rank 3: joining: what rank 0 gave cannot be loaded here: RuntimeError: {TOO_MUCH}",
             ),
         ]
     ),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
+from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.parameters.serializable_state import deserialize, serialize, to_serializable
 
 
@@ -51,8 +53,12 @@ def test_plain_data_come_back(value: Any) -> None:
     assert_same(deserialize(*serialize(to_serializable(value, "value"))), to_serializable(value, "value"))
 
 
-def test_the_copies_are_the_sender_s_own() -> None:
-    tensor = torch.ones(3)
-    text, values = serialize([tensor])
+def test_the_copies_are_the_sender_s_own_and_then_the_receiver_s() -> None:
+    memory = ShrinkingMemory(6 * mmap.PAGESIZE)
+    tensor = torch.ones(mmap.PAGESIZE)
+    text, values = serialize([tensor, tensor[:3]], lambda num_bytes: memory.values[:num_bytes])
     tensor.zero_()
-    assert deserialize(text, values)[0].tolist() == [1, 1, 1]
+    found = deserialize(text, values, memory.release)
+    assert memory.num_released == 4 * mmap.PAGESIZE
+    values.zero_()
+    assert [one.mean().item() for one in found] == [1, 1]
