@@ -308,7 +308,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         """Return what this rank holds between steps, now and in training, by purpose; ``print`` shows a table. Local.
 
         Room is made when it is first needed, in the first steps; what they will make is predicted, see
-        :class:`gossip.MemoryUse`. What exists within a step only is not included: activations, most gradients.
+        :class:`gossip.MemoryUse`, which takes seconds for a large model. What exists within a step only is not
+        included: activations, most gradients.
         """
         engine, keeps_gradients = self._live(), not self._arguments.step_in_backward
         exchanges, optimizers = engine.exchanges, engine.updater.optimizers

@@ -24,6 +24,7 @@ from running import run, run_here
             ["--width=16", "--depth=2"],
             ["each rank a replica", "shard=none", "shard=optimizer, 4 ranks", "fully_shard, 4 ranks"],
         ),
+        ("memory_use.py", ["--width=16", "--depth=1", "--cases", "default", "int8"], ["default", "int8"]),
         (
             "uneven_ranks.py",
             ["--world-size=2", "--steps=4", "--compute-ms=1", "--seeds=1", "--width=8"],

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from compressions import COMPRESSIONS
 from ranks import run_ranks
+from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -65,7 +66,7 @@ ROWS = {
     **{name: functools.partial(dict, compression=row.make(0)) for name, row in COMPRESSIONS.items()},
     **{label: functools.partial(algorithm, label) for label in algorithm_table.ROWS},
 }
-QUICK = ("none", "int8", "gradient_tracking", *list(MODES)[:3])
+QUICK = ["none", "int8", "gradient_tracking", *list(MODES)[:3]]
 PER_PARAMETER: dict[str, dict[str, float | None]] = {
     "none": {"state of the optimizer": 8.0, READ_BY_OTHERS: 4.0, MESSAGES: 0.0},
     "bf16": {READ_BY_OTHERS: 2.0, MESSAGES: 0.0},
@@ -107,11 +108,6 @@ def check(*names: str) -> None:
             assert ("known after the first steps" if num_bytes is None else f"{num_bytes:,}") in str(before)
 
 
-def test_what_is_predicted_is_what_training_holds() -> None:
-    run_ranks(check, *QUICK, world_size=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_and_so_for_every_mode_compression_and_algorithm(part: int) -> None:
-    run_ranks(check, *list(ROWS)[part::4], world_size=4)
+@pytest.mark.parametrize("names", rest_is_slow([QUICK, *(list(ROWS)[part::4] for part in range(4))]), ids=len)
+def test_what_is_predicted_is_what_training_holds(names: list[str]) -> None:
+    run_ranks(check, *names, world_size=4)
