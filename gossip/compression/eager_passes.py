@@ -73,7 +73,7 @@ class EagerPasses:
         int
             The number of blocks whose codes are complete.
         """
-        fields, blocks = self._layout.fields(message), in_blocks(values, self._layout)
+        fields, blocks = self._layout.fields(message), in_blocks(values, self._layout.block_numel)
         peaks = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # NaN where the block has one
         levels = _levels_on_lattice(wanted, peaks)
         fields.levels.copy_(levels)
@@ -149,12 +149,12 @@ class EagerPasses:
         yield slice(0, self._layout.num_blocks), total
 
 
-def in_blocks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def in_blocks(values: torch.Tensor, block_numel: int) -> torch.Tensor:
     """Return flat values as [..., num_blocks, block_numel] in the accumulation dtype, padded with zeros."""
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
-    if missing := layout.numel - values.shape[-1]:
+    if missing := -values.shape[-1] % block_numel:
         wide = torch.constant_pad_nd(wide, (0, missing))
-    return wide.view(*values.shape[:-1], layout.num_blocks, layout.block_numel)
+    return wide.unflatten(-1, (wide.shape[-1] // block_numel, block_numel))
 
 
 def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:

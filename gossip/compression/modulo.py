@@ -12,7 +12,7 @@ import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.compiled_passes import passes
-from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns
+from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, chunks
 from gossip.compression.eager_passes import in_blocks
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
@@ -134,7 +134,12 @@ class ModuloArithmetic:
         start : Tensor, [numel], in the accumulation dtype
             The values with which all ranks started.
         """
-        distances = (in_blocks(values, self.layout) - in_blocks(start, self.layout)).abs_().amax(-1)
+        block_numel, num_blocks = self.layout.block_numel, self.layout.num_blocks
+        distances = torch.empty((*values.shape[:-1], num_blocks), dtype=start.dtype, device=values.device)
+        for part in chunks(values.shape[-1], values.device):
+            apart = in_blocks(values[..., part], block_numel) - in_blocks(start[part], block_numel)
+            first = part.start // block_numel
+            distances[..., first : first + apart.shape[-2]] = apart.abs_().amax(-1)
         return levels_of(2 * self._spread * distances.double()).masked_fill_(~distances.isfinite(), RAW)
 
     def encode(
