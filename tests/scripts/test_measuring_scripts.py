@@ -11,6 +11,8 @@ from lab_hosts import why_no_hosts
 from report_documents import document, row
 from running import run, run_here
 
+from gossip.lab.benchmarks.large_model import WAYS
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -19,11 +21,6 @@ from running import run, run_here
         ("compression_speed.py", ["--numel=5000", "--repetitions=1"], ["none", "bf16", "int8", "int4", "choco"]),
         ("virtual_speed.py", ["--world-sizes", "3", "8", "--repetitions=1", "--loop-up-to=3"], ["3", "8"]),
         ("exchange_ways.py", ["--world-size=2", "--repetitions=1"], ["2 | 1", "2 | 64", "2 | 16800"]),
-        (
-            "sharded_memory.py",
-            ["--width=16", "--depth=2"],
-            ["each rank a replica", "shard=none", "shard=optimizer, 4 ranks", "fully_shard, 4 ranks"],
-        ),
         ("memory_use.py", ["--width=16", "--depth=1", "--cases", "default", "int8"], ["default", "int8"]),
         (
             "uneven_ranks.py",
@@ -42,6 +39,20 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
     assert done.status == 0, done.stderr
     for start in rows:
         assert f"\n| {start} |" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_large_model_has_the_same_losses_however_it_is_sharded(tmp_path: Path) -> None:
+    folder, ways = tmp_path / "run", [name for name, way in WAYS.items() if way.num_replicas == 2]
+    sizes = ["--width=32", "--depth=1", "--vocabulary=128", "--tokens=8", "--dtype=float64", "--steps=6"]
+    done = run("large_model.py", tmp_path, str(folder), *sizes, "--ways", *ways)
+    assert done.status == 0, done.stderr
+    losses = {each["way"]: each["losses"] for each in json.loads((folder / "results.json").read_text())["results"]}
+    for name in ways:
+        way = WAYS[name]
+        if way.like is not None:
+            is_rounded = way.like == "int8" or "compression" in (way.options or {})
+            assert losses[name] == pytest.approx(losses[way.like], rel=1e-4 if is_rounded else 1e-11), name
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -149,18 +149,26 @@ class AllReduce(Method):
         return model
 
 
-class HybridSharding(Method):
-    """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
+class FullSharding(Method):
+    """torch's fully_shard over all ranks, which hold a single replica together."""
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        shape = dist.get_world_size() // local_size, local_size
-        shard_parts(self._module, init_device_mesh("cpu", shape, mesh_dim_names=("all", "one")))
+        shard_parts(self._module, self._mesh(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])))
         return self._module
+
+    def _mesh(self, world_size: int, local_size: int) -> DeviceMesh:  # noqa: ARG002
+        return init_device_mesh("cpu", (world_size,))
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing within the block: the replicas are equal."""
         return contextlib.nullcontext()
+
+
+class HybridSharding(FullSharding):
+    """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
+
+    def _mesh(self, world_size: int, local_size: int) -> DeviceMesh:
+        return init_device_mesh("cpu", (world_size // local_size, local_size), mesh_dim_names=("all", "one"))
 
 
 class DecentDP(Method):
@@ -235,6 +243,7 @@ class Gossip(Method):
 METHODS: dict[str, type[Method]] = {
     "local": Local,
     "ddp": AllReduce,
+    "fsdp": FullSharding,
     "hsdp": HybridSharding,
     "decent_dp": DecentDP,
     "gossip": Gossip,

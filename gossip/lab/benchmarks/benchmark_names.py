@@ -6,6 +6,7 @@ from typing import Any
 
 from gossip.lab.benchmarks.benchmark import Benchmark
 from gossip.lab.benchmarks.exchange_ways import ExchangeWays
+from gossip.lab.benchmarks.large_model import LargeModel
 from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
@@ -25,6 +26,7 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "overlap": Overlap,
     "uneven_ranks": UnevenRanks,
     "virtual_speed": VirtualSpeed,
+    "large_model": LargeModel,
     "probe": Probe,
     "chaos": Chaos,
 }

@@ -113,6 +113,12 @@ WORKLOADS = {
         batch_size=2,
         learning_rate=0.02,
     ),
+    "gpt2_small": Workload(
+        lambda: CharTransformer((_CONTEXT,), 50257, width=768, depth=12, num_heads=12, tied_head=True),
+        _draw_text,
+        batch_size=1,
+        learning_rate=0.01,
+    ),
     "cnn": Workload(
         lambda: SmallCNN((3, 32, 32), NUM_CLASSES, channels=[64, 128, 256, 512]),
         _draw_images,

@@ -40,14 +40,14 @@ class InterfaceBytes:
 
 
 class PeakMemory:
-    """The peak of this process's resident memory above its initial value."""
+    """The peak of this process's resident memory above its initial value, ``before``, in bytes."""
 
     def __init__(self) -> None:
         gc.collect()
         with contextlib.suppress(AttributeError):  # malloc_trim exists in glibc only
             ctypes.CDLL(None).malloc_trim(0)
         self.restart()
-        self._before = _status_bytes("VmRSS")
+        self.before = _status_bytes("VmRSS")
 
     def restart(self) -> None:
         """Reset the peak; the initial value that it is compared with is kept."""
@@ -55,11 +55,11 @@ class PeakMemory:
 
     def now(self) -> int:
         """Return the current resident memory above the initial value."""
-        return max(0, _status_bytes("VmRSS") - self._before)
+        return max(0, _status_bytes("VmRSS") - self.before)
 
     def bytes(self) -> int:
         """Return the peak until now above the initial value."""
-        return max(0, _status_bytes("VmHWM") - self._before)
+        return max(0, _status_bytes("VmHWM") - self.before)
 
 
 def _status_bytes(key: str) -> int:

@@ -1,0 +1,263 @@
+"""Ways to train a model of the size of GPT-2 small: whether they agree, how much memory and how long they take."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, Field, PositiveInt
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import gossip
+from gossip import GossipDataParallel
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Write
+from gossip.lab.benchmarks.network.counters import PeakMemory
+from gossip.lab.benchmarks.summaries import table
+from gossip.lab.experiments.datasets import stdlib_text
+from gossip.lab.experiments.models import CharTransformer
+from gossip.lab.experiments.training_methods import grouped, shard_parts
+from gossip.lab.experiments.validated_models import OneOf
+
+_ADAMW = partial(torch.optim.AdamW, lr=3e-4)
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_REPLICA_SAMPLES = 2  # in a step
+
+
+class Way(NamedTuple):
+    """A way to train: by the wrapper with these options or, with None, by torch alone.
+
+    ``shard`` says how the ranks of a group hold a replica, see :func:`grouped`; ``like`` names the way with whose
+    losses those of this way are compared.
+    """
+
+    options: dict[str, Any] | None
+    group_size: int = 1
+    shard: str | None = None
+    num_replicas: int = 2
+    like: str | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.num_replicas * self.group_size
+
+
+WAYS = {
+    "ddp": Way(None),
+    "fully_shard": Way(None, shard="fsdp", like="ddp"),
+    "exact": Way({}),
+    "exact, continue": Way({"on_peer_loss": "continue"}, like="exact"),
+    "int8": Way({"compression": "int8"}, like="exact"),
+    "int4": Way({"compression": "int4"}, like="exact"),
+    "shard=none": Way({}, group_size=2, shard="none", like="exact"),
+    "shard=optimizer": Way({}, group_size=2, shard="optimizer", like="exact"),
+    "fully_shard, gossip": Way({}, group_size=2, shard="fsdp", like="exact"),
+    "fully_shard, int8": Way({"compression": "int8"}, group_size=2, shard="fsdp", like="int8"),
+    "4 replicas": Way({}, num_replicas=4),
+    "4 replicas, continue": Way({"on_peer_loss": "continue"}, num_replicas=4, like="4 replicas"),
+    "4 replicas, int8": Way({"compression": "int8"}, num_replicas=4, like="4 replicas"),
+    "4 replicas, int4": Way({"compression": "int4"}, num_replicas=4, like="4 replicas"),
+}
+
+
+class LargeModelSettings(BenchmarkSettings):
+    """The settings of a run; a case is one way."""
+
+    world_size: int = 2
+    timeout_s: float = 600.0
+    ways: tuple[Annotated[str, OneOf(WAYS)], ...] = Field(tuple(WAYS), min_length=1, description="; ".join(WAYS))
+    steps: int = Field(20, ge=4, description="of each way")
+    width: PositiveInt = Field(768, description="of the transformer")
+    depth: PositiveInt = Field(12, description="its blocks")
+    vocabulary: PositiveInt = Field(50257, description="rows of the embedding, which is the output layer too")
+    tokens: PositiveInt = Field(32, description="of a sample; a replica takes two in a step")
+    dtype: Literal["float32", "float64"] = Field("float32", description="of the parameters: float32, float64")
+
+    def cases(self) -> Iterator[tuple[str, Self]]:
+        """Yield every way."""
+        for name in self.ways:
+            way = WAYS[name]
+            update = {"ways": (name,), "world_size": way.num_ranks, "local_size": way.group_size}
+            yield name.replace(", ", "_").replace(" ", "_"), self.model_copy(update=update)
+
+
+class LargeModelResult(BaseModel):
+    """What a way has cost: the most of all ranks, in bytes and seconds; None for what it cannot do.
+
+    The losses are means over all samples of a step. ``background_s`` is for how long training stands when a checkpoint
+    is begun in the background.
+    """
+
+    way: str
+    num_parameters: int
+    losses: list[float]
+    rest_bytes: int
+    peak_bytes: int
+    save_peak_bytes: int | None = None
+    construct_s: float
+    first_step_s: float
+    step_s: float
+    averaged_s: float | None = None
+    export_s: float | None = None
+    save_s: float | None = None
+    background_s: float | None = None
+
+
+class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
+    """Every way has processes of its own, the same initial values, and the same samples of each replica."""
+
+    settings = LargeModelSettings
+    title = "A model of real size"
+    explanation = (
+        "Loss: mean over the samples of a step. Apart: the largest relative difference of the losses of a step from "
+        "those of the way that is named. Memory: resident, of the process as a whole, the most of all ranks; at rest "
+        "after the last step. Memory that torch frees is given back to the system at once here, or the peak would be "
+        "that of the allocator. Background: for how long training stands when a checkpoint is begun in the background."
+    )
+
+    def work(self, case: LargeModelSettings, place: Place, write: Write) -> None:
+        """Write the losses, bytes and seconds of this rank."""
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+        way, memory = WAYS[case.ways[0]], PeakMemory()
+        found: Record = {}
+        module, batches = _module(case), _batches(case, way, place.rank)
+        num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        with _timed(found, "construct_s"):
+            step, model = _start(module, way)
+        losses, step_s = [], []
+        for batch in itertools.islice(batches, case.steps):
+            began = time.perf_counter()
+            losses.append(step(*batch))
+            step_s.append(time.perf_counter() - began)
+        found |= {"losses": losses, "first_step_s": step_s[0], "step_s": statistics.median(step_s[1:])}
+        found |= {"rest_bytes": memory.before + memory.now(), "peak_bytes": memory.before + memory.bytes()}
+        if model is not None:
+            _end(model, memory, found)
+        write(found | {"num_parameters": num_parameters})
+
+    def result(self, case: LargeModelSettings, records: Records) -> LargeModelResult:
+        """Return the mean of the losses, and the most of everything else."""
+        losses = [statistics.fmean(of_step) for of_step in zip(*(of[0]["losses"] for of in records), strict=True)]
+        most = {key: max(of[0][key] for of in records) for key in records[0][0] if key != "losses"}
+        return LargeModelResult(way=case.ways[0], losses=losses, **most)
+
+    def facts(self, settings: LargeModelSettings) -> list[str]:
+        """Tell the model and the training."""
+        return [
+            f"A transformer of width {settings.width}, {settings.depth} blocks and {settings.vocabulary} tokens "
+            f"({settings.dtype}), random initial values, characters of Python's standard library; AdamW, two samples "
+            f"of {settings.tokens} tokens for each replica, {settings.steps} steps; `one_peer_exponential`."
+        ]
+
+    def sections(self, results: Sequence[LargeModelResult]) -> list[str]:
+        """Return a table of losses and memory, and one of times."""
+        by_way = {each.way: each for each in results}
+        memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
+        times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
+        return [
+            table([*memory, "peak of saving, GB"], (_memory_cells(each, by_way) for each in results)),
+            table([*times, "background, s"], (_time_cells(each) for each in results)),
+        ]
+
+
+def _memory_cells(result: LargeModelResult, by_way: dict[str, LargeModelResult]) -> list[str]:
+    way, of_ddp, apart = WAYS[result.way], "", ("", "")
+    if (ddp := by_way.get("ddp")) is not None:
+        of_ddp = f"{result.peak_bytes / ddp.peak_bytes:.2f}"
+    if (like := by_way.get(way.like or "")) is not None:
+        pairs = zip(result.losses, like.losses, strict=True)
+        apart = f"{max(abs(loss / other - 1) for loss, other in pairs):.1e}", like.way
+    losses = [f"{result.losses[place]:.4f}" for place in (0, -1)]
+    sizes = [result.rest_bytes, result.peak_bytes]
+    cells = [f"{size / 1e9:.2f}" for size in sizes]
+    saving = "" if result.save_peak_bytes is None else f"{result.save_peak_bytes / 1e9:.2f}"
+    return [result.way, str(way.num_ranks), *losses, *apart, *cells, of_ddp, saving]
+
+
+def _time_cells(result: LargeModelResult) -> list[str]:
+    names = ("construct_s", "first_step_s", "step_s", "averaged_s", "export_s", "save_s", "background_s")
+    found = [getattr(result, name) for name in names]
+    return [result.way, *("" if seconds is None else f"{seconds:.2f}" for seconds in found)]
+
+
+def _module(case: LargeModelSettings) -> nn.Module:
+    torch.manual_seed(0)
+    heads = max(1, case.width // 64)
+    module = CharTransformer(
+        (case.tokens,), case.vocabulary, width=case.width, depth=case.depth, num_heads=heads, tied_head=True
+    )
+    return module.to(getattr(torch, case.dtype))
+
+
+def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the samples of this rank for each step; the ranks of a group divide those of their replica."""
+    data = stdlib_text(context_length=case.tokens, max_bytes=200_000)
+    num_samples = _REPLICA_SAMPLES // way.group_size
+    for step in itertools.count():
+        first = (step * way.num_ranks + rank) * num_samples
+        samples = torch.arange(first, first + num_samples) % len(data.train_inputs)
+        yield data.train_inputs[samples], data.train_targets[samples]
+
+
+def _start(module: nn.Module, way: Way) -> tuple[Callable[..., float], GossipDataParallel | None]:
+    """Return a function that makes a step and returns its loss, and the wrapper. Collective."""
+    optimizer, wrapper = None, None
+    if way.options is None:
+        if way.shard is None:
+            model: nn.Module = DistributedDataParallel(module)
+        else:
+            shard_parts(model := module, init_device_mesh("cpu", (way.num_ranks,)))
+        optimizer = _ADAMW(module.parameters())
+    else:
+        options = {} if way.shard is None else grouped(module, way.group_size, way.shard)
+        model = wrapper = GossipDataParallel(module, _ADAMW, "one_peer_exponential", **options, **way.options)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step, wrapper
+
+
+def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:
+    """Average, export and save, and close the model. Collective."""
+    with tempfile.TemporaryDirectory() as own:
+        paths = [own]
+        dist.broadcast_object_list(paths, 0)
+        folder = Path(paths[0])
+        with _timed(found, "averaged_s"), model.averaged():
+            pass
+        with _timed(found, "export_s"):
+            gossip.export(model, folder / "model.safetensors")
+        memory.restart()
+        with _timed(found, "save_s"):
+            gossip.save(model, folder / "checkpoints")
+        found["save_peak_bytes"] = memory.before + memory.bytes()
+        with _timed(found, "background_s"):
+            gossip.save(model, folder / "background", background=True)
+        model.close()
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _timed(found: Record, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    found[name] = time.perf_counter() - began
