@@ -32,7 +32,8 @@ from gossip.lab.experiments.training_methods import grouped, shard_parts
 from gossip.lab.experiments.validated_models import OneOf
 
 _ADAMW = partial(torch.optim.AdamW, lr=3e-4)
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of mallopt(3)
+_NUM_MEMORY_STEPS = 4  # in which memory is measured, and not time
 _REPLICA_SAMPLES = 2  # in a step
 
 
@@ -79,7 +80,7 @@ class LargeModelSettings(BenchmarkSettings):
     world_size: int = 2
     timeout_s: float = 600.0
     ways: tuple[Annotated[str, OneOf(WAYS)], ...] = Field(tuple(WAYS), min_length=1, description="; ".join(WAYS))
-    steps: int = Field(20, ge=4, description="of each way")
+    steps: int = Field(20, ge=_NUM_MEMORY_STEPS + 1, description="of each way")
     width: PositiveInt = Field(768, description="of the transformer")
     depth: PositiveInt = Field(12, description="its blocks")
     vocabulary: PositiveInt = Field(50257, description="rows of the embedding, which is the output layer too")
@@ -123,14 +124,15 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
     title = "A model of real size"
     explanation = (
         "Loss: mean over the samples of a step. Apart: the largest relative difference of the losses of a step from "
-        "those of the way that is named. Memory: resident, of the process as a whole, the most of all ranks; at rest "
-        "after the last step. Memory that torch frees is given back to the system at once here, or the peak would be "
-        "that of the allocator. Background: for how long training stands when a checkpoint is begun in the background."
+        "those of the way that is named. Memory: resident, of the process as a whole, the most of all ranks, at rest "
+        "after four steps and within them; what torch frees is given back to the system at once there, or the peak "
+        "would be that of the allocator. Step: the median of the other steps. Background: for how long training stands "
+        "when a checkpoint is begun in the background."
     )
 
     def work(self, case: LargeModelSettings, place: Place, write: Write) -> None:
         """Write the losses, bytes and seconds of this rank."""
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)  # what is freed is given back at once
         way, memory = WAYS[case.ways[0]], PeakMemory()
         found: Record = {}
         module, batches = _module(case), _batches(case, way, place.rank)
@@ -138,12 +140,16 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
         with _timed(found, "construct_s"):
             step, model = _start(module, way)
         losses, step_s = [], []
-        for batch in itertools.islice(batches, case.steps):
+        for number, batch in enumerate(itertools.islice(batches, case.steps)):
+            if number == _NUM_MEMORY_STEPS:
+                found |= {"rest_bytes": memory.before + memory.now(), "peak_bytes": memory.before + memory.bytes()}
+                for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+                    ctypes.CDLL(None).mallopt(parameter, 2**25)  # as glibc sets them by itself
             began = time.perf_counter()
             losses.append(step(*batch))
             step_s.append(time.perf_counter() - began)
-        found |= {"losses": losses, "first_step_s": step_s[0], "step_s": statistics.median(step_s[1:])}
-        found |= {"rest_bytes": memory.before + memory.now(), "peak_bytes": memory.before + memory.bytes()}
+        step_s, first_step_s = step_s[_NUM_MEMORY_STEPS:], step_s[0]
+        found |= {"losses": losses, "first_step_s": first_step_s, "step_s": statistics.median(step_s)}
         if model is not None:
             _end(model, memory, found)
         write(found | {"num_parameters": num_parameters})

@@ -10,23 +10,25 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationInfo, field_validator
 
 import topologies
-from gossip import Cluster, RandomDelays, SlowRank, Workload, simulate_time
+from gossip import Cluster, DiLoCo, RandomDelays, SlowRank, Workload, simulate_time
 from gossip.lab.benchmarks import stragglers
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand, make_optimizer
 from gossip.lab.benchmarks.benchmark import Benchmark, Links, Place, Records, Write
 from gossip.lab.benchmarks.step_time import Measurement, StepTimeSettings
-from gossip.lab.benchmarks.summaries import table
+from gossip.lab.benchmarks.summaries import look, set_logarithmic, table
 from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe import Measured, measure
 
 _NUM_STEPS = 1000  # simulated; many, so that the prediction is free of the random variation of the measured steps
 _BUCKET_CAP_MB = 5.0  # of every method
+_INT8_RATIO = 4 * 4096 / (4096 + 6)  # a code for each value, and six bytes for a block of 4,096
 SIMULATED: Mapping[str, tuple[RandomDelays | SlowRank, ...]] = {
     "none": (),
     "exponential": (RandomDelays(stragglers.MEAN_S),),
@@ -48,10 +50,11 @@ class PredictedStepsSettings(StepTimeSettings):
         description="local, ddp, and names of topologies",
         validate_default=True,
     )
-    model: str = "mlp"
+    model: Annotated[str, OneOf(WORKLOADS)] = Field("mlp", description=", ".join(WORKLOADS))
     straggler: str = "none"
     repetitions: int = 1
     warmup_steps: int = 3
+    scale: bool = Field(False, description="draw what is predicted for 8 to 1,024 nodes and larger models, too")
     steps: int = Field(20, ge=1, description="that are measured, of each method")
     seed: int = 0
 
@@ -141,3 +144,59 @@ class PredictedSteps(Benchmark[PredictedStepsSettings, Case]):
                 numbers = f"{1e3 * step_s:.1f}", f"{1e3 * predicted_s:.1f}", f"{predicted_s / step_s:.2f}"
                 rows.append([case.rate, case.straggler, method, *numbers])
         return [table(["rate", "stragglers", "method", "measured, ms", "predicted, ms", "predicted / measured"], rows)]
+
+    def draw(self, settings: PredictedStepsSettings, results: Sequence[Case], folder: Path) -> None:
+        """Draw the figure of more nodes and larger models, from what was probed on the first link."""
+        if settings.scale:
+            scale_figure(results[0], folder / "scale.svg")
+
+
+_NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
+_NUM_PARAMETERS = (0, 1.3e9, 7e9)  # at least those that were measured
+_NUM_SCALED_STEPS = 8
+
+
+def scale_figure(case: Case, path: Path) -> None:
+    """Draw the predicted time of a step, relative to one without exchange, on nodes and links like those probed.
+
+    All times and buckets of a larger model are so many times those of the measured one.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    of_measured = case.workload.model_bytes / 4
+    methods: dict[str, tuple[str, dict[str, Any]]] = {
+        "ddp": ("ddp", {}),
+        "one_peer_exponential": ("one_peer_exponential", {}),
+        "one_peer_exponential, int8": ("one_peer_exponential", {"compression_ratio": _INT8_RATIO}),
+        "diloco, every 50 steps": ("complete", {"algorithm": DiLoCo()}),
+    }
+    for axes, wanted in zip(figure.subplots(1, 3, sharey=True), _NUM_PARAMETERS, strict=True):
+        num_parameters = max(wanted, of_measured)
+        workload = scaled(case.workload, num_parameters / of_measured)
+        for number, (label, (name, options)) in enumerate(methods.items()):
+            steps = 2 * 50 + 1 if "algorithm" in options else _NUM_SCALED_STEPS  # two outer steps have been awaited
+            found = []
+            for num_nodes in _NODES:
+                cluster = dataclasses.replace(case.cluster, num_nodes=num_nodes)
+                method = name if name == "ddp" else topologies.build(name, cluster.world_size)
+                alone_s = simulate_time("none", cluster, workload, steps).step_time_s
+                found.append(simulate_time(method, cluster, workload, steps, **options).step_time_s / alone_s)
+            axes.plot(_NODES, found, marker=".", label=label, **look(number))
+        title = f"{num_parameters / 1e9:.3g} billion parameters"
+        axes.set(xscale="log", yscale="log", xlabel="nodes", title=title)
+        axes.set_xticks(_NODES[::2], [f"{each:,}" for each in _NODES[::2]])
+        axes.minorticks_off()
+        set_logarithmic(axes.yaxis)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("step, relative to one without exchange")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(f"Predicted from a probe of {case.cluster.num_nodes} nodes at {case.rate}")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def scaled(workload: Workload, factor: float) -> Workload:
+    """Return the workload of a model that is so many times as large, in as many buckets."""
+    spent = {name: factor * getattr(workload, name) for name in ("forward_s", "backward_s", "update_s", "mix_s")}
+    num_bytes = tuple(round(factor * of_bucket) for of_bucket in workload.bucket_bytes)
+    return dataclasses.replace(workload, bucket_bytes=num_bytes, **spent)
