@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gossip.lab.benchmarks import predicted_steps
 from gossip.lab.benchmarks.harness import run
 from gossip.lab.benchmarks.predicted_steps import Case, PredictedStepsSettings
 from gossip.lab.experiments.validated_models import read
@@ -15,7 +16,8 @@ METHODS = ("local", "ddp", "ring")
 
 
 @pytest.mark.slow
-def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None:
+def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_steps, "_NODES", (2, 4))
     content = {
         "methods": METHODS,
         "rates": "1gbit",
@@ -23,6 +25,7 @@ def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None
         "world_size": 2,
         "steps": 2,
         "model": "small_mlp",
+        "scale": True,
     }
     settings = read(PredictedStepsSettings, {**content, "network": "loopback"})
     (case,), report = run("predicted_steps", settings, tmp_path)
@@ -35,3 +38,4 @@ def test_measured_case_can_be_written_read_and_predicted(tmp_path: Path) -> None
     computing_s = found.workload.forward_s + found.workload.backward_s + found.workload.update_s
     assert found.predict("local") == pytest.approx(1.5 * computing_s, rel=0.1)
     assert report.count("| loopback | one_slow | ") == len(METHODS)
+    assert "7 billion parameters" in (tmp_path / "scale.svg").read_text(encoding="utf-8")
