@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication import training_store
-from gossip.errors import LaunchError
+from gossip.errors import LaunchError, reason
 from gossip.launching import slurm
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -87,7 +87,7 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
     Raises
     ------
     LaunchError
-        The address of a step's first host is unknown, or the port for its store is taken.
+        The address of a step's first host is unknown, the port for its store is taken, or a rank ended meanwhile.
     """
     placement = find_placement()
     with contextlib.ExitStack() as stack:
@@ -101,6 +101,7 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
         store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
+            _await_all(store, rank, world_size, timeout)
             yield
         finally:
             dist.destroy_process_group()
@@ -242,6 +243,19 @@ def _cpus_of_one_task(step: slurm.Step) -> int:
         return max(1, int(per_task))
     on_node_count = int(on_node) if on_node.isdecimal() else os.cpu_count() or 1
     return max(1, on_node_count // step.num_local_tasks)
+
+
+def _await_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Wait until all have opened their connections: a rank that has nothing to do may leave, and close its own."""
+    if store.add("entered", 1) == world_size:
+        store.set("all entered", "")
+    try:
+        store.wait(["all entered"], timeout)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank}: another of {world_size} ranks ended while the process group was made: {reason(error)}; look "
+            "for its error in the output of torchrun or srun"
+        ) from error
 
 
 def _leave(store: dist.Store, placement: Placement, timeout: timedelta) -> None:

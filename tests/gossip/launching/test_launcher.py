@@ -23,7 +23,7 @@ from running import run, running
 
 import gossip
 from gossip import LaunchError, launch
-from gossip.launching import fork_server
+from gossip.launching import fork_server, joining
 
 
 def rank_times(factor: int) -> tuple[int, int, str]:
@@ -263,12 +263,17 @@ def test_launch_joins_torchrun_and_ends_with_the_traceback(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN_SCRIPT)
     ended = run(str(script), tmp_path, torchrun=2)
-    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("result")) == [
-        "result [(0, 2)]",
-        "result [(1, 2)]",
-    ]
+    found = sorted(line for line in ended.stdout.splitlines() if line.startswith("result"))
+    assert found == ["result [(0, 2)]", "result [(1, 2)]"], ended
     assert ended.status == 1
     assert "ValueError: boom" in ended.stderr
+
+
+def test_no_rank_of_torchrun_begins_before_all_have_opened_their_connections() -> None:
+    store = dist.HashStore()
+    with pytest.raises(LaunchError, match=r"rank 0: another of 2 ranks ended while the process group was made: .*out"):
+        joining._await_all(store, 0, 2, timedelta(milliseconds=10))
+    joining._await_all(store, 1, 2, timedelta(seconds=60))
 
 
 WAITING_SCRIPT = """
