@@ -154,7 +154,7 @@ def in_blocks(values: torch.Tensor, block_numel: int) -> torch.Tensor:
     wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     if missing := -values.shape[-1] % block_numel:
         wide = torch.constant_pad_nd(wide, (0, missing))
-    return wide.unflatten(-1, (wide.shape[-1] // block_numel, block_numel))
+    return wide.view(*values.shape[:-1], wide.shape[-1] // block_numel, block_numel)
 
 
 def _levels_on_lattice(wanted: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
