@@ -43,14 +43,14 @@ class PeakMemory:
     """The peak of this process's resident memory above its initial value, ``before``, in bytes."""
 
     def __init__(self) -> None:
-        gc.collect()
-        with contextlib.suppress(AttributeError):  # malloc_trim exists in glibc only
-            ctypes.CDLL(None).malloc_trim(0)
         self.restart()
         self.before = _status_bytes("VmRSS")
 
     def restart(self) -> None:
-        """Reset the peak; the initial value that it is compared with is kept."""
+        """Give back what is free, and reset the peak; the initial value that it is compared with is kept."""
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # malloc_trim exists in glibc only
+            ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 
     def now(self) -> int:
