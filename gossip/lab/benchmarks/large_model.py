@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import shutil
 import statistics
 import tempfile
 import time
@@ -256,6 +257,8 @@ def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:
         with _timed(found, "save_s"):
             gossip.save(model, folder / "checkpoints")
         found["save_peak_bytes"] = memory.before + memory.bytes()
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         with _timed(found, "background_s"):
             gossip.save(model, folder / "background", background=True)
         model.close()
