@@ -35,8 +35,9 @@ def labels(rows: dict[str, Any]) -> list[str]:
 def test_settings_main_has_every_kind() -> None:
     rows = settings().methods
     sharded = settings("bench/methods=sharded", "bench.local_size=2").methods
-    assert {row.kind for row in rows} | {row.kind for row in sharded} == set(bench_methods.METHODS)
-    for each in (rows, sharded):
+    large = settings("bench/methods=large").methods
+    assert {row.kind for row in (*rows, *sharded, *large)} == set(bench_methods.METHODS)
+    for each in (rows, sharded, large):
         assert len({row.label for row in each}) == len(each)
 
 
@@ -69,7 +70,7 @@ def test_settings_of_a_case_have_one_link() -> None:
         (
             "bench.model=mpl",
             "there is no bench.model=mpl; did you mean mlp? Available: mlp, wide_mlp, small_mlp, large_mlp, "
-            "transformer, cnn",
+            "transformer, gpt2_small, cnn",
         ),
         ("bench.rate=200", "bench.rate must be a number with kbit, mbit or gbit, such as 200mbit, got '200'"),
         ("bench.rate=[50mbit,1gbit]", "bench.network=loopback has no rate; set bench.network=lab"),
