@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gossip
-from gossip import GossipDataParallel
+from gossip import GossipDataParallel, World
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory
 from gossip.lab.benchmarks.summaries import table
@@ -246,9 +246,9 @@ def _start(module: nn.Module, way: Way) -> tuple[Callable[..., float], GossipDat
 def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:
     """Average, export and save, and close the model. Collective."""
     with tempfile.TemporaryDirectory() as own:
-        paths = [own]
-        dist.broadcast_object_list(paths, 0)
-        folder = Path(paths[0])
+        world = World(model.world.timeout)  # of all ranks, whatever those of a group share
+        folder = Path(world.gather_bytes(own.encode(), "naming a folder")[0].decode())
+        world.close()
         with _timed(found, "averaged_s"), model.averaged():
             pass
         with _timed(found, "export_s"):
