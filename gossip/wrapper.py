@@ -20,9 +20,9 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
 from gossip.exchange.transport import TransportFactory
-from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
+from gossip.measuring.memory_use import MemoryUse
 from gossip.measuring.step_stats import StepStats
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, state_to_come
+from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
@@ -311,28 +311,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         :class:`gossip.MemoryUse`, which takes seconds for a large model. What exists within a step only is not
         included: activations, most gradients.
         """
-        engine, keeps_gradients = self._live(), not self._arguments.step_in_backward
-        exchanges, optimizers = engine.exchanges, engine.updater.optimizers
-        read_by_others, messages = exchanges.to_come()
-        parameters, kept = list(engine.module.parameters()), exchanges.kept()
-        whole, buffers = list(engine.group.module.parameters()), list(engine.group.module.buffers())
-        trained = [each for each in parameters if each.requires_grad and keeps_gradients]
-        return memory_use(
-            sum(parameter.numel() for parameter in parameters),
-            {
-                "parameters": ([parameters, whole], [parameters, whole]),
-                "buffers": (buffers, buffers),
-                "gradients": (
-                    [parameter.grad for parameter in parameters],
-                    [torch.empty_like(parameter, device="meta") for parameter in trained],
-                ),
-                "state of the optimizer": ([each.state for each in optimizers], state_to_come(optimizers)),
-                "state of the algorithm": (kept, kept),
-                READ_BY_OTHERS: (exchanges.read_by_others(), read_by_others),
-                "messages as sent, and what arrived": (exchanges.messages(), messages),
-            },
-            1 if exchanges.transport is None else exchanges.transport.num_buffers,
-        )
+        return self._live().memory(keeps_gradients=not self._arguments.step_in_backward)
 
     # ------------------------------------------------------------------ training
 

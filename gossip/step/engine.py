@@ -18,7 +18,9 @@ from gossip.algorithms import Algorithm
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
+from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
 from gossip.measuring.step_stats import Meter, StepStats
+from gossip.optimizers.bucket_optimizer import state_to_come
 from gossip.optimizers.closures import Closure
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.parameters.buckets import make_buckets
@@ -326,6 +328,30 @@ class StepEngine(HealthChecks, ABC):
     def stats(self) -> StepStats | None:
         """Return the cost of the newest step; None before the first. Waits for the device."""
         return None if self.last_meter is None else self.last_meter.stats(self.step - 1)
+
+    def memory(self, *, keeps_gradients: bool) -> MemoryUse:
+        """Return what this rank holds between steps, now and in training; ``keeps_gradients``: these too."""
+        exchanges, optimizers = self.exchanges, self.updater.optimizers
+        read_by_others, messages = exchanges.to_come()
+        parameters, kept = list(self.module.parameters()), exchanges.kept()
+        whole, buffers = list(self.group.module.parameters()), list(self.group.module.buffers())
+        trained = [each for each in parameters if each.requires_grad and keeps_gradients]
+        return memory_use(
+            sum(parameter.numel() for parameter in parameters),
+            {
+                "parameters": ([parameters, whole], [parameters, whole]),
+                "buffers": (buffers, buffers),
+                "gradients": (
+                    [parameter.grad for parameter in parameters],
+                    [torch.empty_like(parameter, device="meta") for parameter in trained],
+                ),
+                "state of the optimizer": ([each.state for each in optimizers], state_to_come(optimizers)),
+                "state of the algorithm": (kept, kept),
+                READ_BY_OTHERS: (exchanges.read_by_others(), read_by_others),
+                "messages as sent, and what arrived": (exchanges.messages(), messages),
+            },
+            1 if exchanges.transport is None else exchanges.transport.num_buffers,
+        )
 
     def gradient_norm(self) -> float | None:
         """Return the gradient norm of the newest step, before clipping. Waits for the device."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from exchanging import Ranks
+from live_memory import LiveBytes
 
 from gossip import ModuloQuantization
 from gossip.compression import lattice
-from gossip.compression.modulo import ModuloCodec
+from gossip.compression.codec import BucketShape
+from gossip.compression.conversation import CHUNK_NUMEL
+from gossip.compression.modulo import ModuloArithmetic, ModuloCodec
 from topologies import build
 
 NUM_BLOCKS = 5
@@ -41,6 +44,14 @@ def move(ranks: Ranks, generator: torch.Generator) -> None:
 
 def num_resent(ranks: Ranks) -> list[int]:
     return [codec_of(ranks, rank).num_resent for rank in range(len(ranks.values))]
+
+
+def test_the_first_lattice_is_found_with_memory_for_a_part_of_the_bucket() -> None:
+    start = torch.zeros(8 * CHUNK_NUMEL + 5)
+    arithmetic, values = ModuloArithmetic(ModuloQuantization(), BucketShape(0, start, None, start=start)), start + 1
+    with LiveBytes() as memory:
+        arithmetic.first_levels(values, start)
+    assert 0 < memory.peak < start.nbytes / 2
 
 
 @pytest.mark.parametrize("bits", BITS)

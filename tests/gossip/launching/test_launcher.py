@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import resource
@@ -269,11 +271,19 @@ def test_launch_joins_torchrun_and_ends_with_the_traceback(tmp_path: Path) -> No
     assert "ValueError: boom" in ended.stderr
 
 
-def test_no_rank_of_torchrun_begins_before_all_have_opened_their_connections() -> None:
-    store = dist.HashStore()
-    with pytest.raises(LaunchError, match=r"rank 0: another of 2 ranks ended while the process group was made: .*out"):
-        joining._await_all(store, 0, 2, timedelta(milliseconds=10))
-    joining._await_all(store, 1, 2, timedelta(seconds=60))
+def test_no_rank_of_torchrun_begins_before_all_have_opened_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, begun = dist.HashStore(), []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(joining, "_joins", itertools.repeat(0))
+    for rank, timeout_ms in enumerate((10, 60_000)):
+        place = iter([(store, rank, 2)])
+        monkeypatch.setattr(dist, "rendezvous", lambda *_, place=place, **__: place)
+        refused = pytest.raises(LaunchError, match="rank 0: another of 2 ranks ended while the process group was made")
+        joined = joining.joined_process_group(timeout=timedelta(milliseconds=timeout_ms))
+        with contextlib.nullcontext() if rank else refused, joined:
+            begun.append(rank)
+    assert begun == [1]
 
 
 WAITING_SCRIPT = """
