@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from gossip.communication.device_paths import Message, OnDevice, Pending, Tensors, post_point_to_point
+from gossip.communication.device_paths import Message, OnDevice, Tensors, post_point_to_point
 from gossip.communication.host.worker_threads import Job
 from gossip.communication.world import World
 from gossip.compression.conversation import Arrival, Conversation, Turns
 from gossip.errors import ExchangeError
 from gossip.exchange.distributed_transport import DistributedTransport, check_device, lost_exchange, peers_in
-from gossip.exchange.transport import Exchange, Transport
+from gossip.exchange.transport import Transport
 from topologies import Round, Topology
 
-_MAGIC = 0x676F73736970  # "gossip"
 _TAG = 0  # of all headers: between two ranks, messages of one tag arrive in the order in which they are sent
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 
 
 class Header(NamedTuple):
-    """The description of a message: seven integers on the wire."""
+    """The description of a message: six integers on the wire."""
 
     step: int
     bucket: int
@@ -33,12 +31,9 @@ class Header(NamedTuple):
     numel: int
     dtype: int
     digest: int
-    magic: int = _MAGIC
 
     def difference(self, source: int, found: Header) -> str | None:
         """Return in words how what rank ``source`` sent differs from what is expected; None if it does not."""
-        if found.magic != _MAGIC:
-            return f'rank {source} sent something other than a header; it does not use transport="debug"'
         if (found.step, found.bucket) != (self.step, self.bucket):
             return f"rank {source} sent bucket {found.bucket} of step {found.step}; one of the two ranks is out of step"
         if found.round_digest != self.round_digest:
@@ -76,19 +71,36 @@ class DebugTransport(Transport):
 
     def __init__(self, world: World, topology: Topology) -> None:
         self.world = world
-        self._messages = DistributedTransport(world, topology, sums_on_wire=False, shares_memory=False)
+        self.messages = DistributedTransport(world, topology, sums_on_wire=False, shares_memory=False)
         self._round: tuple[Round, int] | None = None
-        self._group = world.communicator(range(world.world_size), "debug headers")
+        self.group = world.communicator(range(world.world_size), "debug headers")
 
     def describe(self) -> str:
         assert self.world.membership is not None
         return f"backend {self.world.membership.backend_name}; debug: every round point-to-point, with headers; slow"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DebugExchange:
-        world, opening, device = self.world, conversation.opening, self.world.control_device
+        return DebugExchange(self, conversation, round_, step, bucket)
+
+    def digest_of(self, round_: Round) -> int:
+        """Return the digest of a round; that of the newest is kept."""
+        if self._round is None or self._round[0] is not round_:
+            self._round = round_, zlib.crc32(json.dumps(round_.to_dict(), sort_keys=True).encode())
+        return self._round[1]
+
+
+class DebugExchange:
+    """Messages that are announced but not yet sent, see :class:`gossip.Exchange`."""
+
+    def __init__(
+        self, transport: DebugTransport, conversation: Conversation, round_: Round, step: int, bucket: int
+    ) -> None:
+        self._transport, self._conversation, self._round = transport, conversation, round_
+        self._step, self._bucket, self._where = step, bucket, f"step {step}, bucket {bucket}"
+        world, opening = transport.world, conversation.opening
+        device, digest = world.control_device, transport.digest_of(round_)
         assert world.device_paths is not None
         check_device(world, opening, step, bucket)
-        where, digest = f"step {step}, bucket {bucket}", self._digest_of(round_)
 
         def header(message: torch.Tensor, checksum: int = 0) -> Header:
             return Header(step, bucket, digest, message.numel(), _DTYPES.index(message.dtype), checksum)
@@ -101,57 +113,35 @@ class DebugTransport(Transport):
             Message(source, torch.zeros(len(Header._fields), dtype=torch.int64, device=device), _TAG)
             for source in opening.receive_buffers
         ]
-
-        def announce(sent: Tensors, received: Tensors) -> Job:
-            works = post_point_to_point(self._group, _with(receives, received), _with(sends, sent))
-            world.progress_markers.note_exchange(where)
-            yield works
-
-        pending = world.device_paths.submit(
-            announce, [message.tensor for message in sends], [message.tensor for message in receives]
-        )
-        expected = {source: header(buffer) for source, buffer in opening.receive_buffers.items()}
-        verified = Conversation(_verified(conversation, receives, f"rank {world.rank}: {where}"))
-        begin = functools.partial(self._messages.start, verified, round_, step=step, bucket=bucket)
-        return DebugExchange(world, where, expected, sends, receives, pending, begin)
-
-    def _digest_of(self, round_: Round) -> int:
-        if self._round is None or self._round[0] is not round_:
-            self._round = round_, zlib.crc32(json.dumps(round_.to_dict(), sort_keys=True).encode())
-        return self._round[1]
-
-
-class DebugExchange:
-    """Messages that are announced but not yet sent, see :class:`gossip.Exchange`."""
-
-    def __init__(
-        self,
-        world: World,
-        where: str,
-        expected: Mapping[int, Header],
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        pending: Pending,
-        begin: Callable[[], Exchange],
-    ) -> None:
+        self._receives = receives
+        self._expected = {source: header(buffer) for source, buffer in opening.receive_buffers.items()}
         self.arrived_at: Mapping[int, float] = {}  # messages are sent only when they are awaited
         self.bytes_by_peer = {message.peer: message.tensor.nbytes for message in sends}
-        self._world, self._where, self._expected = world, where, expected
-        self._receives, self._pending, self._begin = receives, pending, begin
+
+        def announce(sent: Tensors, received: Tensors) -> Job:
+            works = post_point_to_point(transport.group, _with(receives, received), _with(sends, sent))
+            world.progress_markers.note_exchange(self._where)
+            yield works
+
+        self._pending = world.device_paths.submit(
+            announce, [message.tensor for message in sends], [message.tensor for message in receives]
+        )
 
     def wait(self) -> Arrival:
         self._await_headers()
+        where = f"rank {self._transport.world.rank}: {self._where}"
         for source, header, _ in self._receives:
             if (difference := self._expected[source].difference(source, Header(*header.tolist()))) is not None:
-                raise ExchangeError(f"rank {self._world.rank}: {self._where}: {difference}")
-        exchange = self._begin()
+                raise ExchangeError(f"{where}: {difference}")
+        verified = Conversation(_verified(self._conversation, self._receives, where))
+        exchange = self._transport.messages.start(verified, self._round, step=self._step, bucket=self._bucket)
         arrival = exchange.wait()
         for target, num_bytes in exchange.bytes_by_peer.items():
             self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + num_bytes
         return arrival
 
     def _await_headers(self) -> None:
-        world, sources, pending = self._world, tuple(self._expected), self._pending
+        world, sources, pending = self._transport.world, tuple(self._expected), self._pending
         failure = world.wait_for(
             OnDevice(pending, world.control_device),
             self._where,

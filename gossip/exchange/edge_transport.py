@@ -17,7 +17,6 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
-from gossip.elastic.connections.shared_payloads import SharedPayloads
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.late_messages import LateMessages
 from gossip.exchange.pair_averaging import PairAverager
@@ -46,26 +45,25 @@ class EdgeTransport(Transport):
         follows_up: bool,
         soft_deadline_s: float | None = None,
     ) -> None:
-        self._world = world
-        self._members = tuple(range(topology.world_size) if members is None else members)
-        self._place = self._members.index(world.member)
+        self.world = world
+        self.members = tuple(range(topology.world_size) if members is None else members)
+        self._place = self.members.index(world.member)
         self._finisher = Finisher(world) if follows_up else None
-        self._late = LateMessages(world, soft_deadline_s)
+        self.late_messages = LateMessages(world, soft_deadline_s)
+        # With a soft deadline steps must not wait for readers of shared memory either.
+        self.shared = world.shared if soft_deadline_s is None else None
 
     def describe(self) -> str:
-        return f"separate connections between {len(self._members)} ranks, which may be lost"
+        return f"separate connections between {len(self.members)} ranks, which may be lost"
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> EdgeExchange:
-        sources = round_.neighbours(self._place)
-        exchange = EdgeExchange(
-            self._world, self._members, conversation, sources, step, bucket, late=self._late, shared=self._shared
-        )
+        exchange = EdgeExchange(self, conversation, round_.neighbours(self._place), step, bucket)
         if self._finisher is not None:
             exchange.end = self._finisher.submit(exchange.finish)
         return exchange
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
-        shared = self._shared
+        shared = self.shared
         if shared is None or not message.is_cpu or message.nbytes < _MIN_SHARED_BYTES:
             return message
         return shared.take((bucket, "alike"), message, f"step {step}, bucket {bucket}")
@@ -74,54 +72,37 @@ class EdgeTransport(Transport):
         del round_
         near: dict[int, torch.Tensor] = {}
         for place, message in turn.sent.items():
-            if self._shared is not None and message.nbytes >= _MIN_SHARED_BYTES:
+            if self.shared is not None and message.nbytes >= _MIN_SHARED_BYTES:
                 if alike and device.type == "cpu":
                     return (message,)
-                if self._shared.reaches(self._members[place]):
+                if self.shared.reaches(self.members[place]):
                     near[id(message)] = torch.empty_like(message)
         _ = turn.receive_buffers
         return tuple(near.values())
 
     def held(self) -> list[torch.Tensor]:
-        return [] if self._shared is None else self._shared.written
-
-    @property
-    def _shared(self) -> SharedPayloads | None:
-        """Shared memory; None with a soft deadline, where steps must not wait for its readers either."""
-        return self._world.shared if self._late.soft_deadline_s is None else None
+        return [] if self.shared is None else self.shared.written
 
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        return self._late.arrived(bucket, waits=waits)
+        return self.late_messages.arrived(bucket, waits=waits)
 
 
 class EdgeExchange:
     """Messages in flight between members of a generation, see :class:`gossip.Exchange`."""
 
     def __init__(
-        self,
-        world: ElasticWorld,
-        members: Sequence[int],
-        conversation: Conversation,
-        sources: Mapping[int, float],
-        step: int,
-        bucket: int,
-        *,
-        late: LateMessages,
-        shared: SharedPayloads | None,
+        self, transport: EdgeTransport, conversation: Conversation, sources: Mapping[int, float], step: int, bucket: int
     ) -> None:
         self.bytes_by_peer: dict[int, int] = {}
         self.arrived_at: dict[int, float] = {}
         self.dropped: set[int] = set()  # places whose messages were left out; complete after wait()
         self.delayed: set[int] = set()  # those of them whose messages are mixed in later
         self.end: Callable[[], None] | None = None  # waits for the thread that finishes it, if there is one
-        self._late, self._shared = late, shared
-        self._world = world
-        self._members = members
-        self._conversation = conversation
-        self._sources = sources
-        self._step, self._bucket = step, bucket
-        self._where = f"step {step}, bucket {bucket}"
-        num_loaded, _, _ = world.consensus.position
+        self._late, self._shared = transport.late_messages, transport.shared
+        self._world, self._members = transport.world, transport.members
+        self._conversation, self._sources = conversation, sources
+        self._step, self._bucket, self._where = step, bucket, f"step {step}, bucket {bucket}"
+        num_loaded, _, _ = self._world.consensus.position
         self._is_sent_at = num_loaded, step + 1, 0
         self._num_turns, self._number = 0, next_number()
         self._outgoing: list[tuple[int, Outgoing]] = []
@@ -130,7 +111,7 @@ class EdgeExchange:
         self._send(self._opening)
         alike = max((message.nbytes for message in self._opening.sent.values()), default=0)
         for place in sources:
-            world.mesh.expect(members[place], self._key(), alike)
+            self._world.mesh.expect(self._members[place], self._key(), alike)
 
     def finish(self) -> None:
         """Wait for the messages, and carry the exchange to its end."""
@@ -237,20 +218,16 @@ class EdgeExchange:
 
     def _await_sent(self, ends_at: float | None) -> None:
         """Wait until the sent messages are no longer read, because their memory is reused for the next exchange."""
-        if ends_at is not None:
-            with self._world.mesh.changed:
-                self._world.mesh.changed.wait_for(
-                    lambda: all(frame.has_ended for _, frame in self._outgoing), max(0.0, ends_at - time.monotonic())
-                )
-            for _, frame in self._outgoing:
-                frame.copy()
-            self._outgoing = []
-            return
 
         def unsent() -> list[int]:
             return [member for member, frame in self._outgoing if not frame.has_ended]
 
-        self._world.wait_until(lambda: not unsent(), unsent, f"{self._where}: sending")
+        def may_go_on() -> bool:
+            return not unsent() or (ends_at is not None and time.monotonic() >= ends_at)
+
+        self._world.wait_until(may_go_on, unsent, f"{self._where}: sending", looks_again_at=ends_at)
+        for _, frame in self._outgoing if ends_at is not None else ():
+            frame.copy()  # it may still be unsent
         self._outgoing = []
 
 

@@ -35,13 +35,13 @@ class PairTransport(Transport):
     ) -> None:
         self.averager = averager
         self._world = world
-        self._members = tuple(range(topology.world_size) if members is None else members)
-        self._place = self._members.index(world.member)
-        self._max_staleness = max_staleness
+        self.members = tuple(range(topology.world_size) if members is None else members)
+        self._place = self.members.index(world.member)
+        self.max_staleness = max_staleness
         self._messages: dict[int, torch.Tensor] = {}
 
     def describe(self) -> str:
-        return f"averages of two of {len(self._members)} ranks at a time, none of which waits for another's step"
+        return f"averages of two of {len(self.members)} ranks at a time, none of which waits for another's step"
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         del step
@@ -60,11 +60,11 @@ class PairTransport(Transport):
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> PairExchange:
         _ = conversation.opening  # makes the message
         place = next(iter(round_.peers(self._place)), None)
-        partner = None if place is None else self._members[place]
+        partner = None if place is None else self.members[place]
         num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
         self._world.tell_of_step()
         self.averager.num_steps = step + 1
-        exchange = PairExchange(self.averager, bucket, step, self._max_staleness, self._members)
+        exchange = PairExchange(self, step, bucket)
         if num_bytes and partner is not None:
             exchange.count(partner, num_bytes)
         return exchange
@@ -85,13 +85,11 @@ class PairTransport(Transport):
 class PairExchange:
     """What averages add to a bucket in a step, see :class:`gossip.Exchange`."""
 
-    def __init__(
-        self, averager: PairAverager, bucket: int, step: int, max_staleness: int, members: Sequence[int]
-    ) -> None:
+    def __init__(self, transport: PairTransport, step: int, bucket: int) -> None:
         self.bytes_by_peer: dict[int, int] = {}
-        self._members = members
         self.arrived_at: dict[int, float] = {}
-        self._averager, self._bucket, self._step, self._max_staleness = averager, bucket, step, max_staleness
+        self._averager, self._members = transport.averager, transport.members
+        self._bucket, self._step, self._latest_step = bucket, step, step + 1 - transport.max_staleness
 
     def count(self, member: int, num_bytes: int) -> None:
         """Count what was sent to a member, if it still is one."""
@@ -100,7 +98,7 @@ class PairExchange:
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + num_bytes
 
     def wait(self) -> Arrival:
-        self._averager.wait(self._bucket, self._step + 1 - self._max_staleness)
+        self._averager.wait(self._bucket, self._latest_step)
         for member, num_bytes in self._averager.answered(self._bucket).items():
             self.count(member, num_bytes)
         added = self._averager.take(self._bucket, self._step + 1)
