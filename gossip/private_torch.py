@@ -285,68 +285,57 @@ Failed = Callable[[str, RuntimeError], Exception | None]
 """Returns what is raised in place of an error in what the text says, or None."""
 
 
-class _Guarded:
-    """A collective operation of ``fully_shard`` with other errors."""
+class _Replaced:
+    """A collective operation of ``fully_shard`` that a function takes part in, given ``detail``."""
 
-    def __init__(self, call: Any, what: str, failed: Failed) -> None:
-        self.call, self._what, self._failed = call, what, failed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.call(*args, **kwargs)
-        except RuntimeError as error:
-            found = self._failed(self._what, error)
-            if found is None:
-                raise
-            raise found from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["call"], name)
-
-
-def guard_collectives(module: nn.Module, failed: Failed | None) -> None:
-    """Raise what ``failed`` returns in place of errors in gathering and reducing; with None as before. Local."""
-    for group in _fsdp_groups(module):
-        for name, what in (
-            ("_all_gather_comm", "gathering parameters"),
-            ("_reduce_scatter_comm", "reducing gradients"),
-        ):
-            call = getattr(group, name)
-            if isinstance(call, _Guarded):
-                call = call.call
-            setattr(group, name, call if failed is None else _Guarded(call, what, failed))
-
-
-class _Carried:
-    """A collective operation of ``fully_shard`` that is carried out by a function."""
-
-    def __init__(self, default: Any, function: Callable[..., None], num_ranks: int) -> None:
-        self.default, self._function, self._num_ranks = default, function, num_ranks
+    def __init__(self, default: Any, function: Callable[..., Any], detail: Any) -> None:
+        self.default, self._function, self._detail = default, function, detail
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["default"], name)
 
 
-class _Gathering(_Carried):
+class _Guarded(_Replaced):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.default(*args, **kwargs)
+        except RuntimeError as error:
+            found = self._function(self._detail, error)
+            if found is None:
+                raise
+            raise found from error
+
+
+class _Gathering(_Replaced):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        if group.size() != self._num_ranks:  # of layers that are only resharded to a part of the ranks
+        if group.size() != self._detail:  # of layers that are only resharded to a part of the ranks
             return self.default(output_tensor, input_tensor, group, async_op)
-        return self._function(output_tensor.view(self._num_ranks, -1))
+        return self._function(output_tensor.view(self._detail, -1))
 
 
-class _Summing(_Carried):
+class _Summing(_Replaced):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         divides = op == dist.ReduceOp.AVG
         if not (divides or op == dist.ReduceOp.SUM):
             return self.default(output_tensor, input_tensor, group, op, async_op)
-        self._function(input_tensor.view(self._num_ranks, -1), output_tensor)
-        return output_tensor.div_(self._num_ranks) if divides else output_tensor
+        self._function(input_tensor.view(self._detail, -1), output_tensor)
+        return output_tensor.div_(self._detail) if divides else output_tensor
 
 
-def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, num_ranks: int) -> None:
-    """Let ``fully_shard`` gather by a function that fills in the rows of the other ranks; with None as before. Local.
+_COLLECTIVES = {"_all_gather_comm": "gathering parameters", "_reduce_scatter_comm": "reducing gradients"}
+
+
+def guard_collectives(module: nn.Module, failed: Failed) -> None:
+    """Raise what ``failed`` returns in place of errors in gathering and reducing. Local."""
+    for group in _fsdp_groups(module):
+        for name, what in _COLLECTIVES.items():
+            setattr(group, name, _Guarded(getattr(group, name), failed, what))
+
+
+def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None], num_ranks: int) -> None:
+    """Let ``fully_shard`` gather by a function that fills in the rows of the other ranks. Local.
 
     The function gets all rows, [ranks, numel], of which this rank's is filled in. A gathering that the user has set is
     left alone.
@@ -354,8 +343,8 @@ def gather_by(module: nn.Module, gather: Callable[[torch.Tensor], None] | None, 
     _carry(module, "_all_gather_comm", _Gathering, gather, num_ranks)
 
 
-def sum_by(module: nn.Module, add_up: Callable[[torch.Tensor, torch.Tensor], None] | None, num_ranks: int) -> None:
-    """Let ``fully_shard`` sum and average gradients by a function; with None as before. Local.
+def sum_by(module: nn.Module, add_up: Callable[[torch.Tensor, torch.Tensor], None], num_ranks: int) -> None:
+    """Let ``fully_shard`` sum and average gradients by a function. Local.
 
     The function gets a row for each rank, [ranks, numel], and puts the sum of this rank's rows into its second
     argument, [numel]. A reduction that the user has set is left alone.
@@ -363,15 +352,19 @@ def sum_by(module: nn.Module, add_up: Callable[[torch.Tensor, torch.Tensor], Non
     _carry(module, "_reduce_scatter_comm", _Summing, add_up, num_ranks)
 
 
-def _carry(
-    module: nn.Module, name: str, kind: type[_Carried], function: Callable[..., None] | None, num_ranks: int
-) -> None:
+def _carry(module: nn.Module, name: str, kind: type[_Replaced], function: Callable[..., None], num_ranks: int) -> None:
     for group in _fsdp_groups(module):
         present = getattr(group, name)
-        if function is None and isinstance(present, kind):
-            setattr(group, name, present.default)
-        elif function is not None and type(present).__name__ in ("DefaultAllGather", "DefaultReduceScatter"):
+        if type(present).__name__ in ("DefaultAllGather", "DefaultReduceScatter"):
             setattr(group, name, kind(present, function, num_ranks))
+
+
+def restore_collectives(module: nn.Module) -> None:
+    """Undo :func:`guard_collectives`, :func:`gather_by` and :func:`sum_by`. Local."""
+    for group in _fsdp_groups(module):
+        for name in _COLLECTIVES:
+            while isinstance(present := getattr(group, name), _Replaced):
+                setattr(group, name, present.default)
 
 
 def call_gradient_hooks(parameter: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from gossip.private_torch import (
     gather_by,
     guard_collectives,
     mirror_module,
+    restore_collectives,
     sum_by,
 )
 from gossip.sharding.local_group import PartitionedGroup, Steps
@@ -166,9 +167,7 @@ class FSDPGroup(PartitionedGroup):
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._handles:
-            guard_collectives(self.module, None)
-            gather_by(self.module, None, self.world.world_size)
-            sum_by(self.module, None, self.world.world_size)
+            restore_collectives(self.module)
         self.replica.close()
         super().close()
 
@@ -212,7 +211,7 @@ def watch_collectives(module: nn.Module, world: World, where: Callable[[], str])
     """Bound the waits of a sharded module's collectives by the world's time-out, and name who lets them fail. Local.
 
     torch's own time-out is half an hour, and its errors name addresses. ``where`` returns the step, in words.
-    ``guard_collectives(module, None)`` ends it, but for the time-out.
+    ``restore_collectives(module)`` ends it, but for the time-out.
     """
     if world.is_alone:
         return

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gossip import ExchangeError, GossipDataParallel, GossipError, World
-from gossip.private_torch import guard_collectives
+from gossip.private_torch import restore_collectives
 from gossip.sharding.fsdp_group import watch_collectives
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def raise_in_a_collective() -> tuple[str, bool]:
     with pytest.raises(RuntimeError) as caught:
         module.unshard()
     assert not isinstance(caught.value, GossipError)
-    guard_collectives(module, None)
+    restore_collectives(module)
     world.close()
     return str(caught.value), group._all_gather_comm is failing
 
