@@ -155,12 +155,6 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         What encodes the messages.
     topology : Topology
         The topology in use.
-    rank, world_size, step : int
-        This process's rank, the number of ranks, and the number of steps made.
-    world : World
-        The ranks that train.
-    grad_norm : float or None
-        The Euclidean norm of this rank's gradients in the newest step, before clipping.
 
     Notes
     -----
@@ -298,11 +292,13 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     @property
     def grad_norm(self) -> float | None:
         """The Euclidean norm of this rank's gradients in the newest step, before clipping; None if it had none."""
-        return self._live().gradient_norm()
+        meter = self._live().last_meter
+        return None if meter is None else meter.gradient_norm()
 
     def stats(self) -> StepStats | None:
         """Return what the newest step cost on this rank; None before the first. Local."""
-        return self._live().stats()
+        engine = self._live()
+        return None if engine.last_meter is None else engine.last_meter.stats(engine.step - 1)
 
     def memory(self) -> MemoryUse:
         """Return what this rank holds between steps, now and in training, by purpose; ``print`` shows a table. Local.
@@ -439,11 +435,10 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
             Too few ranks would remain, or ``on_peer_loss`` is "raise".
         """
         self._live().check_between_steps()
-        if not self._world.changes:
+        if self._generations is None:
             raise GossipError(
                 'leave() needs ranks that continue without this one; pass on_peer_loss="continue" to GossipDataParallel'
             )
-        assert self._generations is not None
         self._generations.leave()
         self.close()
 

@@ -93,7 +93,7 @@ def save(
     def operate(replicas: Replicas) -> Path:
         while begun:  # the remaining ranks repeat it without one that was lost
             begun.pop().cancel()
-            replicas.kept.save_under_way = None
+            replicas.kept.wait_for_written = None
         return _save(replicas, Path(folder), keep, parts, begun if background else None)
 
     return collectively(model, operate)
@@ -138,7 +138,7 @@ def _save(
                     complete=complete,
                 )
                 in_background.append(save)
-                replicas.kept.save_under_way = save
+                replicas.kept.wait_for_written = save.wait
                 return layout_on_disk.step_folder(path, step)
             written = run_on_all_ranks(
                 replicas, f"saving step {step}", lambda: _write_ranks(path, step, _states(replicas, shared))

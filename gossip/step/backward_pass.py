@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,12 +49,14 @@ class BackwardPass:
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        def call() -> None:
-            on_end()
-
+        call = partial(on_end)
         self._call = weakref.ref(call)  # autograd holds the only lasting reference
         at_end_of_backward(call)
-        self.began_at, self._thread, self._range = time.perf_counter(), threading.get_ident(), fast_range(_RANGE)
+        self.began_at, self._thread, self._range = (
+            time.perf_counter(),
+            threading.get_ident(),
+            fast_range("gossip::backward"),
+        )
         self._range.__enter__()
 
     @property
@@ -74,7 +77,6 @@ class BackwardPass:
         return time.perf_counter() - self.began_at
 
 
-_RANGE = "gossip::backward"
 DEAD_BACKWARD = (
     "was ended by an exception when some buckets had been updated and sent and others had not, so this rank cannot "
     "continue; start again from a checkpoint. If the exception concerned an in-place modification: of several "

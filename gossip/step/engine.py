@@ -19,7 +19,7 @@ from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
 from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
-from gossip.measuring.step_stats import Meter, StepStats
+from gossip.measuring.step_stats import Meter
 from gossip.optimizers.bucket_optimizer import state_to_come
 from gossip.optimizers.closures import Closure
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
@@ -87,7 +87,7 @@ class StepEngine(HealthChecks, ABC):
         self._bucket_cap_bytes = bucket_cap_bytes
         self._optimizer_steps = False  # while True, optimizer.step() is called by the engine
         self._progress = StepProgress(buckets)
-        self.last_meter: Meter | None = None
+        self.last_meter: Meter | None = None  # of the newest step
         self._num_bad_steps = 0
         self._has_warned = False
         self.optimizer_step_calls = OptimizerStepCalls(
@@ -325,10 +325,6 @@ class StepEngine(HealthChecks, ABC):
 
     # ------------------------------------------------------------------ between steps
 
-    def stats(self) -> StepStats | None:
-        """Return the cost of the newest step; None before the first. Waits for the device."""
-        return None if self.last_meter is None else self.last_meter.stats(self.step - 1)
-
     def memory(self, *, keeps_gradients: bool) -> MemoryUse:
         """Return what this rank holds between steps, now and in training; ``keeps_gradients``: these too."""
         exchanges, optimizers = self.exchanges, self.updater.optimizers
@@ -352,10 +348,6 @@ class StepEngine(HealthChecks, ABC):
             },
             1 if exchanges.transport is None else exchanges.transport.num_buffers,
         )
-
-    def gradient_norm(self) -> float | None:
-        """Return the gradient norm of the newest step, before clipping. Waits for the device."""
-        return None if self.last_meter is None else self.last_meter.gradient_norm()
 
     def weights(self) -> dict[str, float]:
         """Return the weight of this rank's values of each parameter in a mean over ranks; 1 if not named."""

@@ -157,11 +157,7 @@ def refuse_if_read(bucket: Any, where: str) -> None:
 def _lowest_common_module(bucket: Any, users: Users | None) -> str:
     if users is None or not isinstance(bucket, Bucket):
         return ""
-    readers: set[str] = set()
-    for parameter in bucket.parameters:
-        readers |= users.get(id(parameter), {""})
-    if not readers:
-        return ""
+    readers = set[str]().union(*(users.get(id(parameter), {""}) for parameter in bucket.parameters))
     return os.path.commonpath([f"/{name.replace('.', '/')}" for name in readers]).strip("/").replace("/", ".")
 
 

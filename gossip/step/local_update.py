@@ -176,10 +176,8 @@ class Updater:
             self._has_overflowed = True
             return True
         if scale is not None:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(1.0 / float(scale))
+            for gradient in _gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
+                gradient.mul_(1.0 / float(scale))
         return False
 
     def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
@@ -199,10 +197,8 @@ class Updater:
 
     def clip_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip all gradients to this norm; the norm before."""
-        held = [parameter for parameter in self._parameters if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in held if parameter.grad is not None], norm_type)
-        norm = self._group.norm(norm, norm_type)
-        clip_grads_with_norm_(held, max_norm, norm)
+        norm = self._group.norm(get_total_norm(_gradients(self._parameters), norm_type), norm_type)
+        _clip_(self._parameters, max_norm, norm)
         return norm
 
     def _is_finite(self, norm: torch.Tensor, gradients: Sequence[torch.Tensor], where: str, meter: Meter) -> bool:

@@ -292,13 +292,10 @@ def prepare_algorithm(
     what, encoding = f"algorithm {algorithm.describe()}", f"compression {compression.describe()}"
     algorithm.requires.check(topology, algorithm.describe())
     algorithm.check_optimizers(optimizers)
-    has_own = algorithm.compression is not None and not isinstance(compression, Uncompressed)
-    refuse_any(
-        {
-            f"{what} encodes its messages itself, and cannot be combined with {encoding}; "
-            "choose compression=None": has_own
-        }
-    )
+    if algorithm.compression is not None and not isinstance(compression, Uncompressed):
+        raise ValueError(
+            f"{what} encodes its messages itself, and cannot be combined with {encoding}; choose compression=None"
+        )
     compression.check(algorithm.schedule(topology))
     is_doubly = topology.stochasticity == "doubly"
     reader, with_closure = _reader(optimizers), [type(each).__name__ for each in optimizers if requires_closure(each)]

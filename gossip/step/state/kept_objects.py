@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -31,32 +31,25 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
     return is_one and all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-class SaveUnderWay(Protocol):
-    """A checkpoint that is being written while training continues."""
-
-    def wait(self) -> None:
-        """Wait until it is complete; a CheckpointError says why it never will be."""
-
-
 class KeptObjects(dict[str, Stateful]):
     """The objects that a model keeps, by name.
 
     Attributes
     ----------
-    save_under_way : SaveUnderWay or None
-        The checkpoint that is being written in the background.
+    wait_for_written : callable or None
+        Waits until the checkpoint is complete that is written in the background.
     given : GivenObjects or None
         What the rank keeps whose state this one has taken, until this rank makes its first step.
     """
 
     given: GivenObjects | None = None
-    save_under_way: SaveUnderWay | None = None
+    wait_for_written: Callable[[], None] | None = None
 
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is written in the background; a CheckpointError says that it failed. Local."""
-        under_way, self.save_under_way = self.save_under_way, None
-        if under_way is not None:
-            under_way.wait()
+        wait, self.wait_for_written = self.wait_for_written, None
+        if wait is not None:
+            wait()
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Keep these objects, too."""
