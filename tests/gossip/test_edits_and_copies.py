@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 
 import pytest
 import torch
 from ranks import run_ranks
-from replicas import assert_equal_states
+from replicas import SGD, TINY_BUCKETS, assert_equal_states
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
 ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
 
 

@@ -10,14 +10,12 @@ import weakref
 import pytest
 import torch
 from ranks import run_ranks
+from replicas import SGD, TINY_BUCKETS
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossip import GossipDataParallel, GossipError
 from topologies import build
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
 
 
 def make_module() -> nn.Sequential:
@@ -38,6 +36,11 @@ def batch(step: int = 0) -> torch.Tensor:
         ({"topology": 3}, TypeError, "topology must be a name or a topologies.Topology, got int"),
         ({"topology": build("ring", 4)}, ValueError, "is for 4 ranks, but there are 1"),
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be a positive number of MiB, got 0"),
+        ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm must be a positive norm, got nan"),
+        ({"clip_grad_norm": True}, TypeError, "clip_grad_norm must be a norm, got True"),
+        ({"clip": "all"}, ValueError, """clip must be "global" or "bucket", got 'all'"""),
+        ({"clip_grad_norm": 1.0, "step_in_backward": False}, ValueError, r"call model\.clip_grad_norm_"),
+        ({"buffers": "mean"}, ValueError, """buffers must be "local" or "average", got 'mean'"""),
         ({"optimizer": 3}, TypeError, "several in a tuple, or a factory"),
         (
             {"device_ids": [0], "static_graph": True},

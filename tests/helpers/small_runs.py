@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,20 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 def make_module() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+class Branches(nn.Module):
+    """Four layers; the caller says which ones run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        for part in chosen:
+            x = torch.tanh(self.parts[part](x))
+        return x
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

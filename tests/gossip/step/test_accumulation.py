@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from listening import logged
-from small_runs import MODES, TINY_BUCKETS, assert_same, finish
+from replicas import SGD
+from small_runs import MODES, TINY_BUCKETS, Branches, assert_same, batch, finish, make_module
 from torch import nn
 
 from gossip import GossipDataParallel
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
 
 
 def wrap(module: nn.Module, mode: str) -> GossipDataParallel:
@@ -32,7 +25,7 @@ def wrap(module: nn.Module, mode: str) -> GossipDataParallel:
 def test_pipeline_schedule_runs_backwards_in_any_order(mode: str, order: tuple[int, ...]) -> None:
     module = make_module()
     plain, model = copy.deepcopy(module), wrap(module, mode)
-    batches = torch.randn(3, 5, 4, dtype=torch.float64)
+    batches = [batch(0, step) for step in range(3)]
     for each in batches:
         plain(each).square().mean().backward()
     SGD(plain.parameters()).step()
@@ -48,24 +41,12 @@ def test_pipeline_schedule_runs_backwards_in_any_order(mode: str, order: tuple[i
     assert_same(model, plain, 1e-12)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
-        for part in chosen:
-            x = torch.tanh(self.parts[part](x))
-        return x
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_from_no_sync_alone_are_applied_and_nothing_leaks(mode: str) -> None:
     """A part that is used only in the first micro-batch, and parts that are used in some steps only."""
     plain, model = Branches(), wrap(Branches(), mode)
     optimizer = SGD(plain.parameters())
-    x = torch.ones(2, 4, dtype=torch.float64)
+    x = batch(0, 0)
     for first, last in [((0,), (1,)), ((2, 1), (2,)), ((1,), (0, 2)), ((0, 1), (0,))]:
         for module in (plain, model):
             with model.no_sync():
@@ -83,7 +64,7 @@ def test_gradients_from_no_sync_alone_are_applied_and_nothing_leaks(mode: str) -
 
 def backward(model: GossipDataParallel, times: int = 1) -> None:
     for _ in range(times):
-        model(torch.ones(3, 4, dtype=torch.float64)).square().mean().backward()
+        model(batch(0, 0)).square().mean().backward()
 
 
 def accumulate_as_plain_ddp_allows(model: GossipDataParallel) -> None:
@@ -113,7 +94,7 @@ def accumulate_under_no_sync(model: GossipDataParallel) -> None:
 
 
 def gradients_of(model: GossipDataParallel) -> list[torch.Tensor]:
-    loss = model(torch.ones(3, 4, dtype=torch.float64)).square().mean()
+    loss = model(batch(0, 0)).square().mean()
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
@@ -151,7 +132,7 @@ def clip_what_was_accumulated(model: GossipDataParallel) -> None:
 def write_after_backward(model: GossipDataParallel) -> None:
     for _ in range(2):
         backward(model)
-        model.module[0].weight.grad = torch.ones(6, 4, dtype=torch.float64)
+        model.module[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)
         model.optimizer.step()
 
 
@@ -219,11 +200,11 @@ def test_an_optimizer_that_was_stepped_in_turn_is_not_blamed() -> None:
         backward(model)
         for optimizer in model.optimizer:
             optimizer.step()
-        model.module[0].weight.grad = torch.ones(6, 4, dtype=torch.float64)  # which the next backward pass adds to
+        model.module[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)  # which the next backward pass adds to
         backward(model)
         for optimizer in model.optimizer:
             optimizer.step()
 
     module = make_module()
-    model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[3].parameters())))
+    model = GossipDataParallel(module, (SGD(module[0].parameters()), SGD(module[2].parameters())))
     assert warnings_of(loop, model) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import threading
@@ -108,50 +107,6 @@ def test_checkpointed_model_makes_one_step(use_reentrant: bool, as_a_whole: bool
 
 
 # ------------------------------------------------------------------ what goes wrong
-
-
-class FailingTail(nn.Module):
-    """The second layer's backward passes; then an exception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.fails = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        if self.fails:
-            hidden.register_hook(self.fail)
-        return self.second(hidden)
-
-    def fail(self, _: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("going_on", ["idle_step", "global_avg"])
-def test_backward_that_died_after_a_send_ends_training(going_on: str) -> None:
-    model = wrap(FailingTail())
-    with pytest.raises(ZeroDivisionError):
-        model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(GossipError, match="backward pass of step 0 was ended by an exception"):
-        getattr(model, going_on)()
-
-
-def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
-    module = FailingTail()
-    start = copy.deepcopy(module.state_dict())
-    model = GossipDataParallel(module, SGD)  # one bucket: it waits for the first layer
-    with pytest.raises(ZeroDivisionError):
-        model(torch.ones(1, 3)).sum().backward()
-    module.fails = False
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.step == 1
-    plain = FailingTail()
-    plain.load_state_dict(start)
-    plain.fails = False
-    plain(torch.ones(1, 3)).sum().backward()
-    SGD(plain.parameters()).step()
-    assert_same(model, plain)
 
 
 class CountingInItself(torch.optim.SGD):

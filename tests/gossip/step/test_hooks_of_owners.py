@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import NormalisedNet
+from replicas import SGD, NormalisedNet
 from small_runs import finish
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CAPS = (1 / 2**20, 100 / 2**20, 25)  # MiB, from a bucket for each parameter to one for all
 MODES: dict[str, dict[str, Any]] = {
     "in backward": {},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -12,7 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small_runs import MODES, assert_rows, batch, flat, in_every_mode, loss_of, make_module, rows_after, train, wrap
+from small_runs import (
+    MODES,
+    Branches,
+    assert_rows,
+    batch,
+    flat,
+    in_every_mode,
+    loss_of,
+    make_module,
+    rows_after,
+    train,
+    wrap,
+)
 from torch import nn
 
 from gossip import ExchangeError, GossipDataParallel, GossipError, launch
@@ -107,20 +118,6 @@ def test_edits_and_global_averages_between_steps_are_trained_on() -> None:
 
 
 # ------------------------------------------------------------------ parts that are not always used
-
-
-class Branches(nn.Module):
-    """Four layers; the caller says which ones run, in which order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
-
-    def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-        for part in chosen:
-            x = torch.tanh(self.parts[part](x))
-        return x
 
 
 def late_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:

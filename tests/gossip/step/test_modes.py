@@ -11,26 +11,17 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import finish, flat, gradient_at
+from small_runs import MODES, SGD, TOPOLOGY, assert_rows, flat, rows_after, train, wrap
 from torch import nn
 
 from gossip import AdaptThenCombine, AdaptWhileCommunicating, GossipDataParallel, launch
-from topologies import build
+from topologies import Round, Topology, build
 
 NUM_STEPS = 8
 WORLD_SIZE = 3
-LR = 0.1
-TOPOLOGY = "one_peer_exponential"
-TINY_BUCKETS = 200 / 2**20
 ALGORITHMS = {
     "while, gamma": functools.partial(AdaptWhileCommunicating, 0.5),
     "then, gamma by round": functools.partial(AdaptThenCombine, lambda t: 1 / (1 + t)),
-}
-MODES = {
-    "in backward": {},
-    "clip global": {"clip_grad_norm": math.inf},
-    "clip bucket": {"clip_grad_norm": math.inf, "clip": "bucket"},
-    "outside": {"step_in_backward": False},
 }
 
 
@@ -65,61 +56,35 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(torch.randn(3, 2, 5, generator=generator, dtype=torch.float64), step).square().mean()
 
 
-def train(model: GossipDataParallel) -> np.ndarray:
-    for step in range(NUM_STEPS):
-        loss_of(model, model.rank, step).backward()
-        finish(model)
-    model.state_dict()  # adapt-then-combine is awaited before it
-    return flat(model)
-
-
-def train_in_every_mode(algorithm: str) -> list[np.ndarray]:
+def train_in_every_mode(name: str) -> None:
+    """x <- (1 - gamma) x + gamma W x before or after u, as rounds of their own."""
+    rounds, gamma = [], ALGORITHMS[name]().gamma
+    for t in range(NUM_STEPS):
+        factor = gamma(t) if callable(gamma) else gamma
+        matrix = build(TOPOLOGY, WORLD_SIZE).round(t).matrix()
+        rounds.append(Round.from_matrix((1 - factor) * np.eye(WORLD_SIZE) + factor * matrix))
+    dense = {"make": make_module, "loss": loss_of, "topology": Topology.from_rounds(rounds)}
+    wanted = rows_after(range(NUM_STEPS), WORLD_SIZE, combines_first=name.startswith("then"), **dense)
     results = []
-    for mode in MODES.values():
-        optimizer, chosen = functools.partial(torch.optim.SGD, lr=LR), ALGORITHMS[algorithm]()
-        with GossipDataParallel(
-            make_module(), optimizer, TOPOLOGY, algorithm=chosen, bucket_cap_mb=TINY_BUCKETS, **mode
-        ) as model:
-            results.append(train(model))
-    return results
-
-
-def expected(algorithm: str) -> np.ndarray:
-    """The recursion, densely: x <- (1 - gamma) x + gamma W x before or after u."""
-    module, topology = make_module(), build(TOPOLOGY, WORLD_SIZE)
-    factor = ALGORITHMS[algorithm]().gamma
-
-    def mix(t: int, x: np.ndarray) -> np.ndarray:
-        gamma = factor(t) if callable(factor) else factor
-        return (1 - gamma) * x + gamma * (topology.round(t).matrix() @ x)
-
-    x = np.tile(flat(module), (WORLD_SIZE, 1))
-    for step in range(NUM_STEPS):
-        update = -LR * np.stack([gradient_at(module, x[rank], loss_of, rank, step) for rank in range(WORLD_SIZE)])
-        combined_first = x if step == 0 else mix(step - 1, x)
-        x = mix(step, x + update) if algorithm.startswith("then") else combined_first + update
-    return x
+    for mode in (*MODES.values(), {"clip_grad_norm": math.inf, "clip": "bucket"}):
+        with wrap(make_module(), algorithm=ALGORITHMS[name](), **mode) as model:
+            train(model, range(NUM_STEPS), loss_of)
+            model.state_dict()  # adapt-then-combine is awaited before it
+            assert_rows(model, wanted)
+            results.append(flat(model))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_mode_equals_the_recursion_with_the_same_bits(algorithm: str) -> None:
-    wanted = expected(algorithm)
-    for results, row in zip(run_ranks(train_in_every_mode, algorithm, world_size=WORLD_SIZE), wanted, strict=True):
-        np.testing.assert_allclose(results[0], row, rtol=0, atol=1e-11 * np.abs(wanted).max())
-        for other in results[1:]:
-            np.testing.assert_array_equal(other, results[0])
+    run_ranks(train_in_every_mode, algorithm, world_size=WORLD_SIZE)
 
 
 def forward_waits() -> dict[str, list[int]]:
     """Which buckets each module of the model awaits, once a training forward has been seen."""
     module = make_module()
-    model = GossipDataParallel(
-        module,
-        functools.partial(torch.optim.SGD, lr=LR),
-        "ring",
-        algorithm="adapt_then_combine",
-        bucket_cap_mb=1 / 2**20,
-    )
+    model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine", bucket_cap_mb=1 / 2**20)
     loss_of(model, model.rank, 0).backward()
     awaited: dict[str, list[int]] = {}
     for name, part in module.named_modules():
@@ -154,8 +119,7 @@ class ReadLate(nn.Module):
 
 def read_before_combined() -> str:
     module = ReadLate()
-    optimizer = functools.partial(torch.optim.SGD, lr=LR)
-    model = GossipDataParallel(module, optimizer, "ring", algorithm="adapt_then_combine")
+    model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine")
     for step in range(4):
         module.peeks = step == 2
         with pytest.raises(Exception, match="was read before") if step == 2 else contextlib.nullcontext() as caught:
@@ -171,9 +135,7 @@ def test_parameter_read_before_it_is_combined_is_refused_by_name() -> None:
 
 
 def test_zero_grad_waits_for_nobody() -> None:
-    with GossipDataParallel(
-        nn.Linear(2, 1), functools.partial(torch.optim.SGD, lr=0.1), "ring", algorithm="atc"
-    ) as model:
+    with GossipDataParallel(nn.Linear(2, 1), SGD, "ring", algorithm="atc") as model:
         with model.no_sync():
             model(torch.ones(1, 2)).sum().backward()
         with mock.patch.object(model._engine, "combine_if_due", side_effect=AssertionError("it waits")):

@@ -1,8 +1,7 @@
-"""Forward passes in other threads: a monitor, an actor that plays while the learner's backward pass runs."""
+"""Forward passes in other threads: a monitor, an actor that plays while the learner's backward pass runs, or dies."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY_BUCKETS, finish
+from replicas import SGD
+from small_runs import TINY_BUCKETS, assert_same, finish
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 NUM_STEPS = 3
 MODES: dict[str, dict[str, Any]] = {
     "in backward": {},
@@ -126,16 +125,38 @@ def divide_by_zero() -> None:
     raise ZeroDivisionError
 
 
-def test_backward_that_died_is_noticed_by_any_thread() -> None:
+GOING_ON: dict[str, Callable[[GossipDataParallel], object]] = {
+    "forward": lambda model: model(batch(0)),
+    "forward elsewhere": lambda model: in_another_thread(lambda: model(batch(0))),
+    "idle_step": lambda model: model.idle_step(),
+    "global_avg": lambda model: model.global_avg(),
+}
+
+
+@pytest.mark.parametrize("going_on", GOING_ON.values(), ids=GOING_ON)
+def test_backward_that_died_after_a_send_ends_training(going_on: Callable[[GossipDataParallel], object]) -> None:
     module = Meanwhile()
     module.meanwhile = divide_by_zero
     model = wrap(module)
     with pytest.raises(ZeroDivisionError):
         in_another_thread(lambda: model(batch(0)).sum().backward())
-    with pytest.raises(GossipError, match="the backward pass of step 0 was ended by an exception"):
-        model(batch(0))
-    with pytest.raises(GossipError, match="the backward pass of step 0 was ended by an exception"):
-        in_another_thread(lambda: model(batch(0)))
+    for _ in range(2):
+        with pytest.raises(GossipError, match="the backward pass of step 0 was ended by an exception"):
+            going_on(model)
+
+
+def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
+    module, plain = Meanwhile(), Meanwhile()
+    module.meanwhile = divide_by_zero
+    model = GossipDataParallel(module, SGD)  # one bucket: it waits for the first layer
+    with pytest.raises(ZeroDivisionError):
+        model(batch(0)).sum().backward()
+    module.meanwhile = int
+    for each in (model, plain):
+        each(batch(0)).sum().backward()
+    SGD(plain.parameters()).step()
+    assert model.step == 1
+    assert_same(model, plain)
 
 
 def combine_in_another_thread() -> None:
