@@ -43,13 +43,7 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the console command: its first argument names the application, which reads the others.
-
-    Returns
-    -------
-    int
-        The exit status, as of :func:`run`.
-    """
+    """Run the console command: its first argument names the application, which reads the others."""
     name = sys.argv[1] if len(sys.argv) > 1 else FLAGS[0]
     if name in FLAGS:
         rows = [f"  gossip {application}  {what}" for application, what in APPLICATIONS.items()]
@@ -70,17 +64,9 @@ def main() -> int:
 
 
 def run(name: str) -> int:
-    """Run an application with the other arguments of the command line.
+    """Run one of :data:`APPLICATIONS` with the other arguments of the command line.
 
-    Parameters
-    ----------
-    name : str
-        Of :data:`APPLICATIONS`.
-
-    Returns
-    -------
-    int
-        The exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
+    Returns the exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
     """
     try:
         missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import platform
 import sysconfig
@@ -22,12 +23,8 @@ VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
 _CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
 
 # Tests, generated tables rather than hand-written code, and packages missing from some supported Python versions.
-_LEFT_OUT_FOLDERS = frozenset(
-    (
-        *("test", "tests", "idlelib", "encodings", "pydoc_data", "distutils", "ensurepip", "lib2to3"),
-        *("__pycache__", "site-packages", "dist-packages", "lib-dynload"),
-    )
-)
+_LEFT_OUT = ("test", "tests", "idlelib", "encodings", "pydoc_data", "distutils", "ensurepip", "lib2to3")
+_NO_PART_OF_IT = ("__pycache__", "site-packages", "dist-packages", "lib-dynload")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +58,8 @@ class Data:
 def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     """Scikit-learn's handwritten digits: 1,797 images, inputs [N, 1, 8, 8], ten classes.
 
-    Parameters
-    ----------
-    test_fraction : float
-        The fraction that is held out, between 0 and 1, stratified by class.
-    split_seed : int
-        The seed that selects the held-out images; independent of the training seed.
+    ``test_fraction`` of them, between 0 and 1, are held out, stratified by class. ``split_seed``, which is independent
+    of the training seed, selects them.
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
     1998.
@@ -92,39 +85,20 @@ def stdlib_text(
     into pieces of ``context_length + 1`` characters that overlap by one; a remainder that does not fill a piece is
     discarded. Tests, tables (encodings, pydoc_data) and packages that newer versions of Python dropped are excluded.
 
-    Parameters
-    ----------
-    context_length : int
-        The number of characters per sample.
-    max_bytes : int
-        The total size of both splits; the default gives about 14,000 training samples.
-    test_fraction : float
-        The fraction of the bytes that is held out, between 0 and 1.
-    split_seed : int
-        The seed that selects the modules to read and those to hold out.
+    ``max_bytes`` is the total size of both splits, of which ``test_fraction``, between 0 and 1, is held out; the
+    default gives about 14,000 training samples. A ValueError says that a split would be empty.
 
-    Returns
-    -------
-    Data
-        The vocabulary is :data:`VOCABULARY`, independent of the content of the files. ``train_labels`` numbers the
-        modules of the training split in the order of their names, so that neighbouring labels belong to modules of the
-        same package. The text depends on the Python version, which ``notes`` states.
-
-    Raises
-    ------
-    ValueError
-        An argument is out of range, or a split would be empty.
+    The vocabulary is :data:`VOCABULARY`, independent of the content of the files. ``train_labels`` numbers the modules
+    of the training split in the order of their names, so that neighbouring labels belong to modules of the same
+    package. The text depends on the Python version, which ``notes`` states.
     """
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         # _sysconfigdata* and config-* depend on the machine on which Python was built.
-        subfolders[:] = [
-            name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
-        ]
-        sources += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
+        left_out = {*_LEFT_OUT, *_NO_PART_OF_IT, *fnmatch.filter(subfolders, "config-*")}
+        subfolders[:] = [name for name in subfolders if name not in left_out]
+        sources += [Path(folder, name) for name in fnmatch.filter(names, "*.py") if "_sysconfigdata" not in name]
     if not sources:
         raise FileNotFoundError(f"{root} has no source file: this Python was installed without them; use data=digits")
     notes = f"standard library of Python {platform.python_version()}"
@@ -195,12 +169,9 @@ def _text_data(
 def cifar10(folder: str | Path) -> Data:
     """CIFAR-10 in its published binary format, read from ``folder``: inputs [N, 3, 32, 32], ten classes.
 
-    Parameters
-    ----------
-    folder : str or Path
-        The folder that holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, either directly or in a
-        sub-folder cifar-10-batches-bin. A record is one byte for the class and 3,072 bytes for the pixels: the red,
-        green and blue channels, each in row-major order.
+    The folder holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, either directly or in a sub-folder
+    cifar-10-batches-bin. A record is one byte for the class and 3,072 bytes for the pixels: the red, green and blue
+    channels, each in row-major order.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -279,11 +250,9 @@ def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes
     """Read the files up to ``max_bytes`` in total; the last one is truncated."""
     texts = []
     for path in paths:
-        if max_bytes <= 0:
-            break
-        content = path.read_bytes()[:max_bytes]
-        max_bytes -= len(content)
-        texts.append((path, content))
+        if max_bytes > 0:
+            texts.append((path, path.read_bytes()[:max_bytes]))
+            max_bytes -= len(texts[-1][1])
     return texts
 
 

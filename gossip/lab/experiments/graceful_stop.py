@@ -56,10 +56,8 @@ class GracefulStop:
     store : Store or None
         A key-value store with a key prefix that is reserved for this purpose, the same on all ranks; None for a single
         rank.
-    rank : int
-        The rank of this process.
-    ranks : callable
-        Returns the present ranks; ranks that have been lost in the meantime are not waited for.
+    rank, ranks
+        The rank of this process, and a function that returns the present ranks: lost ones are not waited for.
     bound_steps : int
         The number of steps that this rank is committed to from the start: it must make the first step of this run.
     saves : bool
@@ -69,8 +67,6 @@ class GracefulStop:
     grace_s : float
         The time limit in seconds, counted from the signal.
 
-    Notes
-    -----
     A context manager for the main thread of every rank, which calls :meth:`goes_on` after each step. Once that has
     returned False, ``signal_number`` is that of the signal, which is None until then.
     """

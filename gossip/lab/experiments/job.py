@@ -61,16 +61,11 @@ def run_job(
     again : bool
         Whether the run starts afresh in the folder of an attempt that left no checkpoint.
     on_failure : callable
-        Called after the failure of a run that had begun to train, or was about to, has been recorded; on one rank only,
-        the first to fail. Returns the text to print last, for a rank that is terminated without returning to the
-        caller.
+        Called once the failure of a run that had begun to train, or was about to, has been recorded, on the first rank
+        to fail. Returns the text to print last, for a rank that is terminated without returning to the caller.
 
-    Raises
-    ------
-    ConfigurationError
-        The configuration cannot be run; no worker was started, and a new run leaves no files.
-    LaunchError
-        The port is in use, or a worker failed.
+    Raises a ConfigurationError if the configuration cannot be run, before any worker is started, and a new run then
+    leaves no files; a LaunchError if the port is in use, or a worker failed.
     """
     started_at = time.perf_counter()
     world = World(DEFAULT_TIMEOUT)

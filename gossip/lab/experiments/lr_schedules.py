@@ -31,19 +31,12 @@ def cosine(
 
     Parameters
     ----------
-    optimizer : Optimizer
-        The optimizer whose learning rate is scheduled.
     total_steps : int
         The number of steps of the whole run.
     warmup_fraction : float
         The fraction of the run, between 0 and 1, in which the learning rate rises linearly from 0.
     final_fraction : float
         The final learning rate as a fraction of the optimizer's, between 0 and 1.
-
-    Raises
-    ------
-    ValueError
-        A fraction is out of range.
 
     Source: I. Loshchilov and F. Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, equation 5,
     without restarts.

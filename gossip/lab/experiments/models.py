@@ -90,12 +90,8 @@ class CharTransformer(nn.Module):
     ----------
     input_shape : sequence of int
         (context_length,), the length of the longest input; ``num_classes`` is the size of the vocabulary.
-    width : int
-        The width of the residual stream; a multiple of ``num_heads``.
-    depth : int
-        The number of blocks.
-    num_heads : int
-        The number of attention heads.
+    width, depth, num_heads : int
+        The width of the residual stream, a multiple of ``num_heads``, and the number of blocks.
     dropout : float
         The dropout probability, applied to the embedding and to the output of each residual branch.
     tied_head : bool

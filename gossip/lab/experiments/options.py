@@ -25,20 +25,9 @@ _OF_HYDRA = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
 def check_options(place: str, target: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Refuse options that ``target`` does not have, and values that do not match its type hints. Local.
 
-    Parameters
-    ----------
-    place : str
-        The dotted key of the options in the configuration.
-    target : callable
-        The function or class whose parameters the options are. A parameter without a type hint, or with one that is
-        not plain data, accepts any value.
-    options : mapping
-        The options as plain data; a value from which hydra builds an object is not checked.
-
-    Raises
-    ------
-    ConfigurationError
-        An option is refused. The message names the option, its value and what is allowed.
+    A parameter without a type hint, or with one that is not plain data, accepts any value; a value from which hydra
+    builds an object is not checked. The ConfigurationError names the option below the key ``place``, its value and what
+    is allowed.
     """
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -40,10 +40,8 @@ def partition(
     ----------
     labels : array of int, [N]
         The class (or source) of each sample, as a CPU tensor or an array.
-    world_size : int
-        The number of ranks.
-    scheme : str
-        The partition scheme: ``"iid"``, ``"by_class"`` or ``"dirichlet"``.
+    world_size, scheme
+        The number of ranks, and the name of the scheme.
     alpha : float, optional
         The concentration of the Dirichlet distribution, positive, 0.5 by default; for ``"dirichlet"`` only.
     shards_per_rank : int, optional
@@ -51,10 +49,7 @@ def partition(
     seed : int
         The seed of the random assignment.
 
-    Returns
-    -------
-    tuple of ndarray, int64
-        The sample indices of each rank, in ascending order.
+    Returns the sample indices of each rank, int64, in ascending order.
 
     Source: B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
     2017; M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019. T.-M. H. Hsu

@@ -17,15 +17,8 @@ class JsonlWriter:
     """Appends records to a file, one JSON object per line, and flushes each to the operating system.
 
     JSON has neither NaN nor infinity: such a number is written as ``null``, so that the key still shows that it was
-    measured. A context manager.
-
-    Parameters
-    ----------
-    path : str or Path
-        The file; an existing one is appended to, and missing folders are created.
-    step : float
-        The first step that is written. Records of an earlier attempt from there on, and an incomplete last line that it
-        left, are removed when the file is opened.
+    measured. A context manager. An existing file is appended to, without the records that an earlier attempt left from
+    ``step`` on, which is the first one to be written; missing folders are created.
 
     Examples
     --------
@@ -61,14 +54,8 @@ class JsonlWriter:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a file that :class:`JsonlWriter` wrote, in order.
 
-    A last line without a newline is ignored: the run is still writing it, or was killed while writing it.
-
-    Raises
-    ------
-    FileNotFoundError
-        The file does not exist.
-    ValueError
-        A complete line is not a JSON object; the message names file and line.
+    A last line without a newline is ignored: the run is still writing it, or was killed while writing it. A ValueError
+    names file and line of a complete line that is not a JSON object.
     """
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
@@ -97,14 +84,8 @@ def cut_jsonl(path: str | Path, step: float) -> None:
 
 
 def without_non_finite(value: Any) -> Any:
-    """Return ``value`` with None in place of every NaN and infinity, which JSON cannot represent."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_non_finite(item) for item in value]
-    return value
+    """Return plain data with None in place of every NaN and infinity, which JSON cannot represent."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def leaves(content: Mapping[str, Any], above: str = "", *, separator: str = ".") -> Iterator[tuple[str, Any]]:

@@ -48,10 +48,7 @@ class State(enum.Enum):
 
 
 def restarter(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the launcher ("torchrun" or "SLURM") that restarted this run after a failed attempt.
-
-    None in a first attempt.
-    """
+    """Return the launcher ("torchrun" or "SLURM") that restarted this run after an attempt that failed, or None."""
     for name, variable in _RESTARTS.items():
         count = environment.get(variable, "0")
         if count.isdecimal() and int(count) > 0:
@@ -128,19 +125,9 @@ def continued_configuration(
 ) -> dict[str, Any]:
     """Return the configuration of the run in ``folder``, with the present values of what may change. Local.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder of the run.
-    asked, defaults : mapping
-        The configuration that the command line would give a new run, and the one without any overrides.
-    keys : iterable of str
-        The dotted keys and config groups that the command line sets.
-
-    Raises
-    ------
-    ConfigurationError
-        The command line describes a different run; the message names every key that differs, with both values.
+    ``asked`` is the configuration that the command line would give a new run, ``defaults`` the one without overrides,
+    and ``keys`` are the dotted keys and config groups that the command line sets. If it describes a different run, a
+    ConfigurationError names every key that differs, with both values.
     """
     config = saved_configuration(folder)
     check_imports(config, asked, str(folder / run_folder.CONFIG_FILE))

@@ -136,22 +136,10 @@ def draw(name: str, records: Records, path: Path, changes: Sequence[Mapping[str,
     """Draw one of :data:`FIGURES`; lines are means over the ranks, bands span the lowest to the highest rank.
 
     A value that is null (not finite) on all ranks is a gap. With more than 120 recorded steps, each rank's curve is
-    averaged over windows of records, as the legend notes.
+    averaged over windows of records, as the legend notes. Each of the ``changes`` of membership is marked at the "step"
+    from which it applies, with the difference of the "members" from then on to those "before".
 
-    Parameters
-    ----------
-    name : str
-    records : sequence over ranks of sequences of mappings
-    path : Path
-        The file to write.
-    changes : sequence of mapping
-        Changes of membership, each marked at its step: the "step" from which it applies, the "members" from then on and
-        the members "before".
-
-    Returns
-    -------
-    bool
-        Whether the records hold anything that the figure shows; else nothing is written.
+    Returns whether the records hold anything that the figure shows; else nothing is written.
     """
     found = [
         (panel, {key: curve for key in panel.curves if (curve := _curve(records, key))}) for panel in FIGURES[name]

@@ -39,8 +39,6 @@ _PACKAGES = (
     "safetensors",
     "matplotlib",
 )
-
-
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -59,12 +57,8 @@ def lock(folder: Path) -> Iterator[None]:
 
     The lock is a kernel lock (``flock``) on a file that names this process. The kernel releases it when its owner
     ends, however that happens; a lock file left behind by a killed run locks nothing. No other process inherits the
-    lock, because the workers of ``launch`` are spawned.
-
-    Raises
-    ------
-    FolderError
-        A run in progress, which the message names, holds the lock; or the folder cannot be written.
+    lock, because the workers of ``launch`` are spawned. A FolderError names the run in progress that holds it, or says
+    that the folder cannot be written.
     """
     path = folder / LOCK_FILE
     with _writing(folder):
@@ -166,14 +160,11 @@ def update_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """Read the overrides that the user set; empty if they were not recorded."""
+    """Read the overrides that the user set."""
     from omegaconf import OmegaConf
 
-    path = folder / OVERRIDES_FILE
-    if not path.exists():
-        return []
-    overrides = OmegaConf.to_container(OmegaConf.load(path))  # as written, interpolations unresolved
-    return [str(override) for override in overrides] if isinstance(overrides, list) else []
+    overrides: Any = OmegaConf.to_container(OmegaConf.load(folder / OVERRIDES_FILE))  # interpolations unresolved
+    return list(map(str, overrides))
 
 
 def changed_versions(folder: Path) -> list[str]:
@@ -183,10 +174,7 @@ def changed_versions(folder: Path) -> list[str]:
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
-    """Write the summary of a failed run unless another rank has done so: the first failure is the root cause.
-
-    Returns whether this process has written the summary.
-    """
+    """Write the summary of a failed run, and return whether this rank is the first: its failure is the cause."""
     try:
         with (folder / SUMMARY_FILE).open("x", encoding="utf-8") as file:
             json.dump(summary, file, indent=2)

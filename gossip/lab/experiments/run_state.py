@@ -23,10 +23,8 @@ class RunState:
 
     Attributes
     ----------
-    scheduler : LRScheduler
-        The learning-rate scheduler.
-    step : int
-        The number of completed steps.
+    scheduler, step
+        The learning-rate scheduler, and the number of completed steps.
     elastic_shards : ElasticShards or None
         The samples that this rank trains on, where ranks may be lost and may join; otherwise None.
     position : int

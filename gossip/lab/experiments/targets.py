@@ -50,22 +50,9 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
 def check_targets(key: str, section: Mapping[str, Any], trusted: Sequence[str]) -> None:
     """Refuse every ``_target_`` in a config section that is neither allowed there nor trusted. Local.
 
-    Nothing is called, and nothing imported whose name is not allowed or trusted. Interpolations, which hydra would
-    resolve further, are refused.
-
-    Parameters
-    ----------
-    key : str
-        The name of the section.
-    section : mapping
-        Its resolved content as plain data.
-    trusted : sequence of str
-        Further packages, modules, classes and functions that may be named.
-
-    Raises
-    ------
-    ConfigurationError
-        A target is refused. The message names the target, its place, what is allowed there and how to trust it.
+    Nothing is called, and nothing imported whose name is not allowed or trusted: ``trusted`` are packages, modules,
+    classes and functions. Interpolations, which hydra would resolve further, are refused. The ConfigurationError names
+    the target, its place, what is allowed there and how to trust it.
     """
     for place, value in _leaves(section, key):
         if place.endswith(f".{TARGET}"):
@@ -100,21 +87,9 @@ def _check(place: str, name: Any, allowed: Sequence[_Package], trusted: Sequence
 
 
 def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str) -> None:
-    """Refuse modules that a resumed run would import and that the present command does not name as well. Local.
+    """Refuse modules that a resumed run, whose ``config`` is saved in ``path``, would import. Local.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration saved in the folder of the run.
-    asked : mapping
-        The configuration that results from the present command.
-    path : str
-        The file that holds ``config``, for the error message.
-
-    Raises
-    ------
-    ConfigurationError
-        A module in ``imports`` of ``config`` is in neither ``imports`` nor ``trusted_targets`` of the command.
+    Those in ``imports`` or ``trusted_targets`` of the configuration that the present command asks for may be.
     """
     trusted = trusted_names(asked)
     names = [str(name) for name in config.get("imports") or ()]

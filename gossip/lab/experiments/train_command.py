@@ -39,20 +39,10 @@ INTERRUPTED = 130
 
 
 def main(config_folder: Path, config_name: str) -> int:
-    """Run the command that ``sys.argv`` describes.
+    """Run the command that ``sys.argv`` describes, with a primary config of the folder, an absolute path.
 
-    Parameters
-    ----------
-    config_folder : Path
-        The absolute path of the folder of config files.
-    config_name : str
-        The name of the primary config in that folder.
-
-    Returns
-    -------
-    int
-        The exit status: 0 for success, 1 if a run failed, 2 if the request cannot be run, 130 after Ctrl-C. SIGTERM
-        raises ``SystemExit(143)`` and SIGUSR1 ``SystemExit(138)``, after a checkpoint if checkpoints are enabled.
+    Returns the exit status: 0 for success, 1 if a run failed, 2 if the request cannot be run, 130 after Ctrl-C. SIGTERM
+    raises ``SystemExit(143)`` and SIGUSR1 ``SystemExit(138)``, after a checkpoint if checkpoints are enabled.
     """
     if set(FLAGS).intersection(sys.argv[1:]):
         try:

@@ -44,23 +44,11 @@ def train_experiment(
 ) -> dict[str, Any]:
     """Train the replicas of this process: the replica of its rank, or those of all ranks. Collective.
 
-    Writes their records and, on rank 0, the averaged model to ``folder``.
+    Writes their records and, on rank 0, the averaged model to ``folder``, which must exist. ``last_words`` is as in
+    :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
 
-    Parameters
-    ----------
-    experiment : Experiment
-        The experiment to train.
-    folder : Path
-        The folder of the run; it must exist.
-    last_words : callable
-        Returns the last output of a rank that a signal terminates during a blocking call: see
-        :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
-
-    Returns
-    -------
-    dict
-        The summary of the run, the same on every rank. Its ``wall_time_s`` covers only the time before the run was
-        resumed. If checkpoints are enabled and a signal ended the run, only ``signal``, the number of that signal.
+    Returns the summary of the run, the same on every rank, with the ``wall_time_s`` before the run was resumed; or, if
+    checkpoints are enabled and a signal ended the run, only ``signal``, the number of that signal.
     """
     settings, shards = experiment.settings, experiment.shards
     rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -163,6 +163,12 @@ def shard_parts(module: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=mesh)
 
 
+def bytes_of_all_reduce(parameters: Iterable[torch.Tensor], world_size: int) -> int:
+    """Return how much one rank sends in a ring all-reduce of the gradients: 2 (n - 1) / n times their bytes."""
+    gradient_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return round(2 * (world_size - 1) / world_size * gradient_bytes)
+
+
 class GossipMethod(Method):
     """Gossip with :class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
 
@@ -224,12 +230,8 @@ class AllReduceMethod(Method):
     """All-reduce with torch's DistributedDataParallel: gradients are averaged, so the replicas stay equal.
 
     Buffers (batch norm's running statistics) are broadcast from rank 0 at the beginning of each forward pass and
-    diverge during it, so that averaging the replicas only needs to average the buffers.
-
-    Notes
-    -----
-    The exposed wait is the time from the moment when the last gradient bucket is ready on this rank to the end of the
-    backward pass. A ring all-reduce sends 2 (n - 1) / n times the bytes of the gradients.
+    diverge during it, so that averaging the replicas only needs to average the buffers. The exposed wait is the time
+    from the moment when the last gradient bucket is ready on this rank to the end of the backward pass.
     """
 
     def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
@@ -243,8 +245,7 @@ class AllReduceMethod(Method):
         self._model.register_comm_hook(group, lambda group, bucket: self._all_reduce(group, bucket))
         self.module = module
         self.optimizer = experiment.make_optimizer(list(module.named_parameters()))
-        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        self._bytes_per_step = round(2 * (world.world_size - 1) / world.world_size * gradient_bytes)
+        self._bytes_per_step = bytes_of_all_reduce(module.parameters(), world.world_size)
         self._max_norm = experiment.wrapper_options["clip_grad_norm"]
         self._ready_at, self._step = 0.0, 0
 
@@ -320,7 +321,7 @@ class AllReduceMethod(Method):
         if self._tracer is not None:
             ends: list[float] = []
             future.add_done_callback(lambda _: ends.append(time.perf_counter()))
-            bytes_sent = round(2 * (self.world.world_size - 1) / self.world.world_size * bucket.buffer().nbytes)
+            bytes_sent = bytes_of_all_reduce(bucket.parameters(), self.world.world_size)
             self._tracer.exchange_started(
                 TracedExchange(self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None)
             )

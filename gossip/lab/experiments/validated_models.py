@@ -38,21 +38,9 @@ class OneOf:
 def read(model: type[M], content: Mapping[str, Any], path: str = "", whole: str = "the configuration") -> M:
     """Return a section of a resolved configuration, or another document, as a model.
 
-    Parameters
-    ----------
-    model : type
-    content : mapping
-        Plain values, as in JSON.
-    path : str
-        The dotted key of the section, which the messages name; empty for a whole configuration.
-    whole : str
-        What the messages call that of which the path is a part.
-
-    Raises
-    ------
-    ConfigurationError
-        A value is missing, unknown, of the wrong type or out of range; the message is about the
-        first unknown key, or else the first such value.
+    ``content`` are plain values, as in JSON. Messages name them by ``path``, the dotted key of the section (empty for a
+    whole configuration), and call that of which it is a part ``whole``. A ConfigurationError is about the first unknown
+    key or else the first value that is missing, of the wrong type or out of range.
     """
     try:
         return model.model_validate_json(json.dumps(content))
@@ -69,13 +57,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key.
-
-    Raises
-    ------
-    ConfigurationError
-        The configuration has no such key.
-    """
+    """Return the value of a dotted key; a ConfigurationError says that there is none."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:

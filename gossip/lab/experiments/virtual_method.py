@@ -15,7 +15,7 @@ from gossip import VirtualWorkers, World
 from gossip.lab.experiments.evaluation import Evaluation, evaluate_replicas
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.records import TOGETHER_FILE
-from gossip.lab.experiments.training_methods import Method, without_exchange
+from gossip.lab.experiments.training_methods import Method, bytes_of_all_reduce, without_exchange
 from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_of_virtual_workers
 
 
@@ -71,13 +71,9 @@ class VirtualMethod(Method):
         assert stats is not None
         costs: dict[str, Any] = {"backward_s": backward_s, **asdict(stats)}
         if self._is_all_reduced:
-            costs["bytes_sent"] = self._bytes_of_all_reduce()
+            costs["bytes_sent"] = bytes_of_all_reduce(self.module.parameters(), len(self.ranks))
         del costs["step"]
         return costs
-
-    def _bytes_of_all_reduce(self) -> int:
-        gradient_bytes = sum(parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad)
-        return round(2 * (len(self.ranks) - 1) / len(self.ranks) * gradient_bytes)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
         """Evaluate all replicas in one batched forward pass per batch of samples."""

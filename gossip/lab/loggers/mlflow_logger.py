@@ -21,12 +21,8 @@ _STATUS = {"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 class MlflowLogger:
     """Logs to an MLflow run; a resumed run continues the same MLflow run, whose id is kept in the run folder.
 
-    Parameters
-    ----------
-    tracking_uri : str or None
-        The MLflow tracking URI; None selects the SQLite file ``mlflow.db`` in the run folder.
-    experiment : str
-        The name of the MLflow experiment, which is created if it does not exist.
+    A ``tracking_uri`` of None selects the SQLite file ``mlflow.db`` in the run folder. The MLflow ``experiment`` is
+    created if it does not exist.
     """
 
     libraries: tuple[str, ...] = (NAME, "sqlalchemy", "alembic")

@@ -30,13 +30,7 @@ class RecordStream:
 
     A step is returned once all ranks that trained have written its record. A rank whose record does not arrive is taken
     to be lost if later records of the others report fewer ranks (``num_ranks``); the mean is then that of the others.
-
-    Parameters
-    ----------
-    beginning : Beginning
-        The description of the run. Ranks that lack records of steps before its ``step`` are not waited for.
-    first_step : int
-        The first step to return.
+    Ranks that lack records of steps before the ``step`` of ``beginning`` are not waited for.
     """
 
     def __init__(self, beginning: Beginning, first_step: int) -> None:

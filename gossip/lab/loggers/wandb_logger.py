@@ -21,21 +21,9 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 class WandbLogger:
     """Logs to a W&B run; a resumed run continues the same W&B run, whose id is kept in the run folder.
 
-    There is no interactive login: offline mode needs none, and online mode without a login is refused at construction.
-
-    Parameters
-    ----------
-    mode : {"offline", "online"}
-        "offline" writes to ``wandb/`` in the run folder, for a later ``wandb sync``.
-    project : str
-        The W&B project.
-    entity : str or None
-        The team or user; None selects the default of the login.
-
-    Raises
-    ------
-    ConfigurationError
-        The mode is "online" and there is no login.
+    There is no interactive login: ``mode`` "offline", which writes to ``wandb/`` in the run folder for a later
+    ``wandb sync``, needs none, and "online" without a login is refused at construction. ``entity`` is the team or user;
+    None selects the default of the login.
     """
 
     libraries: tuple[str, ...] = (NAME,)
