@@ -308,6 +308,12 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
     def names(self, index: int) -> Sequence[str]:
         return self._buckets[index].names
 
+    def message_as_sent(self, index: int) -> torch.Tensor | None:
+        """Return this rank's message of a bucket that is in flight, which is not written before the next step."""
+        in_flight = self.in_flight[index]
+        rows = [] if in_flight is None else in_flight.sent.get(VALUES, [])
+        return rows[0] if rows else None
+
     # ------------------------------------------------------------------ memory
 
     def read_by_others(self) -> Sequence[object]:
@@ -372,7 +378,9 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         Late messages of earlier rounds have been combined before. Late messages of rounds in flight are awaited and
         belong to these: if the rounds are dropped, so are they, as on the peers.
         """
-        for index, in_flight in enumerate(self.in_flight):
+        # The largest first: beside its difference there is then only the message that it is read from.
+        for index in sorted(range(len(self.in_flight)), key=lambda index: -self._buckets[index].block.nbytes):
+            in_flight = self.in_flight[index]
             if in_flight is not None and self.transport is not None:
                 (difference,) = in_flight.differences()[VALUES]
                 for late in self.transport.late(index, waits=True):

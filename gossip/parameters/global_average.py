@@ -83,11 +83,16 @@ def _compare_buffers(module: nn.Module, world: World) -> None:
     )
 
 
-def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]:
-    """Copy parameters, buffers and extra states, and return a function that restores them exactly. Local."""
+def snapshot(
+    module: nn.Module, buckets: Sequence[Bucket], copy_of: Callable[[int], torch.Tensor | None]
+) -> Callable[[], None]:
+    """Copy parameters, buffers and extra states, and return a function that restores them exactly. Local.
+
+    ``copy_of`` returns memory that may already hold a bucket's values and is not written before they are restored.
+    """
     put_back_extra_states = snapshot_extra_states(module)
     with torch.no_grad():
-        blocks = [bucket.block.clone() for bucket in buckets]
+        blocks = [_kept(bucket.block, copy_of(bucket.index)) for bucket in buckets]
         buffers = [
             (own_buffers(owner), key, buffer, buffer.clone())
             for owner in module.modules()
@@ -107,6 +112,15 @@ def snapshot(module: nn.Module, buckets: Sequence[Bucket]) -> Callable[[], None]
         put_back_extra_states()
 
     return put_back
+
+
+def _kept(values: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    is_like = copy is not None and (copy.shape, copy.dtype, copy.device) == (values.shape, values.dtype, values.device)
+    return copy if copy is not None and is_like and bool(_bits(copy).equal(_bits(values))) else values.clone()
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().view(torch.uint8)  # -0.0 is equal to 0.0
 
 
 def consensus_distance(

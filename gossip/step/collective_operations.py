@@ -98,7 +98,7 @@ class CollectiveOperations:
             self._catch_up()
             engine.frozen.compare()
             if self._world.changes:  # then it may be repeated
-                before.callback(snapshot(self.module, self._buckets))
+                before.callback(snapshot(self.module, self._buckets, engine.exchanges.message_as_sent))
                 before.callback(engine.frozen.snapshot())
             self._average_()
 
@@ -114,7 +114,8 @@ class CollectiveOperations:
 
         Parameters, buffers and extra states of modules are restored exactly, and messages in flight stay in flight:
         training continues bit for bit as if no average had been taken. Needs memory for one copy of parameters and
-        buffers. No backward pass is allowed inside.
+        buffers; of those buckets none whose messages in flight are the values, as without compression. No backward
+        pass is allowed inside.
 
         Parameters
         ----------
@@ -138,7 +139,7 @@ class CollectiveOperations:
                 self._catch_up()
                 engine.frozen.compare()
                 before.callback(engine.group.changed)
-                before.callback(snapshot(self.module, self._buckets))
+                before.callback(snapshot(self.module, self._buckets, engine.exchanges.message_as_sent))
                 before.callback(engine.frozen.snapshot())
                 before.callback(evaluate(engine.updater.optimizers))
                 self._average_(is_put_back=True)

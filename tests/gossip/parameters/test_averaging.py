@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import unsupervised
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, gathered, rank_module, snapshot, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossip import ExchangeError, GossipDataParallel, GossipError, World
 from gossip.communication import staged_collectives
@@ -74,6 +76,42 @@ def train_and_look(look: bool) -> dict[str, torch.Tensor]:
 def test_averaged_restores_everything_and_training_goes_on_bit_for_bit() -> None:
     looked, unseen = run_ranks(train_and_look, True, world_size=5), run_ranks(train_and_look, False, world_size=5)
     assert_equal_states(looked, unseen)
+
+
+class Clones(TorchDispatchMode):
+    """Counts the copies that are made."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+def copies_in_averaged(compression: str | None, on_peer_loss: str) -> tuple[int, int]:
+    module = nn.Linear(300, 300, bias=False)
+    model = GossipDataParallel(module, SGD, "ring", compression=compression, on_peer_loss=on_peer_loss)
+    model(torch.ones(1, 300)).sum().backward()
+    before = module.weight.detach().clone()
+    with Clones() as clones, model.averaged():
+        pass
+    assert torch.equal(module.weight, before)
+    with torch.no_grad():
+        module.weight[0] = -module.weight[0]
+    before = module.weight.detach().clone()
+    with Clones() as of_changed, model.averaged():
+        pass
+    assert torch.equal(module.weight, before)
+    model.close()
+    return clones.num, of_changed.num
+
+
+@pytest.mark.parametrize("on_peer_loss", ["raise", "continue"])
+def test_averaged_copies_no_values_that_are_in_flight_as_they_are(on_peer_loss: str) -> None:
+    for unchanged, changed in run_ranks(copies_in_averaged, None, on_peer_loss, world_size=2):
+        assert unchanged == changed - 1
+    for unchanged, changed in run_ranks(copies_in_averaged, "int8", on_peer_loss, world_size=2):
+        assert unchanged == changed
 
 
 def check_no_training_inside_averaged() -> None:
