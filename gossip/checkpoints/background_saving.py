@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
+from gossip.checkpoints.replicas import Replicas
 from gossip.communication.host import daemon_threads
 from gossip.errors import CheckpointError, reason
-from gossip.private_torch import tree_leaves
 
 Files = dict[str, dict[str, Any]]
 """The records of files, by name."""
@@ -31,16 +29,13 @@ _PAUSE_S = 0.05
 class BackgroundSave:
     """The part of one process in such a checkpoint.
 
+    The model's ``timeout`` is how long process 0 waits for others whose files do not grow, and the end of the program
+    for this process.
+
     Parameters
     ----------
     folder : Path
         The folder of checkpoints.
-    step : int
-        The step of the checkpoint.
-    process, num_processes : int
-        The number of this process, and how many there are.
-    timeout : timedelta
-        How long process 0 waits for others whose files do not grow, and the end of the program for this process.
     lock : ExitStack
         Closed in the end.
     write : callable
@@ -51,33 +46,25 @@ class BackgroundSave:
 
     def __init__(
         self,
+        replicas: Replicas,
         folder: Path,
-        step: int,
-        process: int,
-        num_processes: int,
-        timeout: timedelta,
         *,
         lock: ExitStack,
         write: Callable[[], Files],
         complete: Callable[[Files], None],
     ) -> None:
-        self._folder, self._step = folder, step
-        self._process, self._num_processes, self._timeout = process, num_processes, timeout
+        self._folder, self._step = folder, replicas.step
+        self._process, self._num_processes = replicas.process, replicas.num_processes
+        self._timeout = replicas.timeout
         self._lock, self._write, self._complete = lock, write, complete
         self._is_cancelled = threading.Event()
         self._error: Exception | None = None
         self._thread = daemon_threads.start(
-            "gossip-save", self._run, end=lambda: None, failed=self._note_failure, patience=timeout
+            "gossip-save", self._run, end=lambda: None, failed=self._note_failure, patience=self._timeout
         )
 
     def wait(self) -> None:
-        """Wait until it is complete; in processes other than 0, until its part is.
-
-        Raises
-        ------
-        CheckpointError
-            It has failed.
-        """
+        """Wait until it is complete, in processes other than 0 until its part is; CheckpointError if it has failed."""
         self._thread.join()
         if self._error is not None:
             raise CheckpointError(
@@ -143,8 +130,3 @@ class BackgroundSave:
                 raise CheckpointError("it was given up")
         layout_on_disk.remove_notes(partial, self._num_processes)
         return files
-
-
-def num_bytes_of(state: Mapping[str, Any]) -> int:
-    """Return the size of all tensors of a state."""
-    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))

@@ -34,13 +34,11 @@ class FileRecord(NamedTuple):
 class HashingFile:
     """A new file under construction, written only sequentially.
 
-    The disk begins to take what has been written long before the end, and no page cache is left behind.
-
-    ``error`` is the first that writing raised: torch's own writer hides it behind one of its own. ``releases`` are
-    storages that are given up once they have been written, by the address of their end.
+    The disk begins to take what has been written long before the end, and no page cache is left behind. ``error`` is
+    the first that writing raised: torch's own writer hides it behind one of its own.
     """
 
-    def __init__(self, path: Path, releases: Mapping[int, torch.UntypedStorage] = MappingProxyType({})) -> None:
+    def __init__(self, path: Path, releases: Mapping[int, torch.UntypedStorage]) -> None:
         self._releases = releases
         self._written: torch.UntypedStorage | None = None
         self._path = path
@@ -101,6 +99,8 @@ def write_file(
 ) -> FileRecord:
     """Create ``path`` with what ``write`` writes, and flush it to disk. Local.
 
+    ``releases`` are storages that are given up once they have been written, by the address of their end.
+
     Raises OSError: the file exists or cannot be written; the error has its path. What has been written is left in
     place.
     """
@@ -128,19 +128,16 @@ def write_tensors(path: Path, content: Any, *, releases: bool = False) -> FileRe
         return write_file(path, lambda file: torch.save(content, cast(IO[bytes], file)), ends)
 
 
-def read_tensors(path: Path, record: FileRecord) -> Any:
+def read_tensors(path: Path, sha256: str) -> Any:
     """Return, on the CPU, what :func:`write_tensors` wrote. Local.
 
-    Nothing is unpickled before size and hash have been verified.
+    Nothing is unpickled before the hash has been verified.
 
-    Raises CheckpointError: the file is missing, differs from its record, or holds more than tensors and plain data.
+    Raises CheckpointError: the file is missing, has another SHA-256, or holds more than tensors and plain data.
     """
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.size:
-                raise CheckpointError(f"{path} has {size} bytes instead of {record.size}: it was truncated or replaced")
-            if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise CheckpointError(f"{path} is not what was written: its SHA-256 differs from the manifest's")
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)

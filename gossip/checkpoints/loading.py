@@ -261,7 +261,7 @@ def _has_same_ranks(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
 
 
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    state: dict[str, Any] = read_tensors(path / rank_file(rank), records(manifest)[rank])
+    state: dict[str, Any] = read_tensors(path / rank_file(rank), records(manifest)[rank].sha256)
     return state
 
 

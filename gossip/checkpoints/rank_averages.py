@@ -14,7 +14,7 @@ from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
 from gossip.communication.world import World
 from gossip.parameters import digests
 from gossip.parameters.buckets import is_mixable
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.sharding.local_group import LocalGroup
@@ -22,21 +22,13 @@ from gossip.step.engine import StepEngine
 
 
 class Mean(NamedTuple):
-    """The mean of one tensor over the ranks.
-
-    Attributes
-    ----------
-    name : str
-        The name of the tensor.
-    tensor : Tensor
-        This rank's, from which the mean has shape, dtype and the order of elements in memory.
-    chunks : iterator of Tensor
-        The mean, flat, in that order, up to 16 MiB at a time. Of what is not averaged, this rank's values. Collective.
-    """
+    """The mean of one tensor over the ranks."""
 
     name: str
     tensor: torch.Tensor
+    """This rank's, from which the mean has shape, dtype and the order of elements in memory."""
     chunks: Iterator[torch.Tensor]
+    """The mean, of what is not averaged this rank's values: flat, in that order, up to 16 MiB each. Collective."""
 
     def assemble(self, *, is_kept: bool) -> torch.Tensor | None:
         """Return the whole mean, on the CPU, or None unless it ``is_kept`` on this rank. Collective."""
@@ -79,7 +71,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
             if weight != 1.0:
                 wide.mul_(weight)
             with engine.fatal():
-                world.average_(torch.view_as_real(wide) if wide.is_complex() else wide, f"averaging {name!r}")
+                world.average_(as_real(wide), f"averaging {name!r}")
             yield wide.to(chunk.dtype)
 
     return (Mean(name, tensor, chunks(name, tensor)) for name, tensor in tensors.items())
@@ -105,12 +97,8 @@ def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
 def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) -> torch.Tensor | None:
     """Return the shards as one, without what pads them, on the group's first rank. Collective over the group.
 
-    Parameters
-    ----------
-    mean : Mean
-        Of this rank's shard, padded to the size of the first rank's; every rank of the group has its own.
-    dimension, length : int
-        The dimension along which the tensor is divided, and its length there.
+    Every rank has the ``mean`` of its own shard, padded to the size of the first rank's. The tensor is divided along
+    ``dimension``, where it has this ``length``.
     """
     num_shards, is_first = group.num_shards, group.rank == 0
     shape = mean.tensor.shape
@@ -129,14 +117,14 @@ def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) ->
 
 
 def _place_(rows: torch.Tensor, pieces: torch.Tensor, start: int, width: int) -> None:
-    """Write where they belong the pieces of all shards that begin at their element ``start``.
+    """Write consecutive elements of each shard, from ``start`` on, where they belong in the whole tensor.
 
     Parameters
     ----------
     rows : Tensor, [num_rows, num_shards * width or less]
-        The whole tensor, flattened before and after the dimension along which it is divided. Written in place.
+        The whole, flattened before and after the dimension along which it is divided, without room for padding.
     pieces : Tensor, [num_shards, numel]
-        Of each shard, which is flattened [num_rows, width], consecutive elements. Rows have no room for padding.
+        Of shards that are flattened [num_rows, width].
     """
     stop = start + pieces.shape[1]
     for row in range(start // width, -(-stop // width)):

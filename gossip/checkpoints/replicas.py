@@ -17,14 +17,10 @@ from gossip.step.state.kept_objects import KeptObjects
 
 
 class Replicas(ABC):
-    """The replicas that this process holds.
+    """The replicas that this process holds: those of the ``ranks``, of ``world_size`` in all processes.
 
     Attributes
     ----------
-    ranks : range
-        The ranks of these replicas.
-    world_size : int
-        The number of replicas in all processes.
     process, num_processes : int
         The number of this process, and how many there are; process 0 writes what all have in common.
     place, num_shards : int
@@ -126,14 +122,11 @@ def run_on_all_ranks(replicas: Replicas, what: str, action: Callable[[], Any]) -
     No process continues before all have finished or failed. So no rank is left waiting for one that has failed, and all
     remain in step.
 
+    The action is local, and returns something that JSON can represent, since only JSON is sent.
+
     Raises CheckpointError: the action failed on some rank; raised on every rank, with rank and reason. A rank whose own
     caller passed an invalid argument raises that ``TypeError`` or ``ValueError`` instead; ExchangeError: a rank did not
     take part in time, and the ranks are no longer in step.
-
-    Parameters
-    ----------
-    action : callable
-        Local; returns something that JSON can represent, since only JSON is sent.
     """
     answer, failure = None, None
     try:

@@ -13,7 +13,7 @@ import torch
 from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
-from gossip.checkpoints.background_saving import BackgroundSave, Files, num_bytes_of
+from gossip.checkpoints.background_saving import BackgroundSave, Files
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.replicas import Replicas, compare, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.trained_models import TrainedModel, collectively
@@ -21,6 +21,7 @@ from gossip.communication.host.available_memory import available_bytes
 from gossip.communication.liveness.process_liveness import own_process
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import copied, state_of, to_serializable
+from gossip.private_torch import tree_leaves
 from gossip.step.state.kept_objects import is_stateful
 from topologies.version import __version__
 
@@ -128,11 +129,8 @@ def _save(
             if in_background is not None:
                 states = _copies(replicas, shared)
                 save = BackgroundSave(
+                    replicas,
                     path,
-                    step,
-                    replicas.process,
-                    replicas.num_processes,
-                    replicas.timeout,
                     lock=lock.pop_all(),
                     write=lambda: _write_ranks(path, step, states, releases=True),
                     complete=complete,
@@ -193,7 +191,8 @@ def _copies(replicas: Replicas, shared: Mapping[str, Any]) -> list[tuple[int, di
     what = f"copying the state of step {replicas.step}"
 
     def measure() -> dict[str, Any]:
-        needed = sum(num_bytes_of(state) for _, state in _states(replicas, shared))
+        leaves = (leaf for _, state in _states(replicas, shared) for leaf in tree_leaves(state))
+        needed = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         return {"machine": own_process().machine, "needed": needed, "available": available_bytes()}
 
     measured = run_on_all_ranks(replicas, what, measure)

@@ -34,18 +34,10 @@ _OF_STACKS = ("params", "param_names")  # the entries of a group that depend on 
 
 
 class StackedOptimizer:
-    """One optimizer of virtual workers, as checkpoints see it.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        An optimizer over stacks, [k, *shape]; the stacks of one parameter are consecutive.
-    """
+    """An optimizer over stacks, [k, *shape], as checkpoints see it; the stacks of one parameter are consecutive."""
 
     def __init__(self, optimizer: Optimizer, shards: Sequence[Shard]) -> None:
-        self._optimizer = optimizer
-        self._shards = shards
-        self._num_shards = len(shards)
+        self._optimizer, self._shards, self._num_shards = optimizer, shards, len(shards)
 
     @property
     def groups(self) -> list[list[torch.Tensor]]:
@@ -125,9 +117,7 @@ class VirtualReplicas(Replicas):
     def __init__(self, workers: VirtualWorkers) -> None:
         self._workers = workers
         self.kept = workers._kept
-        self._shards = workers._shards
-        self._updater = workers._updater
-        self._exchanges = workers._exchanges
+        self._shards, self._updater, self._exchanges = workers._shards, workers._updater, workers._exchanges
         self.world_size = workers.world_size
         self.ranks = range(workers.world_size)
         self._optimizers = [StackedOptimizer(optimizer, self._shards) for optimizer in workers._optimizers]

@@ -34,11 +34,11 @@ class Bucket:
     index : int
         The bucket's place in the order in which all ranks launch their buckets.
     names : tuple of str
-        The names of the parameters.
+        The parameters' names.
     parameters : tuple of Parameter
-        The parameters. Their ``data`` lie in the block's memory, with their original strides. Each has a storage object
-        of its own, over its part alone, because code that saves or compares whole storages (``torch.save``,
-        safetensors, accelerate) would otherwise take the whole block for one tensor.
+        Their ``data`` lie in the block's memory, with their original strides. Each has a storage object of its own,
+        over its part alone, because code that saves or compares whole storages (``torch.save``, safetensors,
+        accelerate) would otherwise take the whole block for one tensor.
     block : Tensor, [numel]
         The values, padded with zeros so that every parameter starts at a multiple of 16 bytes.
     """
@@ -125,29 +125,14 @@ class Bucket:
         start, rows, steps = flat.storage_offset(), tuple(flat.shape[:-1]), flat.stride()[:-1]
         return [flat.as_strided(rows + shape, steps + stride, start + at) for shape, stride, at in self._slots]
 
-    def describe(self) -> str:
-        """Return dtype, device, size and names in one line."""
-        dtype = str(self.block.dtype).removeprefix("torch.")
-        return f"{dtype} {self.block.device.type} {self.block.numel()}: {' '.join(self.names)}"
-
 
 def make_buckets(
     parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int, first_index: int = 0
 ) -> tuple[Bucket, ...]:
-    """Move ``parameters`` into the blocks of buckets.
+    """Move floating point parameters that do not overlap in memory into the blocks of buckets, in launch order.
 
     Buckets are filled in reverse order of registration, which is about the order in which gradients arrive, separately
     per dtype and device. A parameter larger than ``cap_bytes`` gets a bucket of its own.
-
-    Parameters
-    ----------
-    parameters : iterable of (str, Parameter)
-        Floating point parameters that do not overlap in memory; the ``data`` of each is replaced.
-
-    Returns
-    -------
-    tuple of Bucket
-        The buckets, in launch order.
     """
     plan: list[list[tuple[str, nn.Parameter]]] = []
     last_position: list[int] = []
@@ -212,10 +197,7 @@ def is_mixable(parameter: torch.Tensor) -> bool:
 
 
 def check_unfrozen(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters that are to be exchanged from now on, but that cannot be mixed.
-
-    Raises GossipError: a parameter is refused; the text names it.
-    """
+    """Refuse, by GossipError, a parameter that is to be exchanged from now on, but that cannot be mixed."""
     for name, parameter in parameters.items():
         if not is_mixable(parameter):
             raise GossipError(

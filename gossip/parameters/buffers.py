@@ -20,18 +20,8 @@ from gossip.private_torch import names_of_transient_buffers
 class BufferBucket:
     """The float buffers of one device, copied into one flat block of float32 or float64 when it is sent or mixed.
 
-    Modules replace or write their buffers as they like, so the block is a copy and not the buffers' memory.
-
-    Attributes
-    ----------
-    index : int
-        The bucket's place in launch order, after all parameters.
-    names : tuple of str
-        The names of the buffers, which are looked up in the module each time.
-    block : Tensor, [numel]
-        The values.
-    parameters, places : tuple, frozenset
-        Empty.
+    Modules replace or write their buffers as they like, so the block, [numel], is a copy and not the buffers' memory,
+    and buffers are looked up by their names each time. In launch order these buckets come after all parameters.
     """
 
     index: int
@@ -55,7 +45,7 @@ class BufferBucket:
         """
         for name, part in zip(self.names, self.block.split(self._numels), strict=True):
             buffer = self._buffer(name, part)
-            part.copy_(_as_real(buffer).reshape(-1))
+            part.copy_(as_real(buffer).reshape(-1))
 
     def release(self) -> None:
         """Do nothing: the buffers are where they were."""
@@ -64,7 +54,7 @@ class BufferBucket:
     def written(self) -> None:
         """Copy the block's values into the buffers."""
         for name, part in zip(self.names, self.block.split(self._numels), strict=True):
-            buffer = _as_real(self._buffer(name, part))
+            buffer = as_real(self._buffer(name, part))
             buffer.copy_(part.view(buffer.shape))
 
     def _buffer(self, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -74,7 +64,7 @@ class BufferBucket:
                 f'buffer {name!r} is gone; buffers="average" exchanges those that existed when the module was '
                 "wrapped: keep them, or wrap the module again"
             )
-        values = _as_real(buffer)
+        values = as_real(buffer)
         if values.numel() != part.numel() or accumulation_dtype(values.dtype) != part.dtype:
             raise GossipError(
                 f"buffer {name!r} is now {buffer.dtype} {list(buffer.shape)}, unlike when the module was "
@@ -87,7 +77,7 @@ def make_buffer_buckets(module: nn.Module, first_index: int) -> tuple[BufferBuck
     """Make one bucket per device and accumulation dtype of the float and complex buffers of ``module``."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
     for name, buffer in named_buffers(module):
-        values = _as_real(buffer)
+        values = as_real(buffer)
         if is_averaged(buffer) and values.numel():
             kind = (accumulation_dtype(values.dtype), values.device)
             kinds.setdefault(kind, []).append((name, values.numel()))
@@ -108,7 +98,8 @@ def is_averaged(buffer: torch.Tensor) -> bool:
     return is_mixable(buffer) or buffer.is_complex()
 
 
-def _as_real(buffer: torch.Tensor) -> torch.Tensor:
+def as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a view of complex values as real ones, [..., 2], in which they are summed; others as they are."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 

@@ -13,7 +13,7 @@ from gossip.communication.staged_collectives import StagedCollectives
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
 from gossip.parameters.buckets import Bucket, is_mixable
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states, describe_extra_states, snapshot_extra_states
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import compare_manifests
@@ -54,8 +54,7 @@ def average_module_(
                     scratch.broadcast(values, f"broadcasting frozen parameter {name!r} from rank 0")
             for name, buffer in named_buffers(module):
                 if is_averaged(buffer):
-                    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                    scratch.average(values, f"averaging buffer {name!r}")
+                    scratch.average(as_real(buffer), f"averaging buffer {name!r}")
                 else:
                     scratch.broadcast(buffer, f"broadcasting buffer {name!r} from rank 0")
             scratch.assign()

@@ -32,11 +32,9 @@ def bare_module(module: nn.Module) -> nn.Module:
     return inner
 
 
-def named_parameters(
-    module: nn.Module, prefix: str = "", *, recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the module's parameters under their bare names."""
-    named = module.named_parameters(prefix, recurse, remove_duplicate)
+    named = module.named_parameters(remove_duplicate=remove_duplicate)
     return ((bare(name), parameter) for name, parameter in named)
 
 

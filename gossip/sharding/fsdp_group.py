@@ -117,13 +117,7 @@ def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) ->
 
 
 class FSDPGroup(PartitionedGroup):
-    """A group whose replica ``fully_shard`` has divided: each rank trains and exchanges its shards.
-
-    Parameters
-    ----------
-    module : Module
-        Sharded by ``fully_shard`` over ``mesh["shard"]``.
-    """
+    """A group whose replica ``fully_shard`` has divided over ``mesh["shard"]``: each rank trains and sends a shard."""
 
     is_sharded_inside = True
     replica: FSDPShards

@@ -16,7 +16,7 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.exchange.transport import Transport
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import is_averaged
+from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.names import named_buffers
 from gossip.sharding.shard_mesh import DIMENSIONS
@@ -29,43 +29,28 @@ class Steps(Protocol):
         """Combine what must be combined before values are read."""
 
     def on_shared_gradient(self) -> bool:
-        """React to a gradient of the module that becomes one of the replica only later, averaged over the group.
-
-        Returns whether the backward pass makes a step.
-        """
+        """Return whether the backward pass makes a step whose gradient becomes the replica's only later, averaged."""
 
     def refuse_late_gradient(self, index: int, name: str) -> NoReturn:
         """Raise because a parameter has got a gradient when its bucket had been handled."""
 
 
 class LocalGroup:
-    """The group of this rank, and what of its replica this rank trains and exchanges.
+    """The group of this rank, and the ``replica``: what this rank trains and exchanges of the wrapped ``module``.
 
     The methods here are those of a rank that trains its replica alone.
-
-    Attributes
-    ----------
-    module : Module
-        The module that is wrapped.
-    replica : Module
-        What this rank trains of it.
-    rank, size : int
-        The place of this rank among those that train the replica, and how many they are.
-    num_shards, place : int
-        Into how many shards the replica is divided, and which of them this rank holds.
-    is_shared : bool
-        Whether there is a mesh that says which ranks train the replica, if only one.
-    is_sharded_inside : bool
-        Whether ``fully_shard`` has divided the module.
-    averages_gradients : bool
-        Whether :meth:`reduce_` has anything to do.
     """
 
     rank, size = 0, 1
+    """The place of this rank among those that train the replica, and how many they are."""
     num_shards, place = 1, 0
+    """Into how many shards the replica is divided, and which of them this rank holds."""
     is_shared: ClassVar[bool] = False
+    """Whether there is a mesh that says which ranks train the replica, if only one."""
     is_sharded_inside: ClassVar[bool] = False
+    """Whether ``fully_shard`` has divided the module."""
     averages_gradients: ClassVar[bool] = False
+    """Whether :meth:`reduce_` has anything to do."""
 
     def __init__(self, module: nn.Module, replica: nn.Module) -> None:
         self.module, self.replica = module, replica
@@ -101,7 +86,7 @@ class LocalGroup:
         """
 
     def drop_gradients(self) -> bool:
-        """Drop what a backward pass that an exception ended has left of gradients that were to be averaged. Local.
+        """Drop the gradients that a backward pass that an exception ended has left to be averaged. Local.
 
         Returns whether that was possible: some may already have been averaged with those of the other ranks.
         """
@@ -119,11 +104,8 @@ class LocalGroup:
     def reduce_(self, parameters: Iterable[nn.Parameter], step: int, index: int) -> None:
         """Replace a bucket's gradients by their means over the group, unless something else does. Collective over it.
 
-        Parameters
-        ----------
-        parameters : iterable of Parameter
-            The same on all ranks of the group; those without a gradient on some ranks count as zero there, and those
-            without one on all ranks stay without.
+        The parameters are the same on all its ranks; those without a gradient on some ranks count as zero there, and
+        those without one on all ranks stay without.
         """
 
     def norm(self, norm: torch.Tensor, order: float = 2.0) -> torch.Tensor:
@@ -177,16 +159,11 @@ class LocalGroup:
 
 
 class SharedGroup(LocalGroup):
-    """A group of the ranks of a mesh, each with the whole replica and, in the end, equal gradients.
-
-    Attributes
-    ----------
-    rows : RowCollectives
-        Gathers and sums rows of the ranks, from :meth:`start_equal_` on.
-    """
+    """A group of the ranks of a mesh, each with the whole replica and, in the end, equal gradients."""
 
     is_shared = True
     rows: RowCollectives
+    """Gathers and sums rows of the ranks, from :meth:`start_equal_` on."""
 
     def __init__(self, module: nn.Module, replica: nn.Module, world: World) -> None:
         super().__init__(module, replica)
@@ -209,8 +186,7 @@ class SharedGroup(LocalGroup):
 
     def average_(self, name: str, buffer: torch.Tensor) -> None:
         if is_averaged(buffer):
-            values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-            self.world.average_(values, f"averaging buffer {name!r} over the shard group")
+            self.world.average_(as_real(buffer), f"averaging buffer {name!r} over the shard group")
         else:
             self.world.broadcast_([buffer], f"broadcasting buffer {name!r} within the shard group")
 

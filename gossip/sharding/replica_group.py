@@ -5,7 +5,7 @@ Each gets the whole difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
-from gossip.exchange.transport import Exchange, LateDifference, Transport
+from gossip.exchange.transport import Exchange, Transport
 from gossip.sharding.local_group import SharedGroup
 from gossip.sharding.shard_mesh import chunk_length
 from topologies import Round, Topology
@@ -122,11 +122,13 @@ class _PartConversation(Conversation):
 
 
 class GatheringTransport(Transport):
-    """Carries messages as another transport does, and gathers what has arrived at the ranks of a group by ``rows``."""
+    """Carries messages as another transport does, and gathers what has arrived at the ranks of a group by ``rows``.
+
+    No exchange ends before its messages have arrived: what allows that cannot be combined with a mesh.
+    """
 
     def __init__(self, transport: Transport, world: World, rows: RowCollectives) -> None:
         self._transport, self._world, self._rows = transport, world, rows
-        self.publishes = transport.publishes  # type: ignore[misc]  # of this transport's kind
         self.num_buffers = transport.num_buffers
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
@@ -145,12 +147,6 @@ class GatheringTransport(Transport):
     def held(self) -> Sequence[torch.Tensor]:
         return self._transport.held()
 
-    def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        return self._transport.late(bucket, waits=waits)
-
-    def drop(self, bucket: int) -> None:
-        self._transport.drop(bucket)
-
     def describe(self) -> str:
         return f"{self._transport.describe()}, a part of each bucket"
 
@@ -161,8 +157,7 @@ class _GatheredExchange(Exchange):
     def __init__(
         self, exchange: Exchange, conversation: _PartConversation, world: World, rows: RowCollectives, what: str
     ) -> None:
-        self._exchange = exchange
-        self._numel, self._dtype, self._device = conversation.numel, conversation.dtype, conversation.device
+        self._exchange, self._conversation = exchange, conversation
         self._world, self._rows, self._what = world, rows, what
 
     @property
@@ -174,16 +169,16 @@ class _GatheredExchange(Exchange):
         return self._exchange.arrived_at
 
     def wait(self) -> Arrival:
-        arrival = self._exchange.wait()
-        size = chunk_length(self._numel, self._world.world_size)
-        rows = torch.zeros(self._world.world_size, size, dtype=self._dtype, device=self._device)
+        arrival, whole = self._exchange.wait(), self._conversation
+        size = chunk_length(whole.numel, self._world.world_size)
+        rows = torch.zeros(self._world.world_size, size, dtype=whole.dtype, device=whole.device)
         own = rows[self._world.rank]
         for part, difference in arrival.parts:
             own[part] = difference
         if not arrival.is_finite:
             own.fill_(torch.nan)  # all ranks of the group refuse it, or none
         self._rows.begin_gather(rows, self._what)()
-        return Arrival.of(rows.view(-1)[: self._numel])
+        return Arrival.of(rows.view(-1)[: whole.numel])
 
 
 def part_of(numel: int, place: int, num_parts: int) -> slice:

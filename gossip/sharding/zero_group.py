@@ -24,12 +24,7 @@ class ZeroShards(nn.Module):
     Its parameters are plain tensors, [rows of a rank, ...], padded with zeros to those of the first rank. Frozen
     parameters and buffers are the module's own.
 
-    Raises ValueError: a parameter cannot be divided; the text names it.
-
-    Attributes
-    ----------
-    wholes : dict of str to Parameter
-        The module's parameters that are trained, by name.
+    ``wholes`` are the module's parameters that are trained, by name. ValueError if one cannot be divided.
     """
 
     _module: nn.Module
@@ -55,10 +50,6 @@ class ZeroShards(nn.Module):
         self._locals = dict(named_parameters(self))
         self._names = {name for name, _ in named_parameters(module)}
         self.pull()
-
-    def lengths(self) -> dict[str, tuple[int, int]]:
-        """Return by a parameter's name the dimension along which it is divided, and its length there. Local."""
-        return {name: (0, whole.shape[0]) for name, whole in self.wholes.items()}
 
     def check(self) -> None:
         """Raise GossipError if a parameter was added, replaced, or unfrozen. Local."""
@@ -93,23 +84,6 @@ class ZeroShards(nn.Module):
             own = whole[self._world.rank * len(rows) :][: len(rows)]
             rows[: len(own)].copy_(own)
             rows[len(own) :].zero_()
-
-    def unreduced(self) -> dict[str, torch.Tensor]:
-        """Return by name the gradients of the module's parameters. Local."""
-        return {name: whole.grad for name, whole in self.wholes.items() if whole.grad is not None}
-
-    def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Give the module's parameters these gradients, and no others. Local."""
-        for name, whole in self.wholes.items():
-            gradient = gradients.get(name)
-            whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
-
-    @torch.no_grad()
-    def push(self, names: Iterable[str], stacks: Iterable[torch.Tensor]) -> None:
-        """Write gathered rows of these parameters, [num_shards, rows of a rank, ...], to the module. Local."""
-        for name, stack in zip(names, stacks, strict=True):
-            for part, rows in _by_rank(self.wholes[name], stack):
-                part.copy_(rows)
 
 
 def _by_rank(whole: torch.Tensor, stack: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -191,7 +165,7 @@ class ZeroGroup(PartitionedGroup):
     def drop_gradients(self) -> bool:
         if self._num_begun:
             return False
-        self.replica.restore_unreduced({})
+        self.restore_unreduced({})
         self._begin_pass()
         return True
 
@@ -241,9 +215,13 @@ class ZeroGroup(PartitionedGroup):
         self._gatherings.append(partial(self._push, bucket, rows, wait))
         _end(self._gatherings, _MAX_PENDING)
 
+    @torch.no_grad()
     def _push(self, bucket: Bucket, rows: torch.Tensor, wait: Callable[[], None]) -> None:
+        """Write gathered rows to the module's parameters."""
         wait()
-        self.replica.push(bucket.names, bucket.views(rows))
+        for name, stack in zip(bucket.names, bucket.views(rows), strict=True):
+            for part, own in _by_rank(self.replica.wholes[name], stack):
+                part.copy_(own)
 
     def finish_step(self) -> None:
         _end(self._gatherings)
@@ -257,13 +235,15 @@ class ZeroGroup(PartitionedGroup):
     # ------------------------------------------------------------------ between steps
 
     def unreduced(self) -> dict[str, torch.Tensor]:
-        return self.replica.unreduced()
+        return {name: whole.grad for name, whole in self.replica.wholes.items() if whole.grad is not None}
 
     def restore_unreduced(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        self.replica.restore_unreduced(gradients)
+        for name, whole in self.replica.wholes.items():
+            gradient = gradients.get(name)
+            whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
 
     def lengths(self) -> Mapping[str, tuple[int, int]]:
-        return self.replica.lengths()
+        return {name: (0, len(whole)) for name, whole in self.replica.wholes.items()}
 
 
 def _end(pending: deque[Callable[[], None]], most_left: int = 0) -> None:

@@ -13,17 +13,7 @@ from gossip.private_torch import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive ranks that get the same number of samples.
-
-    Attributes
-    ----------
-    first, stop : int
-        The range of the ranks.
-    begin : int
-        The place of their first sample in the batch.
-    num_each : int
-        The number of samples for each rank.
-    """
+    """The ranks from ``first`` to ``stop``, each with ``num_each`` samples of a batch, from its place ``begin`` on."""
 
     first: int
     stop: int
@@ -72,13 +62,7 @@ def scatter(inputs: Any, part: Part | None, ranks: range, dim: int, device: torc
     """Return what some ranks of a part receive: tensors [k, ...] with ``num_each`` samples along ``dim`` of the rest.
 
     Tensors without that dimension, and anything else, are passed to all of them unchanged; without a part, everything.
-
-    Returns
-    -------
-    inputs : Any
-        The inputs of these ranks.
-    is_split : list of bool
-        For each tensor, whether it has the leading dimension of replicas.
+    Also returned is for each tensor whether it has the leading dimension of replicas.
     """
     is_split: list[bool] = []
 

@@ -15,14 +15,10 @@ from topologies import Round
 
 
 class RankCodecs(StackedCodec):
-    """A codec for each rank, with messages copied between them.
+    """A codec for each rank, on the device of its rank's values, with messages copied between them.
 
-    Parameters
-    ----------
-    codecs : sequence of Codec
-        The codecs by rank, each on the device of its rank's values.
-    decodes_all : bool
-        Whether what a rank without a peer would send is what the codec makes of it, or the values themselves.
+    ``decodes_all`` says whether what a rank without a peer would send is what the codec makes of it, or the values
+    themselves.
     """
 
     def __init__(self, codecs: Sequence[Codec], *, decodes_all: bool = False) -> None:

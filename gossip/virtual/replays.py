@@ -33,24 +33,16 @@ class _Made:
 
 @dataclass
 class _Place:
-    """The state of one bucket of one rank.
-
-    Attributes
-    ----------
-    to_make : deque of Average
-        The averages to make, in order; none enters before one that is made before it.
-    step : int
-        The newest step whose update it contains.
-    made : list of _Made
-        The averages that have not entered, or do not count in what was shown after the step of the next one to be made.
-    shown : dict of int to Tensor, [numel]
-        The values after a step, by step, if an average with them is still to be made.
-    """
+    """The state of one bucket of one rank."""
 
     to_make: deque[Average]
+    """The averages to make, in order; none enters before one that is made before it."""
     step: int = -1
+    """The newest step whose update it contains."""
     made: list[_Made] = field(default_factory=list)
+    """Averages that have not entered, or do not count in what was shown after the step of the next one to be made."""
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The values after a step, [numel], by step, if an average with them is still to be made."""
 
     def forget(self) -> None:
         """Discard data that is no longer needed."""

@@ -37,11 +37,6 @@ class ReplicaCalls:
     on_gradient : callable
         ``(name, rank)``: called when replicas run one after the other and a backward pass reaches a parameter of one of
         them. With vmap a backward pass reaches the parameters of all replicas.
-
-    Attributes
-    ----------
-    is_vectorised : bool
-        Whether calls are made by vmap.
     """
 
     def __init__(self, module: nn.Module, on_gradient: Callable[[str, int], None]) -> None:
@@ -62,7 +57,7 @@ class ReplicaCalls:
     def __call__(
         self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
     ) -> Any:
-        """Return the outputs of some replicas.
+        """Return the module's output for some replicas, with tensors [k, ...].
 
         Raises GossipError: the module's parameters differ from its replicas', or its parts from those of copies that
         were made of it.
@@ -70,14 +65,9 @@ class ReplicaCalls:
         Parameters
         ----------
         parameters, buffers : mapping of str to Tensor, [k, *shape]
-            Their tensors. Buffers are changed in place where the module changes its own.
+            Those of these replicas. Buffers are changed in place where the module changes its own.
         is_split : list of bool
             For each tensor in the inputs, whether it has a leading dimension of replicas, or is equal for all.
-
-        Returns
-        -------
-        Any
-            The module's output, with tensors [k, ...].
         """
         self._snapshot.check(has_copies=bool(self._copies))
         if not self.is_vectorised:
@@ -209,11 +199,6 @@ class _Copy:
     """One replica's copy of a module, with given tensors in place of its parameters and buffers.
 
     They stay there after the call, because a checkpoint recomputes in the backward pass.
-
-    Attributes
-    ----------
-    module : Module
-        The copy.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -19,16 +19,8 @@ from gossip.parameters.names import named_buffers, named_parameters
 class Shard:
     """The k replicas of consecutive ranks, on one device.
 
-    Attributes
-    ----------
-    ranks : range
-        The ranks.
-    device : torch.device
-        The device.
-    parameters : mapping of str to Parameter, [k, *shape]
-        The parameters by the bare module's names; those that are exchanged are views of their bucket's rows.
-    buffers : dict of str to Tensor, [k, *shape]
-        The buffers, by the bare module's names.
+    Parameters and buffers are stacked, [k, *shape], by the bare module's names; parameters that are exchanged are views
+    of their bucket's rows.
     """
 
     ranks: range
@@ -40,10 +32,7 @@ class Shard:
 def make_shards(module: nn.Module, world_size: int, devices: Sequence[torch.device]) -> tuple[Shard, ...]:
     """Make one equal replica of ``module`` per rank, distributed evenly over the devices in the order of ranks.
 
-    Parameters
-    ----------
-    devices : sequence of torch.device
-        At most one device per rank; a device may occur several times.
+    There is at most one device per rank; a device may occur several times.
     """
     shards = []
     for place, device in enumerate(devices):

@@ -17,7 +17,7 @@ from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import StackedCodec
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket
+from gossip.parameters.buffers import BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
 from gossip.virtual.shards import Shard
@@ -27,15 +27,10 @@ from topologies.analysis.traffic import round_traffic
 
 @dataclass
 class StackedInFlight(InFlight):
-    """A round of one block whose messages have been made but not combined.
-
-    Attributes
-    ----------
-    stacks : dict of str to list of Tensor, [k, numel]
-        By channel and shard, what each replica is to add, in the accumulation dtype.
-    """
+    """A round of one block whose messages have been made but not combined."""
 
     stacks: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """By channel and shard, what each replica is to add, [k, numel], in the accumulation dtype."""
 
     def differences(self) -> dict[str, list[torch.Tensor]]:
         return self.stacks
@@ -43,32 +38,19 @@ class StackedInFlight(InFlight):
 
 @dataclass
 class StackedMeter:
-    """The cost of one step of all replicas.
-
-    Attributes
-    ----------
-    num_refused : Tensor, [n], int64
-        The number of blocks whose messages each rank refused.
-    bytes_sent : float
-        The mean over ranks; for a uniform group, the bytes of a ring all-reduce.
-    """
+    """The cost of one step of all replicas."""
 
     num_refused: torch.Tensor
+    """The number of blocks whose messages each rank refused, [n], int64."""
     bytes_sent: float = 0.0
+    """The mean over ranks; for a uniform group, the bytes of a ring all-reduce."""
 
 
 class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     """The exchanges of all replicas at once.
 
-    Parameters
-    ----------
-    buffer_buckets : sequence of BufferBucket
-        What a rank would have in place of the other blocks, which are float buffers and are never compressed.
-
-    Attributes
-    ----------
-    codecs : dict of (int, str) to StackedCodec
-        The codecs by block and channel, except for messages that are values.
+    ``buffer_buckets`` are what a rank would have in place of the blocks that are float buffers, which are never
+    compressed.
     """
 
     def __init__(
@@ -86,14 +68,15 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         self._optimizers = optimizers
         self._buckets: dict[int, Bucket] = {}  # by block
         self._views: list[list[BucketView]] = []
-        self.codecs: dict[tuple[int, str], StackedCodec] = {}
+        self.codecs: dict[tuple[int, str], StackedCodec] = {}  # by block and channel, where messages are not values
         self._known_rows = known_rows(shards)
         self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
         self.add(buckets)
         for bucket in buffer_buckets:
             self._blocks.append((bucket, list(range(len(self.in_flight), len(self.in_flight) + len(bucket.names)))))
             for name in bucket.names:
-                self._views.append([BucketView(_flat(shard.buffers[name])) for shard in shards])
+                buffers = [as_real(shard.buffers[name]) for shard in shards]
+                self._views.append([BucketView(buffer.view(len(buffer), -1)) for buffer in buffers])
                 self.in_flight.append(None)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -157,7 +140,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 in_flight.stacks[channel], sent = self._converse(index, channel, blocks, edges, step, meter)
             else:
                 compression = self._compression_of(index, channel)
-                values = [_values(compression, block) for block in blocks]
+                values = [message for block in blocks if (message := compression.messages(block)) is not None]
                 wide = accumulation_dtype(blocks[0].dtype)
                 in_flight.stacks[channel] = weighted_differences(edges, self._shards, values, wide, self._known_rows)
                 sent = [message.clone() for message in values] if self._keeps_sent else []
@@ -297,14 +280,3 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                     if round_.peers(rank):
                         difference[row].add_(sent[row], alpha=row_sum(round_, rank) - 1)
         return arrival.differences, arrival.sent
-
-
-def _flat(buffer: torch.Tensor) -> torch.Tensor:
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return values.view(len(buffer), -1)
-
-
-def _values(compression: Compression, block: torch.Tensor) -> torch.Tensor:
-    messages = compression.messages(block)
-    assert messages is not None
-    return messages

@@ -71,17 +71,9 @@ def step_all(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
-    """Refuse a parameter that does not belong to the module, or that is held twice.
-
-    Raises ValueError: a parameter is refused; the text says which.
-    """
-    check_parameters_held(
-        optimizers,
-        {
-            str(number): stack
-            for number, stack in enumerate(stack for by_shard in stacks.values() for stack in by_shard)
-        },
-    )
+    """Refuse, by ValueError, a parameter that does not belong to the module, or that is held twice."""
+    known = [stack for by_shard in stacks.values() for stack in by_shard]
+    check_parameters_held(optimizers, {str(number): stack for number, stack in enumerate(known)})
     held = [
         id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
     ]
@@ -179,12 +171,9 @@ def _step_probe(
 @contextlib.contextmanager
 @torch.no_grad()
 def left_alone(optimizers: Sequence[Optimizer], rows: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Leave some rows of parameters, and of the optimizers' state, unchanged by steps within the block.
+    """Leave these rows of parameters, [k], bool, and of the optimizers' state, unchanged by steps within the block.
 
-    Parameters
-    ----------
-    rows : mapping of Parameter to Tensor, [k], bool
-        Which rows; their gradients are set to zero.
+    Their gradients are set to zero.
     """
     saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for parameter, which in rows.items():

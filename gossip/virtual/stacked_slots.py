@@ -22,14 +22,10 @@ class StackedSlots(ModuleSnapshot):
         self._shapes = self._find_shapes()
 
     def check(self, *, has_copies: bool) -> None:
-        """Raise if the module has changed; cheap if nothing has.
+        """Raise GossipError if a parameter was changed, and with copies also if a part was; cheap if nothing was.
 
-        Raises GossipError: a parameter or a part was changed; the text says which.
-
-        Parameters
-        ----------
-        has_copies : bool
-            Whether replicas are run by copies of the module, which must then have the same parts as when it was copied.
+        ``has_copies`` says whether replicas are run by copies, which have the parts that the module had when it was
+        copied.
         """
         if not self.has_changed():
             return

@@ -32,10 +32,7 @@ RowsByName = Mapping[str, Sequence[torch.Tensor]]
 class StackedUpdater:
     """The counterpart of :class:`gossip.step.local_update.Updater` for all replicas at once.
 
-    Parameters
-    ----------
-    buckets : sequence of Bucket
-        The buckets by which the gradients of a replica are clipped and checked, unless all are clipped together.
+    The gradients of a replica are clipped and checked by ``buckets``, unless all are clipped together.
 
     Attributes
     ----------
@@ -57,9 +54,7 @@ class StackedUpdater:
         clip_grad_norm: float | None,
         clip: str,
     ) -> None:
-        self._shards = shards
-        self._optimizers = optimizers
-        self._stacks = stacks
+        self._shards, self._optimizers, self._stacks = shards, optimizers, stacks
         self._num_held = num_held(optimizers)
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
@@ -114,10 +109,8 @@ class StackedUpdater:
     def apply(self, step: int, direct: Callable[[RowsByName], None] | None = None) -> torch.Tensor:
         """Clip and step, except for rows without gradients or with ones that are not finite; return the latter, [n].
 
-        Parameters
-        ----------
-        direct : callable, optional
-            Called right before the optimizers step, with the rows that are left unchanged; it replaces the gradients.
+        ``direct`` is called right before the optimizers step, with the rows that are left unchanged, and replaces the
+        gradients.
         """
         skipped, left = self.prepare(step)
         if direct is not None:
@@ -131,12 +124,8 @@ class StackedUpdater:
     def prepare(self, step: int) -> tuple[torch.Tensor, RowsByName]:
         """Rescale the gradients to each replica's own, and clip them.
 
-        Returns
-        -------
-        Tensor, [n], bool
-            The ranks whose gradients are not finite.
-        mapping of str to sequence of Tensor
-            The rows that are not to be updated, in host memory.
+        Returns the ranks whose gradients are not finite, [n], bool, and the rows that are not to be updated, in host
+        memory.
         """
         skipped = torch.zeros_like(self.scales, dtype=torch.bool)
         self._complete_gradients()

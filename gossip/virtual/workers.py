@@ -176,9 +176,8 @@ class VirtualWorkers(KeepsObjects):
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
-        averages_buffers = buffers == "average"
         self.algorithm = prepare_algorithm(
-            resolved, self.topology, self.compression, self._optimizers, averages_buffers=averages_buffers
+            resolved, self.topology, self.compression, self._optimizers, averages_buffers=buffers == "average"
         )
         self._updater = StackedUpdater(
             self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
