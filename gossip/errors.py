@@ -29,9 +29,22 @@ class ExchangeError(GossipError):
         The failed ranks, numbered in the default process group, as far as they could be determined.
     """
 
-    def __init__(self, message: str, *, failed_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, message: str, *, failed_ranks: Sequence[int] = (), culprits: Sequence[int] | None = None
+    ) -> None:
         super().__init__(message)
+        if culprits is not None:
+            warnings.warn(
+                "ExchangeError(culprits=...) is deprecated; use failed_ranks", DeprecationWarning, stacklevel=2
+            )
+            failed_ranks = culprits
         self.failed_ranks = tuple(failed_ranks)
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Deprecated, use ``failed_ranks``."""
+        warnings.warn("ExchangeError.culprits is deprecated; use failed_ranks", DeprecationWarning, stacklevel=2)
+        return self.failed_ranks
 
 
 class CannotJoinError(ExchangeError):

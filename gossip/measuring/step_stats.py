@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -81,6 +82,12 @@ class StepStats:
     mean_moved: float = 0.0
     generation: int = 0
     is_store_lost: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """Deprecated, use ``generation``."""
+        warnings.warn("StepStats.epoch is deprecated; use generation", DeprecationWarning, stacklevel=2)
+        return self.generation
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as plain data for a record."""

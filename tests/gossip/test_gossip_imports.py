@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from repository import GOSSIP
 
+from gossip import ExchangeError, StepStats
+
 FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "rich"}
 FORBIDDEN |= {"mlflow", "tensorboard", "wandb"}
 TRAINERS = {"accelerate", "lightning", "transformers"}
@@ -82,3 +84,12 @@ WORDS = re.compile(r"#.*|\"[^\"]*\"|_coalescing\((group|\w+, device)")
 def test_only_one_file_touches_what_is_private() -> None:
     lines = [(path, line) for path in OTHERS for line in path.read_text().splitlines()]
     assert not [(path, line) for path, line in lines if PRIVATE.search(WORDS.sub("", line))]
+
+
+def test_renamed_attributes_are_found_by_their_old_names_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"culprits=\.\.\.\) is deprecated; use failed_ranks"):
+        error = ExchangeError("rank 0: rank 1 is gone", culprits=[1])
+    with pytest.warns(DeprecationWarning, match="use failed_ranks"):
+        assert error.culprits == error.failed_ranks == (1,)
+    with pytest.warns(DeprecationWarning, match="use generation"):
+        assert StepStats(step=0, exposed_wait_s=0.0, bytes_sent=0, generation=3).epoch == 3
