@@ -34,7 +34,7 @@ _TAKEN = {
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, *others: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """Prepare a model and its optimizer for gossip training, where ``accelerator.prepare`` would wrap them in DDP.
+    """Prepare a model and its optimizer for gossip, where ``accelerator.prepare`` would wrap them in DDP. Collective.
 
     The loop stays unchanged: ``accelerator.accumulate(model)``, ``accelerator.backward(loss)``, ``optimizer.step()``,
     ``scheduler.step()``, ``optimizer.zero_grad()``, ``accelerator.gather_for_metrics(...)``. Each rank trains its own
@@ -65,8 +65,7 @@ def prepare(
     *others : DataLoader or scheduler
         Objects that ``accelerator.prepare`` prepares as usual.
     **options
-        Arguments of :class:`gossip.GossipDataParallel`: ``topology="one_peer_exponential"``, ``algorithm=``,
-        ``compression=``, ``clip_grad_norm=``, ``step_in_backward=`` and so on.
+        Arguments of :class:`gossip.GossipDataParallel`, such as ``topology="one_peer_exponential"``.
 
     Returns
     -------
@@ -78,12 +77,7 @@ def prepare(
     ------
     ValueError, TypeError
         The accelerator is set up for something that gossip does not support (FSDP, DeepSpeed, tensor parallelism, fp8,
-        options of DDP), or an argument cannot be used, such as ``others`` in a process that joins a training; the text
-        says what to do.
-
-    Notes
-    -----
-    Collective: every rank must call it.
+        options of DDP), or an argument cannot be used, such as ``others`` in a process that joins a training.
 
     Examples
     --------

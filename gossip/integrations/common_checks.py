@@ -60,9 +60,15 @@ def check_accelerator(accelerator: Any, *, steps_in_backward: bool) -> None:
         'mixed_precision="fp8", which replaces layers': accelerator.mixed_precision == "fp8",
         "sync_each_batch=True, with which every backward pass would be a step": steps_in_backward and syncs_each_batch,
     }
+    refuse(
+        refused,
+        "the accelerator is set up with {}: gossip trains one whole replica on each rank; leave it out of "
+        "Accelerator(...), TrainingArguments(...) and `accelerate config`",
+    )
+
+
+def refuse(refused: Mapping[str, Any], sentence: str) -> None:
+    """Raise ValueError with the first of these texts whose value is true, in its place in the sentence. Local."""
     for what, is_refused in refused.items():
         if is_refused:
-            raise ValueError(
-                f"the accelerator is set up with {what}: gossip trains one whole replica on each rank; leave it out of "
-                "Accelerator(...), TrainingArguments(...) and `accelerate config`"
-            )
+            raise ValueError(sentence.format(what))

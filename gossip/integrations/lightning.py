@@ -39,11 +39,6 @@ class GossipStrategy(TrainerStrategy, DDPStrategy):
         Trainer; a ``timeout`` also applies to the process group. And DDPStrategy's accelerator, cluster_environment,
         checkpoint_io, precision_plugin, parallel_devices, process_group_backend and start_method.
 
-    Raises
-    ------
-    TypeError
-        An option is unknown.
-
     Notes
     -----
     ``fit()`` raises ValueError before training starts for what cannot work: ``sync_batchnorm``, checkpoints on
@@ -78,11 +73,6 @@ class GossipFabricStrategy(FabricStrategy, FabricDDPStrategy):
         The topology, see :class:`gossip.GossipDataParallel`.
     **options
         As for :class:`GossipStrategy`, with ``precision`` in place of ``precision_plugin``.
-
-    Raises
-    ------
-    TypeError
-        An option is unknown.
     """
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loguru import logger
 from torch import nn
@@ -18,6 +18,11 @@ from gossip import GossipDataParallel
 from gossip.integrations.common_checks import check_options, steps_in_backward, wrap
 from gossip.private_torch import SUPPORTS_SCALING
 from topologies import Topology
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
 
 KEY = "gossip_replicas"
 """The key under which a Lightning checkpoint names its replicas in the folder next to it."""
@@ -30,18 +35,11 @@ _TAKEN = {
 }
 
 
-class BaseStrategy:
-    """A mixin that precedes a DDPStrategy among the bases of a class.
-
-    Attributes
-    ----------
-    precision_argument : str
-        What the DDPStrategy calls its precision plugin.
-    """
+class BaseStrategy(_DDPStrategy):
+    """A mixin that precedes a DDPStrategy among the bases of a class."""
 
     precision_argument: ClassVar[str]
-    broadcast: Any  # of DDPStrategy
-    is_global_zero: Any
+    """What the DDPStrategy calls its precision plugin."""
 
     def __init__(self, topology: str | Topology = "one_peer_exponential", **options: Any) -> None:
         names = {*_OF_DDP, "start_method", self.precision_argument}

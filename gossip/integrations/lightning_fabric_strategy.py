@@ -6,9 +6,8 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,23 +18,13 @@ from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside,
 from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
-
 _REMEDY = "pass clip_grad_norm to the strategy"
 
 
 def replica(model: nn.Module) -> GossipDataParallel:
-    """Return the GossipDataParallel inside what ``fabric.setup(module, optimizer)`` returned. Local.
+    """Return the GossipDataParallel inside what ``fabric.setup(module, optimizer)`` returned, else a TypeError. Local.
 
     It averages, counts steps and measures.
-
-    Raises
-    ------
-    TypeError
-        There is none inside ``model``.
 
     Examples
     --------
@@ -55,11 +44,8 @@ def replica(model: nn.Module) -> GossipDataParallel:
     return inner
 
 
-class FabricStrategy(BaseStrategy, _DDPStrategy):
-    """A mixin that precedes Fabric's DDPStrategy among the bases of a class.
-
-    See :class:`gossip.integrations.lightning.GossipFabricStrategy`.
-    """
+class FabricStrategy(BaseStrategy):
+    """A mixin that precedes Fabric's DDPStrategy; see :class:`gossip.integrations.lightning.GossipFabricStrategy`."""
 
     precision_argument = "precision"
 
@@ -122,11 +108,10 @@ class FabricStrategy(BaseStrategy, _DDPStrategy):
             self._step_scaled(model, optimizer, **kwargs)
         return result
 
-    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip this rank's gradients by their norm, unless they have been released. Local."""
         with self._gradients_to_clip(optimizer, "max_norm", _REMEDY):
-            norm: torch.Tensor = super().clip_gradients_norm(module, optimizer, *args, **kwargs)
-        return norm
+            return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip this rank's gradients by value, unless they have been released. Local."""

@@ -6,9 +6,9 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from loguru import logger
@@ -22,22 +22,13 @@ from gossip.integrations.lightning_checks import check_trainer
 from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
 
-
-class TrainerStrategy(BaseStrategy, _DDPStrategy):
-    """A mixin that precedes a DDPStrategy among the bases; see :class:`gossip.integrations.lightning.GossipStrategy`.
-
-    Attributes
-    ----------
-    library : module
-        The package of the Trainer: ``lightning.pytorch`` or ``pytorch_lightning``.
-    """
+class TrainerStrategy(BaseStrategy):
+    """A mixin that precedes a DDPStrategy; see :class:`gossip.integrations.lightning.GossipStrategy`."""
 
     library: ClassVar[Any]
+    """The package of the Trainer: ``lightning.pytorch`` or ``pytorch_lightning``."""
+
     precision_argument = "precision_plugin"
 
     def __init__(
@@ -107,12 +98,9 @@ class TrainerStrategy(BaseStrategy, _DDPStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes within the block only accumulate gradients. Local."""
-        replica = self._replica
-        with contextlib.nullcontext() if replica is None else replica.no_sync():
-            yield
+        return contextlib.nullcontext() if self._replica is None else self._replica.no_sync()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, then the hooks before the step, then the step if backward has not made it. Local.

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils import is_sagemaker_dp_enabled, is_sagemaker_mp_enabled
 
 from gossip import GossipDataParallel
-from gossip.integrations.common_checks import check_options
+from gossip.integrations.common_checks import check_options, refuse
 
 _OF_TRAINER = {
     "module": "pass model= to the Trainer",
@@ -50,45 +50,30 @@ def check_arguments(args: Any, model: Any) -> None:
     is_sharded = getattr(model, "is_distributed_loading_by_transformers", False) or any(
         (getattr(model, name, None) or 1) > 1 for name in ("_tp_size", "tp_size")
     )
-    refused = [
-        (args.deepspeed, f"deepspeed={args.deepspeed!r}", f"{whole}leave it out"),
-        (args.fsdp, f"fsdp={args.fsdp!r}", f"{whole}leave it out"),
-        (
-            is_sagemaker_mp_enabled() or is_sagemaker_dp_enabled(),
-            "SageMaker's parallelism",
-            "it replaces torch.distributed; start the job with torchrun",
+    sagemaker = is_sagemaker_mp_enabled() or is_sagemaker_dp_enabled()
+    refused = {
+        f"deepspeed={args.deepspeed!r}: {whole}leave it out": args.deepspeed,
+        f"fsdp={args.fsdp!r}: {whole}leave it out": args.fsdp,
+        "SageMaker's parallelism: it replaces torch.distributed; start the job with torchrun": sagemaker,
+        f"a parallelism_config: {whole}leave it out": args.parallelism_config is not None,
+        f"a sharded model: {whole}load the model without tp_plan and distributed_config": is_sharded,
+        "enable_jit_checkpoint=True: ranks receive the signal at different steps, but a checkpoint is of one step; "
+        "pass save_steps": args.enable_jit_checkpoint,
+        "auto_find_batch_size=True: a rank that runs out of memory would start over alone; pass a "
+        "per_device_train_batch_size that fits": args.auto_find_batch_size,
+        f"optim={optim!r}: it updates in its own hooks, where nothing is exchanged; choose another": (
+            "lomo" in optim or "layerwise" in optim
         ),
-        (args.parallelism_config is not None, "a parallelism_config", f"{whole}leave it out"),
-        (is_sharded, "a sharded model", f"{whole}load the model without tp_plan and distributed_config"),
-        (
-            args.enable_jit_checkpoint,
-            "enable_jit_checkpoint=True",
-            "ranks receive the signal at different steps, but a checkpoint is of one step; pass save_steps",
-        ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True",
-            "a rank that runs out of memory would start over alone; pass a per_device_train_batch_size that fits",
-        ),
-        (
-            "lomo" in optim or "layerwise" in optim,
-            f"optim={optim!r}",
-            "it updates in its own hooks, where nothing is exchanged; choose another",
-        ),
-        (
-            args.n_gpu > 1,
-            f"torch.nn.DataParallel for {args.n_gpu} GPUs",
-            "start one process per GPU, with torchrun --nproc-per-node, or expose one GPU with CUDA_VISIBLE_DEVICES",
-        ),
-    ]
-    refused += [
-        (value is not None, f"{name}={value!r}", f"there is no DistributedDataParallel: {remedy}")
-        for name, remedy in _OF_DDP.items()
-        for value in [getattr(args, name)]
-    ]
-    for is_refused, what, remedy in refused:
-        if is_refused:
-            raise ValueError(f"GossipTrainer does not train with {what}: {remedy}")
+        f"torch.nn.DataParallel for {args.n_gpu} GPUs: start one process per GPU, with torchrun --nproc-per-node, or "
+        "expose one GPU with CUDA_VISIBLE_DEVICES": args.n_gpu > 1,
+        **{
+            f"{name}={getattr(args, name)!r}: there is no DistributedDataParallel: {remedy}": (
+                getattr(args, name) is not None
+            )
+            for name, remedy in _OF_DDP.items()
+        },
+    }
+    refuse(refused, "GossipTrainer does not train with {}")
 
 
 def check_joining(args: Any, accelerator: Any) -> None:
@@ -99,12 +84,11 @@ def check_joining(args: Any, accelerator: Any) -> None:
         f"include_num_input_tokens_seen={seen!r}": seen != "no",
         "dispatch_batches=True": accelerator.dataloader_config.dispatch_batches,
     }
-    for what, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(
-                f"{what} with join=True: all ranks would wait in every step, also for one that has no more batches; "
-                "leave one of the two out"
-            )
+    refuse(
+        refused,
+        "{} with join=True: all ranks would wait in every step, also for one that has no more batches; leave one of "
+        "the two out",
+    )
 
 
 def check_lengths(lengths: Sequence[Sequence[int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,11 @@ class GossipTrainer(Trainer):
     ------
     ValueError, TypeError
         The Trainer is set up for something that gossip does not support (FSDP, DeepSpeed, tensor parallelism and
-        others), or an argument cannot be used; the text says what to do.
+        others), or an argument cannot be used.
 
     Notes
     -----
-    ``train()`` is collective, including evaluation and saving within it; so are ``evaluate()`` and ``predict()``, as
-    usual.
+    ``train()`` is collective, with evaluation and saving inside it, and so are ``evaluate()`` and ``predict()``.
 
     While ``train()`` runs, ``trainer.model_wrapped`` is the :class:`gossip.GossipDataParallel`, and ``trainer.model``
     is the module inside it. Evaluation and ``save_model`` then see the average of all replicas. ``train()`` ends with
@@ -192,10 +191,8 @@ class GossipTrainer(Trainer):
 
     # ------------------------------------------------------------------ evaluating and saving
 
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self._gossip_model is None else self._gossip_model.averaged():
-            yield
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._gossip_model is None else self._gossip_model.averaged()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, on the average of all replicas. Collective."""

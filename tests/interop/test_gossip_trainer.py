@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import collectives_counted
+from loops_by_hand import Case
 from replicas import flat, gathered
-from tiny_gpt2 import batch_of, make_module, make_trainer, sample
+from tiny_gpt2 import Tokens, batch_of, make_module, make_trainer
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -26,17 +26,11 @@ NUM_STEPS = 10
 LR, MAX_NORM, WEIGHT_DECAY = 0.01, 0.5, 0.1
 
 
-class Columns(Dataset):
+class Columns(Tokens):
     """One of which is no argument of the model."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {**sample(index), "source": torch.tensor(index)}
+        return {**super().__getitem__(index), "source": torch.tensor(index)}
 
 
 class ScalingTrainer(GossipTrainer):
@@ -76,21 +70,15 @@ class Watch(TrainerCallback):
 
 
 @dataclass(frozen=True)
-class Case:
-    """How a model is trained."""
-
-    max_norm: float = 0.0
-    accumulates: int = 1
+class TrainerCase(Case):
     trains: int = 1
     smoothing: float = 0.0
-    bf16: bool = False
     compiles: bool = False
     scales: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def is_fused(self) -> bool:
-        return self.options.get("step_in_backward", True)
+    def options(self) -> dict[str, Any]:
+        return {} if self.step_in_backward else {"step_in_backward": False}
 
     @property
     def num_batches(self) -> int:
@@ -98,20 +86,19 @@ class Case:
         return NUM_STEPS * self.accumulates - (self.accumulates > 1)
 
 
-PLAIN = {"step_in_backward": False}
 CASES = {
-    "fused": Case(),
-    "fused, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3),
-    "plain, accumulated with a remainder": Case(max_norm=MAX_NORM, accumulates=3, options=PLAIN),
-    "fused, bfloat16": Case(max_norm=MAX_NORM, bf16=True, trains=2),
-    "label smoothing": Case(smoothing=0.1),
-    "fused, scaled": Case(max_norm=MAX_NORM, scales=True),
-    "plain, scaled": Case(options=PLAIN, scales=True),
-    "compiled, trained twice": Case(compiles=True, trains=2),
+    "fused": TrainerCase(),
+    "fused, accumulated with a remainder": TrainerCase(clip=MAX_NORM, accumulates=3),
+    "plain, accumulated with a remainder": TrainerCase(clip=MAX_NORM, accumulates=3, step_in_backward=False),
+    "fused, bfloat16": TrainerCase(clip=MAX_NORM, half=torch.bfloat16, trains=2),
+    "label smoothing": TrainerCase(smoothing=0.1),
+    "fused, scaled": TrainerCase(clip=MAX_NORM, scales=True),
+    "plain, scaled": TrainerCase(step_in_backward=False, scales=True),
+    "compiled, trained twice": TrainerCase(compiles=True, trains=2),
 }
 
 
-def train_both_ways(case: Case) -> None:
+def train_both_ways(case: TrainerCase) -> None:
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         trainer = make_trainer(
@@ -125,10 +112,10 @@ def train_both_ways(case: Case) -> None:
             train_sampling_strategy="sequential",
             learning_rate=LR,
             weight_decay=WEIGHT_DECAY,
-            max_grad_norm=case.max_norm,
+            max_grad_norm=case.clip or 0.0,
             gradient_accumulation_steps=case.accumulates,
             label_smoothing_factor=case.smoothing,
-            bf16=case.bf16,
+            bf16=case.half is not None,
             torch_compile=case.compiles,
             torch_compile_backend="aot_eager" if case.compiles else None,
         )
@@ -138,7 +125,7 @@ def train_both_ways(case: Case) -> None:
             trainer.train()
     assert trainer.model_wrapped is trainer.model or case.compiles
     assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule) == case.compiles
-    if case.bf16:
+    if case.half is not None:
         assert trainer.model._original_forward.__func__ is type(trainer.model).forward, "cast once"
     columns = list(next(iter(trainer.get_train_dataloader())))
     assert columns == ["input_ids", "labels"], "found by the signature of forward"
@@ -149,10 +136,10 @@ def train_both_ways(case: Case) -> None:
     torch.testing.assert_close(flat(trainer.model), average, rtol=0, atol=0)
     assert torch.equal(gathered(average)[0], average)
     assert dist.get_world_size() == 1 or not torch.equal(*gathered(replica))
-    if not case.scales or case.is_fused:
+    if not case.scales or case.step_in_backward:
         assert watch.norms == pytest.approx(norms, rel=1e-6), "norms that are logged"
-    if case.max_norm:
-        assert max(norms) > case.max_norm, "nothing was clipped"
+    if case.clip is not None:
+        assert max(norms) > case.clip, "nothing was clipped"
 
 
 def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
@@ -163,14 +150,13 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, fused=True)
 
 
-def by_hand(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+def by_hand(case: TrainerCase) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     module = make_module()
     optimizer = make_optimizer(module)
-    clips = {"clip_grad_norm": case.max_norm} if case.is_fused and case.max_norm else {}
     norms: list[float] = []
     for _ in range(case.trains):
         called = torch.compile(module, backend="aot_eager") if case.compiles else module
-        model = GossipDataParallel(called, optimizer, **clips, **case.options)
+        model = GossipDataParallel(called, optimizer, **case.clipping, **case.options)
         train_by_hand(case, model, norms)
         replica = flat(model)
         model.global_avg()
@@ -178,7 +164,7 @@ def by_hand(case: Case) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     return replica, flat(module), norms
 
 
-def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> None:
+def train_by_hand(case: TrainerCase, model: GossipDataParallel, norms: list[float]) -> None:
     firsts = range(2 * model.rank, 2 * model.world_size * case.num_batches, 2 * model.world_size)
     batches = [batch_of(range(first, first + 2)) for first in firsts]
     scheduler = get_linear_schedule_with_warmup(model.optimizer, 0, NUM_STEPS)
@@ -188,7 +174,7 @@ def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> 
         for number, batch in enumerate(window, 1):
             with (
                 contextlib.nullcontext() if number == len(window) else model.no_sync(),
-                torch.autocast("cpu", torch.bfloat16, enabled=case.bf16),
+                torch.autocast("cpu", torch.bfloat16, enabled=case.half is not None),
             ):
                 if case.smoothing:
                     logits = model(input_ids=batch["input_ids"], num_items_in_batch=num_items)
@@ -197,10 +183,10 @@ def train_by_hand(case: Case, model: GossipDataParallel, norms: list[float]) -> 
                 else:
                     loss = model(**batch, num_items_in_batch=num_items).loss
                 loss.backward()
-        if case.is_fused:
+        if case.step_in_backward:
             norms.append(model.grad_norm)  # type: ignore[arg-type]
         else:
-            norms.append(float(model.clip_grad_norm_(case.max_norm or float("inf"))))
+            norms.append(float(model.clip_grad_norm_(case.clip or float("inf"))))
             model.optimizer.step()
             model.zero_grad()
         scheduler.step()

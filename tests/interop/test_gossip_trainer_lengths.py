@@ -56,12 +56,6 @@ class Shuffled(OwnData):
         return DataLoader(self.train_dataset, batch_size=2, shuffle=True)
 
 
-class Watch(TrainerCallback):
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.losses: list[float] = []
-
-
 def by_hand(options: dict[str, Any]) -> tuple[torch.Tensor, list[float]]:
     module = make_module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0, fused=True)
@@ -96,9 +90,9 @@ def train(folder: Path, options: dict[str, Any]) -> None:
     given = {"learning_rate": LR, "max_grad_norm": 0.0, "train_dataset": data, "gossip": options}
     saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch"}
     with pytest.raises(ValueError, match=r"different numbers of batches in an epoch, 3, 5.*join=True"):
-        make_trainer(folder, make_module(), Watch(), OwnData, **given).train()
+        make_trainer(folder, make_module(), TrainerCallback(), OwnData, **given).train()
 
-    trainer = make_trainer(folder, make_module(), Watch(), OwnData, join=True, **given, **saving)
+    trainer = make_trainer(folder, make_module(), TrainerCallback(), OwnData, join=True, **given, **saving)
     trainer.train()
     torch.testing.assert_close(flat(trainer.model), expected, rtol=0, atol=0)
     assert trainer.state.global_step == NUM_STEPS
@@ -107,7 +101,7 @@ def train(folder: Path, options: dict[str, Any]) -> None:
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [5, 10]
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
 
-    refused = make_trainer(folder, make_module(), Watch(), OwnData, join=True, **given)
+    refused = make_trainer(folder, make_module(), TrainerCallback(), OwnData, join=True, **given)
     refused.args.average_tokens_across_devices = True
     with pytest.raises(ValueError, match=r"average_tokens_across_devices=True with join=True"):
         refused.train()
@@ -118,10 +112,10 @@ def resume(folder: Path, options: dict[str, Any]) -> None:
     data = Tokens(2 * num_batches(), first_sample())
     given = {"learning_rate": LR, "train_dataset": data, "gossip": options, "join": True, "num_train_epochs": 3}
     saving = {"save_strategy": "epoch"}
-    whole = make_trainer(folder, make_module(), Watch(), Shuffled, **given, **saving)
+    whole = make_trainer(folder, make_module(), TrainerCallback(), Shuffled, **given, **saving)
     whole.train()
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (10, 15, 5)]
-    resumed = make_trainer(folder, make_module(), Watch(), Shuffled, **given)
+    resumed = make_trainer(folder, make_module(), TrainerCallback(), Shuffled, **given)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     torch.testing.assert_close(flat(resumed.model), flat(whole.model), rtol=0, atol=0)
     assert (resumed.state.global_step, resumed.state.epoch) == (15, 3.0)
@@ -133,10 +127,10 @@ def resume(folder: Path, options: dict[str, Any]) -> None:
 def do_not_resume_within_an_epoch(folder: Path) -> None:
     """The rank that has written the trainer's state had no more batches, the other one had two."""
     given = {"train_dataset": Tokens(2 * num_batches(), first_sample()), "join": True, "save_strategy": "epoch"}
-    stopped = make_trainer(folder, make_module(), Watch(), OwnData, max_steps=8, **given)
+    stopped = make_trainer(folder, make_module(), TrainerCallback(), OwnData, max_steps=8, **given)
     stopped.train()
     assert (stopped.state.global_step, stopped.state.epoch) == (8, pytest.approx(1.6))
-    again = make_trainer(folder, make_module(), Watch(), OwnData, max_steps=20, **given)
+    again = make_trainer(folder, make_module(), TrainerCallback(), OwnData, max_steps=20, **given)
     with pytest.raises(ValueError, match=r"saved after 1.60 epochs.*at the end of an epoch"):
         again.train(resume_from_checkpoint=True)
 
@@ -146,7 +140,7 @@ def train_on_streams(folder: Path, options: dict[str, Any]) -> None:
     trainer = make_trainer(
         folder,
         make_module(),
-        Watch(),
+        TrainerCallback(),
         OwnData,
         train_dataset=Stream(6 + 14 * dist.get_rank()),
         max_steps=100,

@@ -74,16 +74,15 @@ def test_one_that_joins_has_the_rates_of_the_others(library: str, tmp_path: Path
     assert len(rates) >= NUM_MORE
 
 
-def prepare_in_one_that_joins() -> str:
+def prepare_in_one_that_joins() -> None:
     optimizer = SGD((module := nn.Linear(4, 1)).parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     with (
         mock.patch.object(training_store, "_store", dist.HashStore()),
-        pytest.raises(ValueError, match=r"ExponentialLR, but this process joins.*model\.keep\(") as caught,
+        pytest.raises(ValueError, match=r"ExponentialLR, but this process joins.*model\.keep\("),
     ):
         prepare(Accelerator(cpu=True), module, optimizer, scheduler)
-    return str(caught.value)
 
 
 def test_what_the_accelerator_divides_among_ranks_is_refused_in_one_that_joins() -> None:
-    assert launch(prepare_in_one_that_joins, world_size=1)[0]
+    launch(prepare_in_one_that_joins, world_size=1)
