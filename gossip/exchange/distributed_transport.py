@@ -68,7 +68,7 @@ class DistributedTransport(Transport):
         self, world: World, topology: Topology, *, sums_on_wire: bool = True, shares_memory: bool = True
     ) -> None:
         assert world.membership is not None
-        self._world = world
+        self.world = world
         most = _MAX_GROUPS_PER_RANK if world.membership.is_gloo else _MAX_DEVICE_GROUPS_PER_RANK
         self._shared = dict.fromkeys(shared_groups(topology, most) if sums_on_wire else ())
         if not world.can_split:  # the group that was passed is the only one available
@@ -76,41 +76,41 @@ class DistributedTransport(Transport):
         for ranks in self._shared:
             if world.rank in ranks or not world.membership.is_gloo:
                 world.communicator(ranks, "mixing")
-        self._local_messages = LocalMessages(world, shares_memory=shares_memory)
-        self._shared_messages: dict[int, SharedMessage] = {}
+        self.local_messages = LocalMessages(world, shares_memory=shares_memory)
+        self.shared_messages: dict[int, SharedMessage] = {}
         self._copies: dict[tuple[int, int, int], SharedMessage] = {}  # by bucket, number within it, and size
 
     def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
         """Return memory that peers on this machine read, if any; waits until they have read its old content."""
         if not self._shares(message):
             return message
-        if bucket not in self._shared_messages:
-            self._shared_messages[bucket] = SharedMessage(self._local_messages, message, bucket)
-        return self._shared_messages[bucket].take(f"step {step}, bucket {bucket}")
+        if bucket not in self.shared_messages:
+            self.shared_messages[bucket] = SharedMessage(self.local_messages, message, bucket)
+        return self.shared_messages[bucket].take(f"step {step}, bucket {bucket}")
 
     def _shares(self, message: torch.Tensor) -> bool:
-        return bool(self._local_messages.local) and _is_large(message)
+        return bool(self.local_messages.local) and _is_large(message)
 
     def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
         in_place = alike and device.type == "cpu" and all(map(self._shares, turn.sent.values()))
-        self._room(turn, round_, in_place)
+        self.room(turn, round_, in_place)
         readers = self._handed_out(turn.sent, in_place) if device.type == "cpu" else {}
         distinct = {id(message): message for message in readers.values()}.values()
         return tuple(distinct) if in_place else tuple(map(torch.empty_like, distinct))
 
     def held(self) -> list[torch.Tensor]:
-        kept = (*self._shared_messages.values(), *self._copies.values())
+        kept = (*self.shared_messages.values(), *self._copies.values())
         return [buffer for message in kept for buffer in message.written]
 
     def describe(self) -> str:
         """Describe the backend, the communicators, and how rounds are exchanged. Local."""
-        assert self._world.membership is not None
-        shared = [self._world.communicator(ranks, "mixing") for ranks in self._shared if self._world.rank in ranks]
-        number, others = len({id(group) for group in (self._world.group, *shared)}), len(self._local_messages.local)
+        assert self.world.membership is not None
+        shared = [self.world.communicator(ranks, "mixing") for ranks in self._shared if self.world.rank in ranks]
+        number, others = len({id(group) for group in (self.world.group, *shared)}), len(self.local_messages.local)
         size = f"{MIN_LARGE_BYTES // 2**10} KiB"
         return (
-            f"backend {self._world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
-            f"{self._world.rank}; messages point-to-point"
+            f"backend {self.world.membership.backend_name}, {number} communicator{'s' * (number > 1)} on rank "
+            f"{self.world.rank}; messages point-to-point"
             + f", from {size} on by all-reduce in {len(self._shared)} group{'s' * (len(self._shared) > 1)}"
             * bool(self._shared)
             + f"; with {others} rank{'s' * (others > 1)} on this machine messages from {size} on go through memory"
@@ -118,18 +118,10 @@ class DistributedTransport(Transport):
         )
 
     def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> DistributedExchange:
-        turn = conversation.unmade_opening
-        check_device(self._world, turn, step, bucket)
-        sources = tuple(round_.neighbours(self._world.rank))
-        exchange = DistributedExchange(self._world, conversation, sources, step, bucket)
-        ranks, exchange.total, exchange.received = self._room(turn, round_, bucket in self._shared_messages)
-        if exchange.total is not None:
-            self._start_all_reduce(exchange, conversation.opening, ranks, exchange.total)
-        else:
-            self._start_messages(exchange, turn)
-        return exchange
+        check_device(self.world, conversation.unmade_opening, step, bucket)
+        return DistributedExchange(self, conversation, round_, step, bucket)
 
-    def _room(
+    def room(
         self, turn: Turn, round_: Round, in_place: bool
     ) -> tuple[Sequence[int], torch.Tensor | None, dict[int, torch.Tensor]]:
         """Return this rank's uniform group, and the accumulator if messages are added on the wire, else buffers.
@@ -137,66 +129,32 @@ class DistributedTransport(Transport):
         Large whole values are added that are not read in shared memory. The members of a group decide equally, and the
         groups of a round are disjoint.
         """
-        rank, local = self._world.rank, self._local_messages.local
+        rank, local = self.world.rank, self.local_messages.local
         ranks = next((ranks for ranks in round_.uniform_groups or () if rank in ranks), ())
         if ranks in self._shared and turn.make_accumulator is not None:
             is_large = next(iter(turn.sent.values())).nbytes >= MIN_LARGE_BYTES
-            if is_large and not (in_place and self._local_messages.are_local(ranks)):
+            if is_large and not (in_place and self.local_messages.are_local(ranks)):
                 return ranks, turn.make_accumulator(), {}
         is_read_in_place = in_place and local.issuperset((*round_.neighbours(rank), *turn.sent))
         return ranks, None, {} if is_read_in_place else dict(turn.receive_buffers)
 
-    def _start_all_reduce(
-        self, exchange: DistributedExchange, turn: Turn, ranks: Sequence[int], total: torch.Tensor
-    ) -> None:
-        assert self._world.device_paths is not None
-        # In the wide dtype, because mul(out=) would round in the narrow one.
-        total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
-        others = tuple(rank for rank in ranks if rank != self._world.rank)
-        exchange.sources = others
-        exchange.bytes_by_peer = {rank: 2 * total.nbytes // len(ranks) for rank in others}
-        group = self._world.communicator(ranks, "mixing")
-        name = f"the all-reduce with ranks {', '.join(map(str, others))}"
-
-        def post(_: Tensors, received: Tensors) -> Job:
-            yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
-            yield None
-            yield from exchange.proceed(Delivery({}, {}, total=total))
-
-        exchange.pending = self._world.device_paths.submit(post, [total], [total])
-
-    def _start_messages(self, exchange: DistributedExchange, turn: Turn) -> None:
-        assert self._world.device_paths is not None
-        in_place = exchange.read_in_place = self._shared_messages.get(exchange.bucket)
-        local = self._local_messages.local
-        exchange.local_messages = self._local_messages
-        exchange.readings = {
-            source: self._local_messages.expect(source, exchange.bucket)
-            for source in exchange.sources
-            if source in local and (in_place is not None or _is_large(exchange.received[source]))
-        }
-        if not local.isdisjoint(turn.sent) or not all(message.is_cpu for message in turn.sent.values()):
-            exchange.handed_out = self._hand_out(exchange, exchange.conversation.opening.sent)
-        exchange.pending = exchange.begin()
-        exchange.progress.follow(exchange.conversation.make_opening())
-
     def _handed_out(self, messages: Messages, in_place: bool) -> Messages:
         """Return the messages that ranks on this machine read in memory, by rank."""
-        local = self._local_messages.local
+        local = self.local_messages.local
         return {rank: each for rank, each in messages.items() if rank in local and (in_place or _is_large(each))}
 
-    def _hand_out(self, exchange: DistributedExchange, messages: Messages) -> frozenset[int]:
+    def hand_out(self, messages: Messages, bucket: int, where: str) -> frozenset[int]:
         """Let ranks on this machine read their message, in place or as a copy, and return these ranks."""
-        readers = self._handed_out(messages, exchange.read_in_place is not None)
-        if exchange.read_in_place is not None:
-            exchange.read_in_place.publish(tuple(readers))
+        in_place = self.shared_messages.get(bucket)
+        readers = self._handed_out(messages, in_place is not None)
+        if in_place is not None:
+            in_place.publish(tuple(readers))
             return frozenset(readers)
         distinct = {id(message): message for message in readers.values()}
         for number, message in enumerate(distinct.values()):
-            place = exchange.bucket, number, message.nbytes
+            place = bucket, number, message.nbytes
             if place not in self._copies:
-                self._copies[place] = SharedMessage(self._local_messages, _bytes_of(message), exchange.bucket)
-            where = f"step {exchange.step}, bucket {exchange.bucket}"
+                self._copies[place] = SharedMessage(self.local_messages, _bytes_of(message), bucket)
             self._copies[place].take(where).copy_(_bytes_of(message))
             self._copies[place].publish([target for target, same in readers.items() if same is message])
         return frozenset(readers)
@@ -208,83 +166,108 @@ class DistributedExchange:
     pending: Pending
 
     def __init__(
-        self, world: World, conversation: Conversation, sources: tuple[int, ...], step: int, bucket: int
+        self, transport: DistributedTransport, conversation: Conversation, round_: Round, step: int, bucket: int
     ) -> None:
-        self.world = world
-        self.conversation = conversation
-        self.step = step
-        self.bucket = bucket
-        self.sources = sources
-        self.sent = conversation.unmade_opening.sent
-        self.progress = Progress()
-        self.received: dict[int, torch.Tensor] = {}
-        self.total: torch.Tensor | None = None
-        self.local_messages: LocalMessages | None = None
-        self.readings: Mapping[int, Reading] = {}
-        self.handed_out: frozenset[int] = frozenset()
-        self.read_in_place: SharedMessage | None = None
-        self.bytes_by_peer = {target: message.nbytes for target, message in self.sent.items()}
+        self._world, self._conversation, turn = transport.world, conversation, conversation.unmade_opening
+        self._step, self._bucket, self._where = step, bucket, f"step {step}, bucket {bucket}"
+        self._sent, self._sources = turn.sent, tuple(round_.neighbours(self._world.rank))
+        self._progress = Progress()
+        self._local_messages = transport.local_messages
+        self._in_place = transport.shared_messages.get(bucket)
+        self._readings: Mapping[int, Reading] = {}
+        self._handed_out: frozenset[int] = frozenset()
         self._following: Works = ()
+        self.bytes_by_peer = {target: message.nbytes for target, message in turn.sent.items()}
+        ranks, self._total, self._received = transport.room(turn, round_, self._in_place is not None)
+        if self._total is not None:
+            self._begin_all_reduce(conversation.opening, ranks, self._total)
+            return
+        local = self._local_messages.local
+        self._readings = {
+            source: self._local_messages.expect(source, bucket)
+            for source in self._sources
+            if source in local and (self._in_place is not None or _is_large(self._received[source]))
+        }
+        if not local.isdisjoint(turn.sent) or not all(message.is_cpu for message in turn.sent.values()):
+            self._progress.follow(conversation.make_opening())  # all of it: the next calls need it, or wait for it
+            self._handed_out = transport.hand_out(turn.sent, bucket, self._where)
+        self.pending = self._begin_messages()
+        self._progress.follow(conversation.make_opening())
+
+    def _begin_all_reduce(self, turn: Turn, ranks: Sequence[int], total: torch.Tensor) -> None:
+        assert self._world.device_paths is not None
+        # In the wide dtype, because mul(out=) would round in the narrow one.
+        total.copy_(next(iter(turn.sent.values()))).mul_(1 / len(ranks))
+        self._sources = tuple(rank for rank in ranks if rank != self._world.rank)
+        self.bytes_by_peer = {rank: 2 * total.nbytes // len(ranks) for rank in self._sources}
+        group = self._world.communicator(ranks, "mixing")
+        name = f"the all-reduce with ranks {', '.join(map(str, self._sources))}"
+
+        def post(_: Tensors, received: Tensors) -> Job:
+            yield (posted(name, lambda: group.allreduce([received[0]]), 2 * total.nbytes),)
+            yield None
+            yield from self._proceed(Delivery({}, {}, total=total))
+
+        self.pending = self._world.device_paths.submit(post, [total], [total])
 
     @property
     def arrived_at(self) -> Mapping[int, float]:
         times = self.pending.finished_at
-        if self.total is not None:
-            return dict.fromkeys(self.sources, max(times.values())) if times else {}
-        return {source: times[message_of(source)] for source in self.sources if message_of(source) in times}
+        if self._total is not None:
+            return dict.fromkeys(self._sources, max(times.values())) if times else {}
+        return {source: times[message_of(source)] for source in self._sources if message_of(source) in times}
 
-    def begin(self) -> Pending:
+    def _begin_messages(self) -> Pending:
         """Post the messages that go over a network; without any, whoever needs the local ones polls for them."""
-        if not self.received and self.readings:
-            return Readings({message_of(source): reading for source, reading in self.readings.items()}, self._take_in)
-        assert self.world.device_paths is not None
-        return self.world.device_paths.submit(self._post_all, list(self.sent.values()), list(self.received.values()))
+        if not self._received and self._readings:
+            return Readings({message_of(source): reading for source, reading in self._readings.items()}, self._take_in)
+        assert self._world.device_paths is not None
+        return self._world.device_paths.submit(self._post_all, list(self._sent.values()), list(self._received.values()))
 
     def _post_all(self, sent: Tensors, received: Tensors) -> Job:
         """Send and receive the messages, and those with which the codec follows up."""
-        wire_sent = dict(zip(self.sent, sent, strict=True))
-        wire_received = dict(zip(self.received, received, strict=True))
-        outgoing = {rank: message for rank, message in wire_sent.items() if rank not in self.handed_out}
-        incoming = {rank: buffer for rank, buffer in wire_received.items() if rank not in self.readings}
+        wire_sent = dict(zip(self._sent, sent, strict=True))
+        wire_received = dict(zip(self._received, received, strict=True))
+        outgoing = {rank: message for rank, message in wire_sent.items() if rank not in self._handed_out}
+        incoming = {rank: buffer for rank, buffer in wire_received.items() if rank not in self._readings}
         if all(message.is_cpu for message in (*sent, *received)):
             # All receives at once, so that a peer on a slow link learns early that there is room.
             receives = [self._post({}, buffers) for buffers in _pieces(incoming)]
-            self._following = self._post({}, self.conversation.unmade_opening.following)
+            self._following = self._post({}, self._conversation.unmade_opening.following)
             num_bytes = 0
             for works, piece in zip_longest(receives, _pieces(outgoing)):
-                self.progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
+                self._progress.wait_for(num_bytes := num_bytes + PIECE_BYTES)
                 yield [*(works or ()), *self._post(piece or {}, {})]
         else:  # the host does not inspect them
-            self.progress.wait_for(sys.maxsize)
+            self._progress.wait_for(sys.maxsize)
             yield self._post(outgoing, incoming)
-        if self.local_messages is not None:
-            yield [
-                Operation(message_of(source), self.local_messages.arrival(reading))
-                for source, reading in self.readings.items()
-            ]
+        yield [
+            Operation(message_of(source), self._local_messages.arrival(reading))
+            for source, reading in self._readings.items()
+        ]
         yield None
-        self.progress.wait_for(sys.maxsize)  # a rank that sends nothing decodes the others' messages by its own
-        for source, reading in self.readings.items():
-            if self.read_in_place is not None:
-                wire_received[source] = self.received[source] = self._in_place(reading)
+        self._progress.wait_for(sys.maxsize)  # a rank that sends nothing decodes the others' messages by its own
+        for source, reading in self._readings.items():
+            if self._in_place is not None:
+                wire_received[source] = self._received[source] = self._read_message(reading)
             else:
                 _bytes_of(wire_received[source]).copy_(reading.buffer.message)
                 reading.done()
-        yield from self.proceed(Delivery(self.sent, self.received, on_host=(wire_sent, wire_received)))
+        yield from self._proceed(Delivery(self._sent, self._received, on_host=(wire_sent, wire_received)))
 
     def _take_in(self) -> None:
         """Read the messages, all in the memory of this machine; they are whole values, which need no follow-up."""
-        self.received = {source: self._in_place(reading) for source, reading in self.readings.items()}
-        for _ in self.proceed(Delivery(self.sent, self.received)):
+        self._received = {source: self._read_message(reading) for source, reading in self._readings.items()}
+        for _ in self._proceed(Delivery(self._sent, self._received)):
             pass
 
-    def _in_place(self, reading: Reading) -> torch.Tensor:
-        assert self.read_in_place is not None
-        return reading.buffer.message.view(self.read_in_place.message.dtype)
+    def _read_message(self, reading: Reading) -> torch.Tensor:
+        assert self._in_place is not None
+        return reading.buffer.message.view(self._in_place.message.dtype)
 
-    def proceed(self, delivery: Delivery) -> Job:
+    def _proceed(self, delivery: Delivery) -> Job:
         """Carry the turns after the opening, once that has been delivered."""
-        for turn in self.conversation.proceed(delivery):
+        for turn in self._conversation.proceed(delivery):
             for target, message in turn.sent.items():
                 self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + message.nbytes
             following, self._following = self._following, ()
@@ -292,29 +275,28 @@ class DistributedExchange:
 
     def _post(self, sent: Messages, received: Messages) -> Works:
         # Two buckets between two ranks must never be swapped.
-        tag = self.bucket * _TAG_STEPS + self.step % _TAG_STEPS
+        tag = self._bucket * _TAG_STEPS + self._step % _TAG_STEPS
         return post_point_to_point(
-            self.world.group,
+            self._world.group,
             [Message(source, buffer, tag) for source, buffer in received.items()],
             [Message(target, message, tag) for target, message in sent.items()],
         )
 
     def wait(self) -> Arrival:
-        where = f"step {self.step}, bucket {self.bucket}"
-        failure = self.world.wait_for(self.pending, where, self._awaited)
+        failure = self._world.wait_for(self.pending, self._where, self._awaited)
         if failure is not None:
-            raise lost_exchange(self.world, failure, where, self.pending) from self.pending.error
-        arrival = self.conversation.arrival
+            raise lost_exchange(self._world, failure, self._where, self.pending) from self.pending.error
+        arrival = self._conversation.arrival
         return arrival._replace(parts=self._read(arrival.parts))
 
     def _awaited(self) -> Sequence[int]:
         """Return the ranks that the exchange currently waits for."""
-        return peers_in(self.pending.awaited, self.sources, self.sent) or self.sources
+        return peers_in(self.pending.awaited, self._sources, self._sent) or self._sources
 
     def _read(self, parts: Parts) -> Parts:
         """Yield all parts, then tell the peers that this rank has read their messages."""
         yield from parts
-        for reading in self.readings.values() if self.read_in_place is not None else ():
+        for reading in self._readings.values() if self._in_place is not None else ():
             reading.done()
 
 

@@ -86,7 +86,7 @@ def exchange_everything(name: str, kind: str, shares_memory: bool) -> list[torch
             row = round_.matrix()[world.rank] @ everyone.numpy() - everyone[world.rank].numpy()
             assert np.abs(difference.double().numpy() - row).max() <= tolerance * everyone.abs().max()
             found.append(difference)
-    assert len(transport._local_messages.local) == (WORLD_SIZE - 1 if shares_memory else 0)
+    assert len(transport.local_messages.local) == (WORLD_SIZE - 1 if shares_memory else 0)
     dist.barrier()
     world.close()
     return found
@@ -115,7 +115,7 @@ def hand_out_to_nobody() -> str:
         places = set()
         for step in range(3):
             places.add(transport.memory(message, step=step, bucket=0).data_ptr())
-            transport._shared_messages[0].publish((1,))
+            transport.shared_messages[0].publish((1,))
         assert len(places) == 3  # nothing that is not read is overwritten
         with pytest.raises(ExchangeError) as caught:
             transport.memory(message, step=3, bucket=0)
@@ -177,8 +177,8 @@ def pretend_to_be_elsewhere() -> tuple[int, int]:
         shared_memory.machine = lambda: [*machine[:2], 0, *machine[3:]]
     world = World(timedelta(seconds=60))
     transport = DistributedTransport(world, topologies.build("complete", 3))
-    local = transport._local_messages.local
-    together = transport._local_messages.are_local((1, 2)), transport._local_messages.are_local((0, 1, 2))
+    local = transport.local_messages.local
+    together = transport.local_messages.are_local((1, 2)), transport.local_messages.are_local((0, 1, 2))
     world.close()
     return len(local), int(together == (True, False))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from gossip import (
     World,
     launch,
 )
+from gossip.communication.device_paths import Tensors
+from gossip.communication.host.worker_threads import Job
 from gossip.exchange.distributed_transport import shared_groups
 from gossip.exchange.transport import make_transport
 from topologies import Round, Topology
@@ -148,6 +152,22 @@ def test_receives_are_posted_before_sends() -> None:
     tags = [tag for _, _, tag in calls]
     assert len(set(tags[:4])) == len(set(tags[4:])) == 1
     assert tags[0] != tags[4]
+
+
+def test_messages_that_the_starting_thread_itself_posts_are_made_before() -> None:
+    """As those of a device by NCCL are: nobody else could make them meanwhile."""
+    world, posted = mock.MagicMock(rank=0, world_size=2), list[list[object]]()
+    world.gather_bytes.side_effect = lambda payload, _: [payload] * 2
+
+    def post_at_once(make_job: Callable[..., Job], sent: Tensors, received: Tensors) -> mock.Mock:
+        posted.extend(list(works) for works in make_job(sent, received) if works)
+        return mock.Mock(finished_at={})
+
+    world.device_paths.submit.side_effect = post_at_once
+    pair = topologies.build("ring", 2)
+    transport = DistributedTransport(world, pair)
+    start(transport, torch.ones(5, device="meta"), pair.round(0), world=world, step=0, bucket=0)
+    assert len(posted) == 1
 
 
 class IdleTransport(Transport):
