@@ -319,7 +319,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
             return self.module(*args, **kwargs)
         self.check_outermost(is_sharded_inside=engine.group.is_sharded_inside)
         engine.begin_forward()
-        call = engine.watched(self.module)
+        call = engine.forward_waits.watched(self.module)
         with fast_range("gossip::forward"):
             output = call(*args, **kwargs)
         engine.end_forward(output)

@@ -48,8 +48,7 @@ class Clipping:
     """
 
     def __init__(self, rank: int, multiple: float) -> None:
-        self.multiple = multiple
-        self._rank = rank
+        self._rank, self._multiple = rank, multiple
         self._usual: dict[Place, dict[_Known, Usual]] = {}
         self._surplus: dict[Place, dict[_Known, float]] = {}  # of the exchange under way
         self._step: dict[Place, int] = {}  # the one that it began in
@@ -79,7 +78,7 @@ class Clipping:
             if (source := known[0]) not in distances:
                 continue  # it is lost
             distance, usual = distances[source], edges.setdefault(known, Usual())
-            limit = self.multiple * usual.distance if usual.is_known else math.inf
+            limit = self._multiple * usual.distance if usual.is_known else math.inf
             if not usual.is_known and smaller_norm is not None and self._step.get(place, 0) >= NUM_ASTRAY:
                 limit = smaller_norm(source) or math.inf
             factor = 1.0 if distance <= limit else limit / distance

@@ -99,12 +99,10 @@ class MessagesInFlight(InFlight):
 
 
 @dataclass
-class Known:
+class Known(Exchange):
     """An exchange whose outcome is already known, from a checkpoint."""
 
     difference: torch.Tensor
-    bytes_by_peer: Mapping[int, int] = field(default_factory=dict)
-    arrived_at: Mapping[int, float] = field(default_factory=dict)
 
     def wait(self) -> Arrival:
         return whole(self.difference)

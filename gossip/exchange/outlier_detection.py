@@ -108,13 +108,9 @@ class OutlierDetector:
             for messages in self._messages.values():
                 messages.num_equal += 1  # it is said once
             logger.warning(
-                "rank {}: step {}: rank {} is stuck: it has sent the same message, to the bit, in {} exchanges, though "
-                "it has a learning rate and gradients, and its peers differ from it; check what its optimizer and its "
-                "hooks do, and its device",
-                self._rank,
-                step,
-                self._rank,
-                _NUM_STUCK,
+                f"rank {self._rank}: step {step}: rank {self._rank} is stuck: it has sent the same message, to the "
+                f"bit, in {_NUM_STUCK} exchanges, though it has a learning rate and gradients, and its peers differ "
+                "from it; check what its optimizer and its hooks do, and its device"
             )
 
     # ------------------------------------------------------------------ what arrives
@@ -178,19 +174,14 @@ class OutlierDetector:
             return  # what has been mixed in is passed on
         self._warned_at = step
         for edge, multiple in unusual.items():
-            one = f"rank {edge[0]}" if len(edge) == 1 else f"one of the ranks {', '.join(map(str, edge))}"
+            is_single, own = len(edge) == 1, f"rank {self._rank}"
+            one = f"rank {edge[0]}" if is_single else f"one of the ranks {', '.join(map(str, edge))}"
+            other = f"that of {one}" if is_single else "the mean of their messages"
+            device = "its device" if is_single or is_own else "the device of that rank, which says so itself"
             logger.warning(
-                "rank {}: step {}, bucket {}: the values of {} have jumped: rank {}'s message and {} are {:.3g} times "
-                "as far apart as is usual along this edge; check {}, its learning rate and whatever else writes "
-                "its parameters",
-                self._rank,
-                step,
-                bucket,
-                f"rank {self._rank}" if is_own else one,
-                self._rank,
-                f"that of {one}" if len(edge) == 1 else "the mean of their messages",
-                multiple,
-                "the device of that rank, which says so itself" if len(edge) > 1 and not is_own else "its device",
+                f"{own}: step {step}, bucket {bucket}: the values of {own if is_own else one} have jumped: {own}'s "
+                f"message and {other} are {multiple:.3g} times as far apart as is usual along this edge; check "
+                f"{device}, its learning rate and whatever else writes its parameters"
             )
 
     # ------------------------------------------------------------------ saving

@@ -37,7 +37,7 @@ class Asked:
 
     member: int
     step: int
-    frame: Outgoing | None = None
+    frame: Outgoing
 
 
 @dataclass
@@ -113,8 +113,8 @@ class PairAverager:
             has_met, shown.have_asked = partner in shown.have_asked, set()
             if partner is None or has_met or partner in self._world.mesh.lost:
                 return 0
-            shown.asked = Asked(partner, step)
-            shown.asked.frame = self._world.mesh.send(partner, Key(Kind.PAIR, step, bucket), shown.values)
+            frame = self._world.mesh.send(partner, Key(Kind.PAIR, step, bucket), shown.values)
+            shown.asked = Asked(partner, step, frame)
             return shown.values.nbytes
 
     def wait(self, bucket: int, latest_step: int) -> None:
@@ -209,7 +209,6 @@ class PairAverager:
     def _on_question(self, shown: Shown, member: int, frame: Frame) -> None:
         asked = shown.asked
         if asked is not None and asked.member == member:  # each of the two ranks gets the other's question
-            assert asked.frame is not None
             asked.frame.copy()  # the rest of it may still be unsent
             self._average(shown, member, frame)
             self._world.mesh.give_back([frame.payload])
@@ -243,12 +242,8 @@ class PairAverager:
         _, step, bucket, _ = frame.key
         if not is_finite:
             logger.warning(
-                "rank {}: step {}, bucket {}: the difference between rank {} and this rank is not finite; they do "
-                "not average",
-                self._world.member,
-                shown.step,
-                bucket,
-                member,
+                f"rank {self._world.member}: step {shown.step}, bucket {bucket}: the difference between rank {member} "
+                "and this rank is not finite; they do not average"
             )
             return None
         self._add(shown, difference, 1.0)
@@ -283,7 +278,6 @@ class PairAverager:
     def _end_if_lost(self, shown: Shown) -> None:
         asked = shown.asked
         if asked is not None and asked.member in self._world.mesh.lost:
-            assert asked.frame is not None
             asked.frame.copy()
             self._end(shown)
 

@@ -18,7 +18,7 @@ from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, finite_on_host, rehearse_arrival, squared_norm
 from gossip.errors import GossipError
-from gossip.exchange.clipping import Clipping
+from gossip.exchange.clipping import Clipping, clips_above
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, corrupted, row_sum
 from gossip.exchange.messages_in_flight import Known, MessagesInFlight
 from gossip.exchange.outlier_detection import NUM_ASTRAY, Edge, OutlierDetector
@@ -55,21 +55,24 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         algorithm: Algorithm,
         compression: Compression,
         rank: int,
-        *,
-        watches: bool = True,
-        clips_above: float | None = None,
+        max_difference: str | float | None,
     ) -> None:
         super().__init__(optimizers, topology, algorithm, compression)
         self.transport = transport
-        self._watch = OutlierDetector(rank) if watches else None
-        self._clipping = None if clips_above is None else Clipping(rank, clips_above)
         self.on_astray = self._end_astray
-        self._rank = rank
+        self._max_difference = max_difference
+        self._take_place(rank)
         self._optimizers = optimizers
         self._buckets: list[AnyBucket] = []
         self._views: list[BucketView] = []
         self.codecs: list[dict[str, Codec]] = []
         self.add(buckets)
+
+    def _take_place(self, rank: int) -> None:
+        """Have this position among the ranks; what is usual along the edges is learnt anew."""
+        self._rank, multiple = rank, clips_above(self._max_difference)
+        self._watch = None if self._max_difference is None else OutlierDetector(rank)
+        self._clipping = None if multiple is None else Clipping(rank, multiple)
 
     def add(self, buckets: Sequence[AnyBucket]) -> None:
         """Exchange these buckets too, from the round of this step on. Local; on all ranks before the same step."""
@@ -119,11 +122,8 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
 
         Nothing may be in flight; codecs start anew.
         """
-        self._topology, self.transport, self.algorithm, self._rank = topology, transport, algorithm, rank
-        if self._watch is not None:
-            self._watch = OutlierDetector(rank)
-        if self._clipping is not None:
-            self._clipping = Clipping(rank, self._clipping.multiple)
+        self._topology, self.transport, self.algorithm = topology, transport, algorithm
+        self._take_place(rank)
         for view in self._views:
             view.ranks = range(rank, rank + 1) if view.parameters else view.ranks
         self.codecs = self._make_codecs(self._buckets)
@@ -152,12 +152,8 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 self.algorithm.combine_(self._views[index].values, difference, round_index)
                 self._written(index)
             else:
-                logger.warning(
-                    "rank {}: step {}, bucket {}: a late message is not finite and is refused",
-                    self._rank,
-                    round_index + 1,
-                    index,
-                )
+                where = f"rank {self._rank}: step {round_index + 1}, bucket {index}"
+                logger.warning("{}: a late message is not finite and is refused", where)
                 meter.num_refused += 1
 
     # ------------------------------------------------------------------ hooks of the policy

@@ -97,7 +97,7 @@ class StepEngine(HealthChecks, ABC):
         self._forward_began = 0.0
         self._places = ParameterSlots(module, group.module)
         self._hook_parameters(buckets)
-        self._forward_waits = self._make_forward_waits()
+        self.forward_waits = self._make_forward_waits()
 
     # ------------------------------------------------------------------ around a forward pass
 
@@ -131,10 +131,6 @@ class StepEngine(HealthChecks, ABC):
         """Adopt parameters that were replaced in the module, or raise."""
         with self.fatal():
             self._places.check()
-
-    def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls the module; its first forward pass that trains shows who reads which parameters."""
-        return self._forward_waits.watched(module)
 
     def end_forward(self, output: Any) -> None:
         """Watch for the backward pass from ``output``, which is seen here before any inner (checkpointing) one."""
@@ -261,8 +257,8 @@ class StepEngine(HealthChecks, ABC):
         self.updater.add(buckets)
         self._progress.awaited_gradients += [set(bucket.places) for bucket in buckets]
         self._hook_parameters(buckets)
-        self._forward_waits.close()
-        self._forward_waits = self._make_forward_waits()
+        self.forward_waits.close()
+        self.forward_waits = self._make_forward_waits()
 
     def _make_forward_waits(self) -> ForwardWaits:
         awaited = self.buckets if self.exchanges.algorithm.before_forward else ()
@@ -443,7 +439,7 @@ class StepEngine(HealthChecks, ABC):
 
     def close(self) -> None:
         """Remove the hooks; the model can no longer be trained. Local."""
-        self._forward_waits.close()
+        self.forward_waits.close()
         self._places.close()
         self._watch.close()
         self.frozen.close()

@@ -53,7 +53,7 @@ class GenerationChange:
         assert isinstance(world, ElasticWorld)
         self.generation, self.rank = Generation(0, tuple(range(parts.topology.world_size))), world.rank
         self._model = weakref.ref(model)
-        self._world, self._parts, self._arguments = world, parts, arguments
+        self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
         self._joined_at: int | None = None
         self._astray: str | None = None
@@ -69,9 +69,9 @@ class GenerationChange:
         else:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
-        self._parts.engine.on_step_end = self.begin_step
-        self._parts.engine.exchanges.on_astray = self._note_astray
-        self._parts.engine.on_step_begin = self._end_pause
+        self._engine.on_step_end = self.begin_step
+        self._engine.exchanges.on_astray = self._note_astray
+        self._engine.on_step_begin = self._end_pause
         self.begin_step()
         end_joining()
 
@@ -79,7 +79,7 @@ class GenerationChange:
             if (left := model()) is not None:
                 left.leave()
 
-        Preemption(self._parts.engine, leave).install()
+        Preemption(self._engine, leave).install()
 
     # A rank that joins starts where its source begins a step, after everything that happens between two steps; a rank
     # that returns does so within its loop, where its source ends a step. If ranks make their steps together, they take
@@ -93,9 +93,9 @@ class GenerationChange:
     def begin_step(self) -> None:
         """Enter the generation of the next step; waits while the ranks agree on one."""
         step, end_joining = self._step, do_nothing
-        if self._parts.engine.last_meter is not None:
-            self._parts.engine.last_meter.is_store_lost = self._world.is_store_lost
-        self._world.consensus.is_new &= self._parts.engine.step == self._joined_at
+        if self._engine.last_meter is not None:
+            self._engine.last_meter.is_store_lost = self._world.is_store_lost
+        self._world.consensus.is_new &= self._engine.step == self._joined_at
         if self._world.is_joint:  # a checkpoint is being loaded: ranks in a collective operation are in a generation
             self._world.consensus.note_loaded(step)
             return
@@ -132,7 +132,7 @@ class GenerationChange:
 
     def _check_state(self) -> None:
         """Say after the first step if no rank will be able to join, because this rank cannot give its state."""
-        if self._is_checked or self._parts.engine.step == 0:
+        if self._is_checked or self._engine.step == 0:
             return
         self._is_checked = True
         if self.rank != 0:
@@ -158,7 +158,7 @@ class GenerationChange:
     @property
     def _step(self) -> int:
         """The step by which the ranks agree on generations; always 0 if they do not make their steps together."""
-        return self._parts.engine.step if self._world.is_in_step else 0
+        return self._engine.step if self._world.is_in_step else 0
 
     def catch_up(self) -> None:
         """Exchange along the topology of the generation of this collective operation, if it may begin. Local."""
@@ -169,10 +169,9 @@ class GenerationChange:
 
     def leave(self) -> None:
         """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
-        engine = self._parts.engine
         last = self._world.consensus.leave()
-        while engine.step < last:
-            engine.end_step()
+        while self._engine.step < last:
+            self._engine.end_step()
 
     def _join(self, *, returns: bool) -> Callable[[], None]:
         """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
@@ -180,7 +179,7 @@ class GenerationChange:
         A rank that ``returns`` is at the end of a step of its loop, and any other before its loop. Once it has entered
         its first step, it must call the function that this method returns, which takes the rest of the state.
         """
-        world, engine = self._world, self._parts.engine
+        world, engine = self._world, self._engine
         check_manifest(world.published(), self._parts.manifest, world.member)
         joining_rank, generation = JoiningRank(world, returns=returns), None
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
@@ -224,7 +223,7 @@ class GenerationChange:
         Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
         when their loss of it is known; and an average over time is that of the source's own parameters.
         """
-        world, engine = self._world, self._parts.engine
+        world, engine = self._world, self._engine
         who = f"rank {world.member}: rank {source}, whose state it takes,"
         if second is None:
             try:
@@ -260,7 +259,7 @@ class GenerationChange:
 
         Returns what :meth:`_join` does.
         """
-        limit_s, engine, world = self._arguments.partition_timeout_s, self._parts.engine, self._world
+        limit_s, engine, world = self._arguments.partition_timeout_s, self._engine, self._world
         astray, self._astray = self._astray, None
         if limit_s is None and astray is not None:
             limit_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
@@ -289,7 +288,7 @@ class GenerationChange:
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a joining rank takes over; nothing specific to edges or to this rank's data."""
-        engine = self._parts.engine
+        engine = self._engine
         named = list(named_parameters(engine.module))
         return {
             **module_state(engine),
@@ -306,9 +305,9 @@ class GenerationChange:
 
     def _second_part(self) -> dict[str, Any]:
         """Return the state that must be of the very step from which on a rank trains."""
-        engine, scaler = self._parts.engine, self._parts.engine.updater.scaler
+        scaler = self._engine.updater.scaler
         return {
-            "step": engine.step,
+            "step": self._engine.step,
             "position": list(self._world.consensus.position),
             "states": self._kept.states(),
             "options": group_options(self._parts.optimizers),
@@ -319,7 +318,7 @@ class GenerationChange:
         if generation.number <= self.generation.number:
             return
         topology, algorithm = self._plan(len(generation.members))
-        algorithm.follow(self._parts.engine.exchanges.algorithm)
+        algorithm.follow(self._engine.exchanges.algorithm)
         schedule = algorithm.schedule(topology)
         transport = None
         if len(generation.members) > 1:
@@ -330,12 +329,12 @@ class GenerationChange:
                 compression=self._parts.compression,
                 soft_deadline_s=self._arguments.soft_deadline_s,
                 members=generation.members,
-                before=self._parts.engine.exchanges.transport,
+                before=self._engine.exchanges.transport,
             )
         self.rank = generation.members.index(self._world.member)
-        self._parts.engine.move(schedule, transport, algorithm, self.rank)
+        self._engine.move(schedule, transport, algorithm, self.rank)
         before, self.generation = self.generation, generation
-        self._parts.engine.generation = generation.number
+        self._engine.generation = generation.number
         self._agree()
         self._tell(before, topology)
         if (model := self._model()) is not None:
@@ -343,27 +342,21 @@ class GenerationChange:
 
     def _agree(self) -> None:
         """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
-        common, is_latest = (
-            common_state(self._parts.engine.exchanges),
-            self._world.generation.number == self.generation.number,
-        )
+        common = common_state(self._engine.exchanges)
+        is_latest = self._world.generation.number == self.generation.number
         if common and is_latest and len(self.generation.members) > 1:
             self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
         """Return the topology and the algorithm bound to it by which so many ranks exchange."""
+        topology, fallback = self._parts.topology, self._arguments.fallback_topology
         try:
-            return self._resized(self._parts.topology, world_size)
+            return self._resized(topology, world_size)
         except (ValueError, TypeError) as error:
             if self._world.member == self._world.generation.members[0]:
-                logger.warning(
-                    "topology {} cannot serve {} ranks, which {} does from here on ({})",
-                    self._parts.topology.name,
-                    world_size,
-                    self._arguments.fallback_topology,
-                    error,
-                )
-            return self._resized(topologies.build(self._arguments.fallback_topology, world_size), world_size)
+                text = "topology {} cannot serve {} ranks, which {} does from here on ({})"
+                logger.warning(text, topology.name, world_size, fallback, error)
+            return self._resized(topologies.build(fallback, world_size), world_size)
 
     def _resized(self, topology: Topology, world_size: int) -> tuple[Topology, Algorithm]:
         resized = topology.resized(world_size)
@@ -386,14 +379,11 @@ class GenerationChange:
         left = [f"rank {member}" for member in gone if member in said]
         joined = [f"rank {member}" for member in self.generation.members if member not in before.members]
         changes = {"lost": lost, "left": left, "joined": joined}
+        what = "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who)
         logger.log(
             "WARNING" if lost else "INFO",
-            "step {}: {} ranks continue, {}, with topology {}; {}",
-            self._parts.engine.step,
-            len(self.generation.members),
-            in_words(self.generation.members),
-            topology.name,
-            "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who),
+            f"step {self._engine.step}: {len(self.generation.members)} ranks continue, "
+            f"{in_words(self.generation.members)}, with topology {topology.name}; {what}",
         )
 
 

@@ -106,10 +106,8 @@ class HealthChecks:
                 for parameter in bucket.parameters:
                     parameter.grad = None
             logger.warning(
-                "rank {}: the backward pass of step {} was ended by an exception before anything was updated or "
-                "sent; its gradients are dropped",
-                self.rank,
-                self.step,
+                f"rank {self.rank}: the backward pass of step {self.step} was ended by an exception before anything "
+                "was updated or sent; its gradients are dropped"
             )
         self._progress = StepProgress(self.buckets)
 

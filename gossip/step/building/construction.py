@@ -144,8 +144,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         algorithm,
         group.divided(compression),
         place,
-        watches=arguments.max_difference is not None,
-        clips_above=clips_above(arguments.max_difference),
+        arguments.max_difference,
     )
     keep_out_of_graphs()
     if not arguments.step_in_backward:
@@ -298,15 +297,11 @@ def _announce(
     ranks = f"{size} rank{'s' * (size != 1)}"
     if shards is not None:
         ranks = f"{size} group{'s' * (size != 1)} of {shards.size(1)} ranks"
+    period = "no period" if topology.period is None else f"period {topology.period}"
     when = "bucket by bucket in backward" if arguments.updates_by_bucket else "at the end of backward"
     logger.info(
-        "{}, topology {} ({}), {}, compression {}, steps {}",
-        ranks,
-        topology.name,
-        "no period" if topology.period is None else f"period {topology.period}",
-        algorithm.describe(),
-        compression.describe(),
-        when if arguments.step_in_backward else "in optimizer.step()",
+        f"{ranks}, topology {topology.name} ({period}), {algorithm.describe()}, compression {compression.describe()}, "
+        f"steps {when if arguments.step_in_backward else 'in optimizer.step()'}"
     )
     listed = [_describe_bucket(bucket) for bucket in buckets]
     hidden = len(listed) - _MAX_BUCKETS_LISTED
@@ -328,12 +323,12 @@ def _size(num_bytes: int) -> str:
 
 
 _OURS: dict[type, tuple[str, ...]] = {
-    StepEngine: ("begin_forward", "watched", "end_forward", "_on_backward", "_on_backward_ended"),
+    StepEngine: ("begin_forward", "end_forward", "_on_backward", "_on_backward_ended"),
     BackwardSteps: ("begin_forward", "_on_first_gradient", "step_optimizer"),
     BucketwiseSteps: ("_launch_ready",),
     OptimizerSteps: ("step_optimizer",),
     Outermost: ("check_outermost",),
-    ForwardWaits: ("call_watched",),
+    ForwardWaits: ("watched", "call_watched"),
     AwaitHook: ("__call__",),
 }
 
