@@ -37,17 +37,10 @@ class EdgeTransport(Transport):
     num_buffers = BUFFERS_PER_ROW
 
     def __init__(
-        self,
-        world: ElasticWorld,
-        topology: Topology,
-        *,
-        members: Sequence[int] | None = None,
-        follows_up: bool,
-        soft_deadline_s: float | None = None,
+        self, world: ElasticWorld, members: Sequence[int], *, follows_up: bool, soft_deadline_s: float | None
     ) -> None:
-        self.world = world
-        self.members = tuple(range(topology.world_size) if members is None else members)
-        self._place = self.members.index(world.member)
+        self.world, self.members = world, members
+        self._place = members.index(world.member)
         self._finisher = Finisher(world) if follows_up else None
         self.late_messages = LateMessages(world, soft_deadline_s)
         # With a soft deadline steps must not wait for readers of shared memory either.
@@ -188,10 +181,9 @@ class EdgeExchange:
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""
-        if not self._late.may_be_late(self._bucket, member):
-            return False
         own = next(iter(self._opening.sent.values()))
-        self._late.await_later(self._bucket, member, key, self._sources[place], own.clone())
+        if not self._late.await_later(self._bucket, member, key, self._sources[place], own):
+            return False
         self.dropped.add(place)
         self.delayed.add(place)
         return True
@@ -281,10 +273,11 @@ def make_generation_transport(
     members: Sequence[int] | None = None,
     before: Transport | None = None,
 ) -> Transport:
-    """Return the transport of a generation."""
+    """Return the transport of a generation; by default, of the first one."""
     assert isinstance(world, ElasticWorld)
+    members = range(schedule.world_size) if members is None else members
     if isinstance(algorithm, Asynchronous):
         averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)
-        return PairTransport(world, schedule, members=members, averager=averager, max_staleness=algorithm.max_staleness)
+        return PairTransport(world, members, averager, algorithm.max_staleness)
     follows_up = (algorithm.compression or compression).follows_up
-    return EdgeTransport(world, schedule, members=members, follows_up=follows_up, soft_deadline_s=soft_deadline_s)
+    return EdgeTransport(world, members, follows_up=follows_up, soft_deadline_s=soft_deadline_s)

@@ -39,13 +39,13 @@ class LateMessages:
         self.soft_deadline_s = soft_deadline_s
         self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
 
-    def may_be_late(self, bucket: int, member: int) -> bool:
-        """Return whether one more message of a member may be late."""
-        return sum(late.member == member for late in self._awaited[bucket]) < MOST_LATE
-
-    def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor) -> None:
-        """Mix in a message when it arrives, relative to ``own``, which must not be changed."""
-        self._awaited[bucket].append(_Awaited(member, key, weight, own))
+    def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor) -> bool:
+        """Mix in a message when it arrives, relative to a copy of ``own``; return False if too many of it are late."""
+        awaited = self._awaited[bucket]
+        if sum(late.member == member for late in awaited) >= MOST_LATE:
+            return False
+        awaited.append(_Awaited(member, key, weight, own.clone()))
+        return True
 
     def arrived(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         """Yield the late messages of a bucket that have arrived, each once; with ``waits``, all that will arrive."""

@@ -12,7 +12,7 @@ from gossip.compression.conversation import Arrival, Conversation, Turn
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.transport import LateDifference, Transport
-from topologies import Round, Topology
+from topologies import Round
 
 
 class PairTransport(Transport):
@@ -24,20 +24,10 @@ class PairTransport(Transport):
 
     publishes: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        world: ElasticWorld,
-        topology: Topology,
-        *,
-        members: Sequence[int] | None = None,
-        averager: PairAverager,
-        max_staleness: int,
-    ) -> None:
-        self.averager = averager
-        self._world = world
-        self.members = tuple(range(topology.world_size) if members is None else members)
-        self._place = self.members.index(world.member)
-        self.max_staleness = max_staleness
+    def __init__(self, world: ElasticWorld, members: Sequence[int], averager: PairAverager, max_staleness: int) -> None:
+        self._world, self.members = world, members
+        self._place = members.index(world.member)
+        self.averager, self.max_staleness = averager, max_staleness
         self._messages: dict[int, torch.Tensor] = {}
 
     def describe(self) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from tiers import rest_is_slow
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from gossip import GossipDataParallel, launch
 
@@ -30,18 +30,6 @@ class Deep(nn.Module):
         return x
 
 
-class Graphs:
-    """A compiler that counts what it gets."""
-
-    def __init__(self) -> None:
-        self.num_graphs = self.num_operations = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
-        self.num_graphs += 1
-        self.num_operations += sum(node.op.startswith("call_") for node in graph.graph.nodes)
-        return graph.forward
-
-
 class Lines(logging.Handler):
     """Warnings that torch's compiler logs."""
 
@@ -53,7 +41,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compile_what(what: str, graphs: Graphs, **arguments: object) -> tuple[GossipDataParallel, nn.Module]:
+def compile_what(what: str, graphs: CompileCounter, **arguments: object) -> tuple[GossipDataParallel, nn.Module]:
     """The model, and what to call."""
     module: nn.Module = Deep()
     if what == "module":
@@ -70,7 +58,7 @@ def compile_what(what: str, graphs: Graphs, **arguments: object) -> tuple[Gossip
 
 def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int, torch.Tensor]:
     torch._dynamo.reset()
-    handler, graphs = Lines(), Graphs()
+    handler, graphs = Lines(), CompileCounter()
     loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch._inductor")]
     for each in loggers:
         each.addHandler(handler)
@@ -93,7 +81,7 @@ def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int
         model.close()
     for each in loggers:
         each.removeHandler(handler)
-    return [*map(str, caught), *handler.lines], graphs.num_graphs, graphs.num_operations, values
+    return [*map(str, caught), *handler.lines], graphs.frame_count, graphs.op_count, values
 
 
 def train_in_all_ways(algorithm: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -38,10 +36,7 @@ class HeldTransport(Transport):
         self.held.clear()
 
 
-class HeldExchange:
-    bytes_by_peer: Mapping[int, int] = MappingProxyType({})
-    arrived_at: Mapping[int, float] = MappingProxyType({})
-
+class HeldExchange(Exchange):
     def __init__(self, start: functools.partial[Exchange], events: list[Event], step: int, bucket: int) -> None:
         self.start, self.events, self.step, self.bucket = start, events, step, bucket
         self.inner: Exchange | None = None
