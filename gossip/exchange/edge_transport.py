@@ -6,6 +6,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -239,28 +240,21 @@ class Finisher:
 
     def submit(self, finish: Callable[[], None]) -> Callable[[], None]:
         """Finish an exchange after the previous ones; return what waits for that, and raises what it raised."""
-        outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._exchanges.put((finish, outcomes))
-
-        def wait() -> None:
-            if (error := outcomes.get()) is not None:
-                raise error
-
-        return wait
+        outcome: Future[None] = Future()
+        self._exchanges.put((finish, outcome))
+        return outcome.result
 
 
-_Unfinished = queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
+_Unfinished = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
 
 
 def _finish(exchanges: _Unfinished) -> None:
     while (entry := exchanges.get()) is not None:
-        finish, outcomes = entry
+        finish, outcome = entry
         try:
-            finish()
+            outcome.set_result(finish())
         except BaseException as error:
-            outcomes.put(error)
-        else:
-            outcomes.put(None)
+            outcome.set_exception(error)
 
 
 def make_generation_transport(

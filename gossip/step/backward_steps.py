@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.errors import warn_user
-from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.bucket_optimizer import fire_step_hooks
 from gossip.optimizers.closures import Closure
-from gossip.step.backward_pass import TWO_MODELS, GradientHooks, steps_another_model
+from gossip.step.backward_pass import TWO_MODELS, steps_another_model
 from gossip.step.engine import StepEngine
 
 
@@ -23,10 +22,6 @@ class BackwardSteps(StepEngine):
     def begin_forward(self) -> None:
         super().begin_forward()
         self.frozen.hook(self._on_unfrozen_gradient)
-
-    def close(self) -> None:
-        self._gradient_hooks.close()
-        super().close()
 
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         if self._optimizer_steps:
@@ -39,11 +34,6 @@ class BackwardSteps(StepEngine):
         return type(optimizer).step(optimizer)
 
     # ------------------------------------------------------------------ inside a backward pass
-
-    def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
-        if not hasattr(self, "_gradient_hooks"):
-            self._gradient_hooks = GradientHooks(self._make_hook)
-        self._gradient_hooks.add(buckets)
 
     def _on_unfrozen_gradient(self, parameter: torch.Tensor) -> None:
         """React to a parameter whose bucket is created when the step begins; it may be the only one with a gradient."""

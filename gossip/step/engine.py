@@ -28,8 +28,8 @@ from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
 from gossip.sharding.local_group import LocalGroup
-from gossip.step.backward_pass import BackwardPass, refuse_compiled_autograd, tensors_in
-from gossip.step.forward_waits import ForwardWaits, refuse_if_read
+from gossip.step.backward_pass import BackwardPass, GradientHooks, refuse_compiled_autograd, tensors_in
+from gossip.step.forward_waits import ForwardWaits
 from gossip.step.health_checks import HealthChecks
 from gossip.step.local_update import Updater
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
@@ -96,6 +96,7 @@ class StepEngine(HealthChecks, ABC):
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._forward_began = 0.0
         self._places = ParameterSlots(module, group.module)
+        self._gradient_hooks = GradientHooks(self._make_hook)
         self._hook_parameters(buckets)
         self.forward_waits = self._make_forward_waits()
 
@@ -215,8 +216,13 @@ class StepEngine(HealthChecks, ABC):
     def step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """Do what ``optimizer.step()`` does, whoever calls it."""
 
+    @abstractmethod
+    def _make_hook(self, index: int, slot: int) -> Callable[[torch.Tensor], None]:
+        """Return what is called with a parameter, in this slot of a bucket, that has got a gradient."""
+
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
-        """Watch for the gradients of these buckets, if they make steps."""
+        """Watch for the gradients of these buckets."""
+        self._gradient_hooks.add(buckets)
 
     def _fire_step_hooks(self) -> None:
         """Call the hooks of the optimizers' ``step()``, if they have not been called."""
@@ -285,8 +291,15 @@ class StepEngine(HealthChecks, ABC):
             self.group.updated(bucket.index)
 
     def _check_was_combined(self, bucket: AnyBucket) -> None:
-        if self.exchanges.algorithm.before_forward and self.exchanges.in_flight[bucket.index] is not None:
-            refuse_if_read(bucket, f"rank {self.rank}: step {self.step}, bucket {bucket.index}")
+        if not self.exchanges.algorithm.before_forward or self.exchanges.in_flight[bucket.index] is None:
+            return
+        for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
+            if parameter.grad is not None:
+                raise GossipError(
+                    f"rank {self.rank}: step {self.step}, bucket {bucket.index}: parameter {name!r} was read before "
+                    "its exchange was combined, by none of the modules that read it in the first forward pass; call "
+                    "the model itself, or use algorithm='adapt_while_communicating'"
+                )
 
     def _has_gradients(self) -> bool:
         """Return whether there are gradients that no step has applied. Local."""
@@ -439,6 +452,7 @@ class StepEngine(HealthChecks, ABC):
 
     def close(self) -> None:
         """Remove the hooks; the model can no longer be trained. Local."""
+        self._gradient_hooks.close()
         self.forward_waits.close()
         self._places.close()
         self._watch.close()

@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import is_compiled, tree_leaves
 
@@ -141,17 +140,6 @@ class ForwardWaits:
             modules[name].register_forward_pre_hook(AwaitHook(self._combine, indices), prepend=True)
             for name, indices in awaited.items()
         ]
-
-
-def refuse_if_read(bucket: Any, where: str) -> None:
-    """Refuse a bucket that has gradients although its exchange was not combined before the forward pass."""
-    for name, parameter in zip(bucket.names, bucket.parameters, strict=False):
-        if parameter.grad is not None:
-            raise GossipError(
-                f"{where}: parameter {name!r} was read before its exchange was combined, by none of the modules that "
-                "read it in the first forward pass; call the model itself, or use "
-                "algorithm='adapt_while_communicating'"
-            )
 
 
 def _lowest_common_module(bucket: Any, users: Users | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +10,20 @@ from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
-from gossip.step.backward_pass import GradientHooks
 from gossip.step.engine import StepEngine
 
 
 class OptimizerSteps(StepEngine):
     """Backward passes only accumulate gradients; all optimizers of a model together make one step."""
 
-    _gradient_hooks: GradientHooks | None = None
-
-    def close(self) -> None:
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.close()
-        super().close()
-
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         """Watch for gradients only if they must be averaged over the ranks that train a replica together."""
-        if not self.group.averages_gradients:
-            return
-        if self._gradient_hooks is None:
-            self._gradient_hooks = GradientHooks(lambda _, __: self._on_gradient)
-        self._gradient_hooks.add(buckets)
+        if self.group.averages_gradients:
+            super()._hook_parameters(buckets)
+
+    def _make_hook(self, index: int, slot: int) -> Callable[[torch.Tensor], None]:
+        del index, slot
+        return self._on_gradient
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         if self.synchronise:
