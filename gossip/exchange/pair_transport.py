@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -21,8 +20,6 @@ class PairTransport(Transport):
     An exchange asks for an average with the peer of a round; its result is what all averages have added to the bucket
     since the previous exchange, whoever asked for them.
     """
-
-    publishes: ClassVar[bool] = True
 
     def __init__(self, world: ElasticWorld, members: Sequence[int], averager: PairAverager, max_staleness: int) -> None:
         self._world, self.members = world, members

@@ -179,7 +179,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             for number, (channel, (message,)) in enumerate(messages.items()):
                 edges = self._edges(index, channel, round_)
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
-                if self.transport is None or not (edges.peers(self._rank) or self.transport.publishes):
+                if self.transport is None or not (edges.peers(self._rank) or self.algorithm.is_asynchronous):
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
                     in_flight.exchanges[channel] = Known(nothing)
                     if self._keeps_sent:
@@ -233,7 +233,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 if not isinstance(square, torch.Tensor) and not math.isfinite(square):
                     self._refuse(index, in_flight, meter)  # it is this rank's own message: all others are finite
                 yield view if part is None else view.part(part), got
-            if self.transport is None or not self.transport.publishes:  # otherwise it involves any number of ranks
+            if not self.algorithm.is_asynchronous:  # otherwise it involves any number of ranks
                 meter.squared_distances.append(squares[VALUES] * self._squared_distance_scale(in_flight.round))
             if self._watch is not None:
                 for channel, edges in watched.items():
@@ -247,8 +247,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
 
     def _watched(self, index: int, in_flight: MessagesInFlight) -> dict[str, Round]:
         """Return the channels that are compared with what is usual, with their edges: of each edge the first one."""
-        is_watched = self._watch is not None and self.holds_parameters(index)
-        if not is_watched or (self.transport is not None and self.transport.publishes):
+        if self._watch is None or not self.holds_parameters(index) or self.algorithm.is_asynchronous:
             return {}
         by_channel = {channel: self._edges(index, channel, in_flight.round) for channel in self.algorithm.sends}
         return {

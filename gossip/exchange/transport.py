@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -60,13 +60,10 @@ class Transport(ABC):
 
     Attributes
     ----------
-    publishes : bool
-        Whether exchanges are also started if this rank has no peer in a round.
     num_buffers : int
         How many buffers for one message :meth:`held` can come to return.
     """
 
-    publishes: ClassVar[bool] = False
     num_buffers: int = 1
 
     @abstractmethod
