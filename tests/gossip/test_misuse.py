@@ -11,21 +11,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas import SGD, TINY_BUCKETS
+from small_runs import batch, make_module
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossip import GossipDataParallel, GossipError
 from topologies import build
-
-
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def batch(step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
-
 
 # ------------------------------------------------------------------ construction
 
@@ -76,7 +67,7 @@ def test_optimizer_that_the_model_does_not_know_is_refused_at_its_step(arguments
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with GossipDataParallel(module, SGD, **arguments) as model:
         foreign = SGD(module[2].parameters())
-        model(batch()).sum().backward()
+        model(batch(0, 0)).sum().backward()
         with pytest.raises(GossipError, match=r"SGD\.step\(\): parameter '2\.weight' belongs to a GossipDataParallel"):
             foreign.step()
         other.step()
@@ -103,7 +94,7 @@ def test_optimizer_with_another_inside_is_refused_by_bucket_and_works_outside() 
         GossipDataParallel(make_module(), factory)
     model, plain = GossipDataParallel(make_module(), factory, step_in_backward=False), make_module()
     for module in (model, plain):
-        module(batch()).square().mean().backward()
+        module(batch(0, 0)).square().mean().backward()
     model.optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -119,7 +110,7 @@ def test_group_that_changes_place_keeps_its_own_constants() -> None:
     model = GossipDataParallel(module, models[0], bucket_cap_mb=TINY_BUCKETS)
     for step in range(2):
         for each, optimizer in zip((model, plain), models, strict=True):
-            each(batch(step)).square().mean().backward()
+            each(batch(0, step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             optimizer.param_groups.reverse()
@@ -132,7 +123,7 @@ def test_group_that_changes_place_keeps_its_own_constants() -> None:
 def test_scaler_that_steps_in_a_fused_loop_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     model = GossipDataParallel(make_module(), SGD)
-    scaler.scale(model(batch()).sum()).backward()
+    scaler.scale(model(batch(0, 0)).sum()).backward()
     with pytest.raises(ValueError, match=r"scaler\.step\(\) cannot work here"):
         scaler.step(model.optimizer)
     model.close()
@@ -145,11 +136,11 @@ def test_functional_call_leaves_the_models_own_values_alone() -> None:
     model = GossipDataParallel(make_module(), SGD)
     before = copy.deepcopy(model.state_dict())
     others = {f"module.{name}": nn.Parameter(torch.full_like(value, 0.5)) for name, value in before.items()}
-    torch.func.functional_call(model, others, (batch(),)).sum().backward()
+    torch.func.functional_call(model, others, (batch(0, 0),)).sum().backward()
     assert all(other.grad is not None for other in others.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.step == 0
-    model(batch()).sum().backward()
+    model(batch(0, 0)).sum().backward()
     assert model.step == 1
     model.close()
 
@@ -168,11 +159,11 @@ class Accumulating(nn.Module):
 
 
 def test_buffers_replaced_inside_averaged_are_put_back() -> None:
-    model = GossipDataParallel(Accumulating(), SGD)
-    model(batch()).sum().backward()
+    model = GossipDataParallel(Accumulating().double(), SGD)
+    model(batch(0, 0)).sum().backward()
     buffer, values = model.module.mean, model.module.mean.clone()
     with model.averaged(), torch.no_grad():
-        model(batch(1) + 100)
+        model(batch(0, 1) + 100)
     assert model.module.mean is buffer
     assert torch.equal(buffer, values)
     model.close()
@@ -180,11 +171,11 @@ def test_buffers_replaced_inside_averaged_are_put_back() -> None:
 
 def test_backward_that_steps_two_models_is_pointed_out_once(warnings_told: list[str]) -> None:
     """As in a GAN: the generator's loss goes through the critic."""
-    generator, critic = (GossipDataParallel(module, SGD) for module in (nn.Linear(3, 3), nn.Linear(3, 1)))
+    generator, critic = (GossipDataParallel(module.double(), SGD) for module in (nn.Linear(3, 3), nn.Linear(3, 1)))
     for _ in range(2):
-        critic(generator(batch())).mean().backward()
+        critic(generator(batch(0, 0))).mean().backward()
         with critic.no_sync():
-            critic(generator(batch())).mean().backward()
+            critic(generator(batch(0, 0))).mean().backward()
         critic.optimizer.zero_grad()
     assert (generator.step, critic.step) == (4, 2)
     (line,) = warnings_told
@@ -199,7 +190,7 @@ def test_compiled_autograd_is_refused() -> None:
         torch._dynamo.config.patch(compiled_autograd=True),
         pytest.raises(GossipError, match="compiled_autograd is on"),
     ):
-        model(batch())
+        model(batch(0, 0))
     model.close()
 
 
@@ -213,7 +204,7 @@ def usual_loop_under_adapt_then_combine() -> int:
     with model.join():
         for step in range(2 + model.rank):
             model.optimizer.zero_grad()
-            model(batch(step)).square().mean().backward()
+            model(batch(0, step)).square().mean().backward()
             model.optimizer.step()
     model.idle_step()
     steps = model.step
@@ -226,7 +217,7 @@ def usual_loop_under_adapt_then_combine() -> int:
 
     def closure() -> torch.Tensor:
         model.optimizer.zero_grad()
-        loss = model(batch(model.rank)).square().mean()
+        loss = model(batch(model.rank, 0)).square().mean()
         loss.backward()
         return loss
 
@@ -245,7 +236,7 @@ def average_at_bad_moments() -> tuple[str, str]:
     module = make_module()
     parts = (SGD(module[0].parameters()), SGD(module[2].parameters()))
     model = GossipDataParallel(module, parts, "ring", step_in_backward=False)
-    model(batch()).sum().backward()
+    model(batch(0, 0)).sum().backward()
     parts[0].step()
     with pytest.raises(GossipError) as half:
         model.global_avg()
@@ -264,12 +255,12 @@ def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
 
 def recalibrate_badly() -> str:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     model = GossipDataParallel(module, SGD, "ring")
-    batches = [{"input": batch()}] if model.rank == 0 else [{"no such argument": batch()}]
+    batches = [{"input": batch(0, 0)}] if model.rank == 0 else [{"no such argument": batch(0, 0)}]
     with pytest.raises(GossipError) as caught, model.averaged(recalibrate=batches):
         pass
-    with model.averaged(recalibrate=[{"input": batch()}]):
+    with model.averaged(recalibrate=[{"input": batch(0, 0)}]):
         pass
     model.close()
     return str(caught.value)

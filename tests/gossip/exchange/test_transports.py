@@ -17,10 +17,8 @@ from ranks import run_ranks
 
 import topologies
 from gossip import (
-    Conversation,
     DebugTransport,
     DistributedTransport,
-    Exchange,
     GossipDataParallel,
     Transport,
     World,
@@ -30,7 +28,7 @@ from gossip.communication.device_paths import Tensors
 from gossip.communication.host.worker_threads import Job
 from gossip.exchange.distributed_transport import shared_groups
 from gossip.exchange.transport import make_transport
-from topologies import Round, Topology
+from topologies import Topology
 
 WORLD_SIZE = 4
 TRANSPORTS = {"distributed": DistributedTransport, "debug": DebugTransport}
@@ -170,18 +168,11 @@ def test_messages_that_the_starting_thread_itself_posts_are_made_before() -> Non
     assert len(posted) == 1
 
 
-class IdleTransport(Transport):
-    """Starts nothing."""
-
-    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("transport", "text"),
     [
         (3, r"transport must be a name or a function \(world, topology\) -> gossip.Transport, got 3; pass a class"),
-        (IdleTransport(), r"IdleTransport object at .*; pass a class such as"),
+        (mock.Mock(spec=Transport), r"Mock spec='Transport' .*; pass a class such as"),
     ],
 )
 def test_what_is_no_factory_is_refused(transport: object, text: str) -> None:

@@ -10,19 +10,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas import SGD
-from small_runs import TINY_BUCKETS, assert_same
+from small_runs import TINY_BUCKETS, assert_same, batch, make_module
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
-
-
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def batch(step: int, rank: int = 0) -> torch.Tensor:
-    return 10 * torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [TINY_BUCKETS, 25])
@@ -34,7 +25,7 @@ def test_clipping_is_torch_s_own_and_reports_the_whole_norm(how: str, max_norm: 
     optimizer, names = SGD(plain.parameters()), dict(plain.named_parameters())
     assert model.grad_norm is None
     for step in range(3):
-        plain(batch(step)).square().mean().backward()
+        plain(batch(0, step)).square().mean().backward()
         whole = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
         for bucket in model._buckets if how == "bucket" else ():
             torch.nn.utils.clip_grad_norm_([names[name] for name in bucket.names], max_norm)
@@ -42,7 +33,7 @@ def test_clipping_is_torch_s_own_and_reports_the_whole_norm(how: str, max_norm: 
             torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        model(batch(0, step)).square().mean().backward()
         if how == "usual loop":
             assert model.clip_grad_norm_(max_norm) == whole
             model.optimizer.step()
@@ -56,7 +47,7 @@ def test_clipping_is_torch_s_own_and_reports_the_whole_norm(how: str, max_norm: 
 
 def test_clip_grad_norm_in_fused_mode_says_what_to_do() -> None:
     model = GossipDataParallel(make_module(), SGD)
-    model(batch(0)).sum().backward()
+    model(batch(0, 0)).sum().backward()
     with pytest.raises(GossipError, match=r"pass clip_grad_norm=1 to GossipDataParallel, or step_in_backward=False"):
         model.clip_grad_norm_(1.0)
 
@@ -77,14 +68,14 @@ def test_scaled_training_equals_plain_scaled_training(mode: str, fused_optimizer
     clip = {} if outside else {"clip_grad_norm": 0.05}
     model = GossipDataParallel(module, factory, step_in_backward=not outside, scaler=scaler, **clip)
     for step in range(6):
-        reference.scale(plain(batch(step)).square().mean()).backward()
+        reference.scale(plain(batch(0, step)).square().mean()).backward()
         if mode != "outside":
             reference.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         reference.step(optimizer)
         reference.update()
         optimizer.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
+        scaler.scale(model(batch(0, step)).square().mean()).backward()
         if outside:
             if mode == "outside, unscaled":
                 scaler.unscale_(model.optimizer)
@@ -96,20 +87,12 @@ def test_scaled_training_equals_plain_scaled_training(mode: str, fused_optimizer
     assert scaler.get_scale() == 2.0**12
 
 
-def test_scaler_that_the_model_does_not_know_is_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    model = GossipDataParallel(make_module(), SGD, step_in_backward=False)
-    scaler.scale(model(batch(0)).sum()).backward()
-    with pytest.raises(GossipError, match="pass scaler="):
-        scaler.step(model.optimizer)
-
-
 def test_calls_of_the_scaler_that_backward_has_made_are_refused_with_the_remedy() -> None:
     scaler = torch.amp.GradScaler("cpu", growth_interval=1)
     model = GossipDataParallel(make_module(), SGD, scaler=scaler)
     for name, arguments in (("unscale_", [model.optimizer]), ("step", [model.optimizer]), ("update", [])):
         scale = scaler.get_scale()
-        scaler.scale(model(batch(0)).sum()).backward()
+        scaler.scale(model(batch(0, 0)).sum()).backward()
         assert scaler.get_scale() == 2 * scale
         text = rf"^scaler\.{name}\(\) cannot .* call only scaler\.scale\(loss\)\.backward\("
         with pytest.raises(ValueError, match=text):
@@ -118,12 +101,13 @@ def test_calls_of_the_scaler_that_backward_has_made_are_refused_with_the_remedy(
     assert not {"unscale_", "step", "update"} & vars(scaler).keys()
 
 
-def test_step_that_passes_the_scaler_by_is_refused() -> None:
+@pytest.mark.parametrize(("knows", "text"), [(True, r"call scaler\.step\(model\.optimizer\)"), (False, "pass scaler=")])
+def test_step_with_a_scaler_that_only_one_side_knows_is_refused(knows: bool, text: str) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    model = GossipDataParallel(make_module(), SGD, step_in_backward=False, scaler=scaler)
-    scaler.scale(model(batch(0)).sum()).backward()
-    with pytest.raises(GossipError, match=r"call scaler\.step\(model\.optimizer\)"):
-        model.optimizer.step()
+    model = GossipDataParallel(make_module(), SGD, step_in_backward=False, scaler=scaler if knows else None)
+    scaler.scale(model(batch(0, 0)).sum()).backward()
+    with pytest.raises(GossipError, match=text):
+        model.optimizer.step() if knows else scaler.step(model.optimizer)
 
 
 def test_scaler_with_half_precision_parameters_is_refused() -> None:
@@ -139,7 +123,7 @@ def spoil_one_gradient(mode: dict) -> tuple[list[int], bool]:
     skipped = []
     for step in range(5):
         before = copy.deepcopy(model.state_dict())
-        loss = model(batch(step, model.rank)).square().mean()
+        loss = model(batch(model.rank, step)).square().mean()
         (loss * float("nan") if model.rank == 0 and step in (0, 3) else loss).backward()
         if not model._arguments.step_in_backward:
             model.optimizer.step()
@@ -167,7 +151,7 @@ def spoil_parameters() -> str:
             with torch.no_grad():
                 model.module[0].weight[0, 0] = float("nan")  # a user's edit
         try:
-            model(batch(step, model.rank)).square().mean().backward()
+            model(batch(model.rank, step)).square().mean().backward()
         except GossipError as error:
             return str(error)
         if model.rank != 1:
@@ -186,11 +170,11 @@ def test_message_that_is_not_finite_is_refused_by_its_peers() -> None:
 def test_many_steps_that_are_not_finite_end_the_training() -> None:
     model = GossipDataParallel(make_module(), SGD)
     for _ in range(2):
-        model(batch(0)).sum().backward()  # from here on they are counted anew
+        model(batch(0, 0)).sum().backward()  # from here on they are counted anew
         for _ in range(15):
-            (model(batch(0)).sum() * float("nan")).backward()
+            (model(batch(0, 0)).sum() * float("nan")).backward()
     with pytest.raises(GossipError, match="in 16 consecutive steps gradients or messages were not finite"):
-        (model(batch(0)).sum() * float("nan")).backward()
+        (model(batch(0, 0)).sum() * float("nan")).backward()
 
 
 def test_large_gradients_whose_norm_overflows_are_applied() -> None:

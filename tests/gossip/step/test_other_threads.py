@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas import SGD
-from small_runs import TINY_BUCKETS, assert_same, finish
+from small_runs import TINY_BUCKETS, assert_same, batch, finish
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
@@ -35,6 +35,7 @@ class Meanwhile(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
         self.meanwhile: Callable[[], object] = int
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
@@ -44,10 +45,6 @@ class Meanwhile(nn.Module):
 
     def call(self, _: torch.Tensor) -> None:
         self.meanwhile()
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
 
 
 def in_another_thread(function: Callable[[], object]) -> None:
@@ -78,12 +75,12 @@ def train(mode: str, kind: str | None) -> list[torch.Tensor]:
 
     def watch() -> None:
         with KINDS[kind]():
-            counts.append(len(model(batch(100))))
+            counts.append(len(model(batch(0, 100))))
 
     if kind is not None:
         module.meanwhile = lambda: in_another_thread(watch)
     for step in range(NUM_STEPS):
-        model(batch(10 * model.rank + step)).square().mean().backward()
+        model(batch(model.rank, step)).square().mean().backward()
         finish(model)
     assert model.step == NUM_STEPS
     assert len(counts) == (0 if kind is None else NUM_STEPS)
@@ -116,7 +113,7 @@ def test_step_or_average_in_another_thread_while_backward_runs_is_refused() -> N
 
     for name in ("idle_step", "global_avg", "consensus_distance"):
         module.meanwhile = lambda name=name: in_another_thread(lambda: call(name))
-        model(batch(0)).square().mean().backward()
+        model(batch(0, 0)).square().mean().backward()
     assert (model.step, len(refused)) == (3, 3)
     model.close()
 
@@ -126,8 +123,8 @@ def divide_by_zero() -> None:
 
 
 GOING_ON: dict[str, Callable[[GossipDataParallel], object]] = {
-    "forward": lambda model: model(batch(0)),
-    "forward elsewhere": lambda model: in_another_thread(lambda: model(batch(0))),
+    "forward": lambda model: model(batch(0, 0)),
+    "forward elsewhere": lambda model: in_another_thread(lambda: model(batch(0, 0))),
     "idle_step": lambda model: model.idle_step(),
     "global_avg": lambda model: model.global_avg(),
 }
@@ -139,7 +136,7 @@ def test_backward_that_died_after_a_send_ends_training(going_on: Callable[[Gossi
     module.meanwhile = divide_by_zero
     model = wrap(module)
     with pytest.raises(ZeroDivisionError):
-        in_another_thread(lambda: model(batch(0)).sum().backward())
+        in_another_thread(lambda: model(batch(0, 0)).sum().backward())
     for _ in range(2):
         with pytest.raises(GossipError, match="the backward pass of step 0 was ended by an exception"):
             going_on(model)
@@ -150,10 +147,10 @@ def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
     module.meanwhile = divide_by_zero
     model = GossipDataParallel(module, SGD)  # one bucket: it waits for the first layer
     with pytest.raises(ZeroDivisionError):
-        model(batch(0)).sum().backward()
+        model(batch(0, 0)).sum().backward()
     module.meanwhile = int
     for each in (model, plain):
-        each(batch(0)).sum().backward()
+        each(batch(0, 0)).sum().backward()
     SGD(plain.parameters()).step()
     assert model.step == 1
     assert_same(model, plain)
@@ -163,7 +160,7 @@ def combine_in_another_thread() -> None:
     """The other thread is awaiting messages, when this one's forward pass wants to read the parameters."""
     module, plain = Meanwhile(), Meanwhile()
     model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine")
-    model(batch(model.rank)).square().mean().backward()
+    model(batch(model.rank, 0)).square().mean().backward()
     before = [parameter.detach().clone() for parameter in module.parameters()]
     engine = model._engine
     is_awaiting, is_wanted = threading.Event(), threading.Event()
@@ -188,13 +185,13 @@ def combine_in_another_thread() -> None:
 
     engine.exchanges.combine_, engine._lock = combine_slowly_, Lock()
     with torch.no_grad():
-        actor = threading.Thread(target=lambda: model(batch(0)))
+        actor = threading.Thread(target=lambda: model(batch(0, 0)))
         actor.start()
         assert is_awaiting.wait(60)
-        found = model(batch(0))
+        found = model(batch(0, 0))
         actor.join()
         plain.load_state_dict(model.state_dict())
-        assert torch.equal(found, plain(batch(0)))
+        assert torch.equal(found, plain(batch(0, 0)))
     assert not all(map(torch.equal, before, module.parameters()))
     model.close()
 
