@@ -55,18 +55,7 @@ class DebugTransport(Transport):
     digest of the bytes. The headers between two ranks follow each other, so one matches the peer's even if the peer is
     at another step or bucket. Each rank also notes in the key-value store how far it has come, and the error of a
     time-out says so. The message itself is sent once the headers agree: nothing overlaps the next iteration, and the
-    digests cost a pass over the memory.
-
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    topology : Topology
-        The topology, of which only single rounds are used.
-
-    Notes
-    -----
-    Construction is collective: every rank must construct it.
+    digests cost a pass over the memory. Construction is collective: every rank must construct it.
     """
 
     def __init__(self, world: World, topology: Topology) -> None:

@@ -73,17 +73,12 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, and how it is
     combined. Subclasses determine how messages travel and how they are summed.
-
-    Attributes
-    ----------
-    in_flight : list of InFlight or None
-        The messages in flight, by bucket.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], topology: Topology, algorithm: Algorithm, compression: Compression
     ) -> None:
-        self.in_flight: list[AnyInFlight | None] = []
+        self.in_flight: list[AnyInFlight | None] = []  # by bucket
         self.algorithm = algorithm
         self._topology = topology
         self._compression = compression

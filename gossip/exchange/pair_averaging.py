@@ -60,16 +60,10 @@ class Shown:
 
 
 class PairAverager:
-    """The averages of one rank; it lives as long as its model, across generations.
-
-    Attributes
-    ----------
-    num_steps : int
-        The number of steps that have been shown.
-    """
+    """The averages of one rank; it lives as long as its model, across generations."""
 
     def __init__(self, world: ElasticWorld, history: list[Average] | None = None) -> None:
-        self.num_steps = 0
+        self.num_steps = 0  # that have been shown
         self._history = history
         self._world = world
         self._shown: dict[int, Shown] = {}

@@ -35,16 +35,7 @@ Memory = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class RankExchanges(Exchanges[MessagesInFlight, Meter]):
-    """The exchanges of one rank.
-
-    Attributes
-    ----------
-    on_astray : callable
-        Called, with a text that says why, when this rank has gone so far astray that it does not come back by being
-        mixed; by default it raises.
-    codecs : list of dict of str to Codec
-        The codecs, by bucket and then by channel; empty in a world of one that does not read what it sends.
-    """
+    """The exchanges of one rank."""
 
     def __init__(
         self,
@@ -59,12 +50,14 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
     ) -> None:
         super().__init__(optimizers, topology, algorithm, compression)
         self.transport = transport
+        # Called, with the reason, when this rank is so far astray that it does not come back by being mixed.
         self.on_astray = self._end_astray
         self._max_difference = max_difference
         self._take_place(rank)
         self._optimizers = optimizers
         self._buckets: list[AnyBucket] = []
         self._views: list[BucketView] = []
+        # By bucket and then by channel; empty in a world of one that does not read what it sends.
         self.codecs: list[dict[str, Codec]] = []
         self.add(buckets)
 

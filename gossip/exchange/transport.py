@@ -106,12 +106,7 @@ class Transport(ABC):
     def late(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
         """Yield what has arrived of earlier exchanges of a bucket that did not wait for it; by default nothing.
 
-        Parameters
-        ----------
-        bucket : int
-            The bucket.
-        waits : bool
-            Whether to wait for all that is still to arrive.
+        With ``waits`` also all that is still to arrive.
         """
         del bucket, waits
         return iter(())

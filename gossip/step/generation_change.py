@@ -39,18 +39,11 @@ _PATIENCE_TIMEOUTS = 5
 
 
 class GenerationChange:
-    """Takes a model, which it does not own, from generation to generation.
-
-    Attributes
-    ----------
-    generation : Generation
-        The generation along whose topology the model exchanges; its members are the ranks that train.
-    rank : int
-        This rank's place among them.
-    """
+    """Takes a model, which it does not own, from generation to generation."""
 
     def __init__(self, model: Any, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
         assert isinstance(world, ElasticWorld)
+        # The model exchanges along this generation's topology; the rank is this one's place among its members.
         self.generation, self.rank = Generation(0, tuple(range(parts.topology.world_size))), world.rank
         self._model = weakref.ref(model)
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments

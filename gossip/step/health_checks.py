@@ -22,13 +22,7 @@ _LETTING_GO = timedelta(milliseconds=100)
 
 
 class HealthChecks:
-    """What :class:`gossip.step.engine.StepEngine` checks before anything is done with its model, in any thread.
-
-    Attributes
-    ----------
-    is_parents : bool
-        Whether this process was forked from the one that trains.
-    """
+    """What :class:`gossip.step.engine.StepEngine` checks before anything is done with its model, in any thread."""
 
     rank: int
     step: int
@@ -38,7 +32,7 @@ class HealthChecks:
     is_averaged: bool
     is_in_join: bool
     error: BaseException | None
-    is_parents = False
+    is_parents = False  # else this process was forked from the one that trains
     _progress: StepProgress
     _lock: threading.RLock  # held against forward passes in other threads
 

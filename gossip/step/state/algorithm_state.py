@@ -14,15 +14,10 @@ from gossip.exchange.exchanges import Exchanges
 def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False) -> dict[str, Any]:
     """Return state, numbers and learning rates; for a joining rank without what all ranks will begin anew. Local.
 
-    The state of one rank is not copied.
-
-    Returns
-    -------
-    dict
-        "kept": by state and parameter, a tensor of the parameter's shape (for virtual workers [n, *shape]); "keeps":
-        what a change of world size makes of each; "numbers": by name, one value per bucket, [..., number of buckets];
-        "rates": by parameter, the newest step's learning rate, and the last one before it that was not 0; "weighs_by":
-        the number that weights a mean, or None.
+    "kept" is by state and parameter a tensor of the parameter's shape (for virtual workers [n, *shape]), and of one
+    rank no copy; "keeps" what a change of world size makes of each; "numbers" by name one value per bucket, [...,
+    number of buckets]; "rates" by parameter the newest step's learning rate, and the last one before it that was not
+    0; "weighs_by" the number that weights a mean, or None.
     """
     algorithm = exchanges.algorithm
     kept: dict[str, dict[str, torch.Tensor]] = {

@@ -32,18 +32,12 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
 
 
 class KeptObjects(dict[str, Stateful]):
-    """The objects that a model keeps, by name.
-
-    Attributes
-    ----------
-    wait_for_written : callable or None
-        Waits until the checkpoint is complete that is written in the background.
-    given : GivenObjects or None
-        What the rank keeps whose state this one has taken, until this rank makes its first step.
-    """
+    """The objects that a model keeps, by name."""
 
     given: GivenObjects | None = None
+    """What the rank keeps whose state this one has taken, until this rank makes its first step."""
     wait_for_written: Callable[[], None] | None = None
+    """Waits until the checkpoint is complete that is written in the background."""
 
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is written in the background; a CheckpointError says that it failed. Local."""
