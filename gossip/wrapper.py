@@ -91,11 +91,10 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         How long any wait for other ranks can last before it raises; some waits last up to a fifth longer, see
         ``communication.sockets``.
     transport : str or callable
-        How messages travel. "distributed": over ``torch.distributed``, see :class:`gossip.DistributedTransport`.
-        "debug": the same, but bucket, round, shape and digest of every message are checked and a rank that is out of
-        step is named; this is slow, see :class:`gossip.DebugTransport`. Alternatively, another name in
-        ``gossip.TRANSPORTS``, or a function ``(world, topology) -> Transport``, such as a class that extends
-        :class:`gossip.Transport`.
+        How messages travel: "distributed", over ``torch.distributed`` (:class:`gossip.DistributedTransport`); "debug",
+        with a check of every message, which names a rank that is out of step and is slow
+        (:class:`gossip.DebugTransport`); another name in ``gossip.TRANSPORTS``; or a function ``(world, topology) ->
+        Transport``, such as a class that extends :class:`gossip.Transport`.
     process_group : ProcessGroup, optional
         The ranks that gossip with each other, from ``torch.distributed.new_group``; all ranks by default. The
         topology's ranks are the ranks within this group. A group of a backend other than gloo is used directly: nothing
@@ -151,10 +150,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     algorithm : Algorithm
         The algorithm in use. If it has an attribute ``gamma``, that is the mixing factor; it may be set between steps,
         to the same value on all ranks.
-    compression : Compression
-        What encodes the messages.
-    topology : Topology
-        The topology in use.
+    compression, topology : Compression, Topology
+        Those in use.
 
     Notes
     -----

@@ -41,18 +41,11 @@ class Exchange(Protocol):
 
 
 class LateDifference(NamedTuple):
-    """What a message adds that arrived after its exchange had ended.
-
-    Attributes
-    ----------
-    round_index : int
-        The index of the exchange's round.
-    difference : Tensor, [numel], float64
-        The sender's message minus this rank's, times the sender's weight.
-    """
+    """What a message adds that arrived after its exchange, that of a round, had ended."""
 
     round_index: int
     difference: torch.Tensor
+    """The sender's message minus this rank's, times the sender's weight, [numel], float64."""
 
 
 class Transport(ABC):
