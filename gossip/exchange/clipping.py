@@ -155,9 +155,15 @@ def check_max_difference(value: object) -> None:
 
 
 def check_clipping(
-    max_difference: str | float, algorithm: Algorithm, compression: Compression, *, has_soft_deadline: bool = False
+    max_difference: str | float | None,
+    algorithm: Algorithm,
+    compression: Compression,
+    *,
+    has_soft_deadline: bool = False,
 ) -> None:
-    """Refuse what does not work if differences are clipped."""
+    """Refuse what does not work if differences are clipped, where they are."""
+    if clips_above(max_difference) is None:
+        return
     what = f"max_difference={max_difference!r}"
     if algorithm.unclipped_because:
         raise ValueError(

@@ -23,7 +23,7 @@ from gossip.algorithms import VALUES, Algorithm, Asynchronous, Kept, resolve_alg
 from gossip.communication.membership import Membership
 from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
-from gossip.exchange.clipping import check_clipping, check_max_difference, clips_above
+from gossip.exchange.clipping import check_clipping, check_max_difference
 from gossip.exchange.exchanges import UsesExchange
 from gossip.exchange.transport import TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
@@ -330,17 +330,37 @@ def check_combination(
     """Refuse algorithms, compressions and optimizers that do not work with the other settings."""
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
+    what, reader = f"algorithm {algorithm.describe()}", _reader(optimizers)
+    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
     if arguments.shard == "none":
-        _check_undivided(algorithm, optimizers)
+        why = "the whole message that a rank has sent, but each rank of a group sends a part of it; choose another"
+        refuse_any(
+            {
+                f'shard="none": {what} needs {why} algorithm, or shard="optimizer"': needs_message
+                or algorithm.requires.stochastic != "doubly",
+                f'shard="none": {reader} has a pre_average_hook, which needs {why} optimizer': reader,
+            }
+        )
     elif arguments.mesh is not None:
         _check_divided(optimizers)
     if algorithm.is_asynchronous:
         _check_asynchronous(arguments, algorithm, compression, optimizers)
     elif arguments.soft_deadline_s is not None:
-        _check_soft_deadline(algorithm, compression, optimizers)
-    if arguments.max_difference is not None and clips_above(arguments.max_difference) is not None:
-        has_soft_deadline = arguments.soft_deadline_s is not None
-        check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
+        mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
+        refuse_any(
+            {
+                f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own "
+                "step; choose none, bf16 or fp16, or no "
+                "soft_deadline": not isinstance(compression, Uncompressed | Cast),
+                f"soft_deadline: {what} needs all messages of a step at once, beyond mixing them; choose "
+                '"adapt_while_communicating" or "adapt_then_combine", or no '
+                "soft_deadline": not mixes_as_ever or needs_message,
+                f"soft_deadline: {reader} has a pre_average_hook, which needs all messages of a step together; choose "
+                "another optimizer, or no soft_deadline": reader,
+            }
+        )
+    has_soft_deadline = arguments.soft_deadline_s is not None
+    check_clipping(arguments.max_difference, algorithm, compression, has_soft_deadline=has_soft_deadline)
 
 
 def _check_asynchronous(
@@ -379,37 +399,6 @@ def _check_divided(optimizers: tuple[Optimizer, ...]) -> None:
                 "part of every parameter; choose an optimizer that updates each element by itself (SGD, AdamW), or "
                 'shard="none"'
             )
-
-
-def _check_undivided(algorithm: Algorithm, optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse what needs a rank's whole message, where each rank of a group sends a part of it."""
-    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
-    why = "the whole message that a rank has sent, but each rank of a group sends a part of it; choose another"
-    refuse_any(
-        {
-            f'shard="none": algorithm {algorithm.describe()} needs {why} algorithm, or shard="optimizer"': needs_message
-            or algorithm.requires.stochastic != "doubly",
-            f'shard="none": {(reader := _reader(optimizers))} has a pre_average_hook, which needs {why} '
-            "optimizer": reader,
-        }
-    )
-
-
-def _check_soft_deadline(algorithm: Algorithm, compression: Compression, optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse settings that cannot mix a message that arrives late."""
-    mixes_as_ever = type(algorithm).arrive is Algorithm.arrive and algorithm.sends == (VALUES,)
-    needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
-    refuse_any(
-        {
-            f"soft_deadline: messages of compression {compression.describe()} can be decoded only in their own step; "
-            "choose none, bf16 or fp16, or no soft_deadline": not isinstance(compression, Uncompressed | Cast),
-            f"soft_deadline: algorithm {algorithm.describe()} needs all messages of a step at once, beyond mixing "
-            'them; choose "adapt_while_communicating" or "adapt_then_combine", or no '
-            "soft_deadline": not mixes_as_ever or needs_message,
-            f"soft_deadline: {(reader := _reader(optimizers))} has a pre_average_hook, which needs all messages of a "
-            "step together; choose another optimizer, or no soft_deadline": reader,
-        }
-    )
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
