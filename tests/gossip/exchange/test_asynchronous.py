@@ -275,39 +275,6 @@ def test_a_question_does_not_overtake_a_refusal() -> None:
     assert sent == [Kind.AVERAGE, Kind.PAIR]
 
 
-def stay_for(num_steps: int, pauses_at: int) -> tuple[int, int, list[int], torch.Tensor, tuple[int, ...]]:
-    """Train until there are four, and so many steps more; every few steps all ranks do something together."""
-    model = make_model(64, {"algorithm": "asynchronous", "topology": "complete", "min_ranks": 1})
-    began, together = model.step, list[int]()
-
-    def are_together_there() -> bool:
-        return bool(together) and together[-1] == model.step and len(model.members) == 4
-
-    with model:
-        for _ in steps_until(model, are_together_there, num_steps):
-            model(targets(model.world.member, 64)).backward()
-            if model.step % pauses_at == 0:
-                model.consensus_distance()
-                together.append(model.step)
-        model.global_avg()
-        return model.world.member, began, together, flat(model.module), model.members
-
-
-def test_ranks_join() -> None:
-    """They do the same things together from their first step on as the others, whatever steps these make beside."""
-    with unsupervised.started(stay_for, 60, 20, world_size=2) as ranks:
-        for _ in range(2):
-            ranks.join(stay_for, 60, 20)
-        results = [result for result in ranks.results() if result is not None]
-    assert len(results) == 4
-    assert all(members == tuple(range(4)) for *_, members in results)
-    everything = results[0][2]
-    for member, began, together, values, _ in results:
-        assert began == 0 or member >= 2
-        assert together == [step for step in everything if step > began]
-        torch.testing.assert_close(values, results[0][3], rtol=0, atol=0)
-
-
 class Stay(NamedTuple):
     """What a rank tells: its number in the end, its steps, those after which all did something together, the mean."""
 
@@ -315,44 +282,61 @@ class Stay(NamedTuple):
     steps: list[int]
     together: list[int]
     mean: torch.Tensor
+    members: tuple[int, ...]
 
 
-def stay_until_all_train(faults: Mapping[int, Fault], num_more: int, pauses_at: int) -> Stay:
-    """Every few steps all ranks do something together; so many steps more once one of four has come back."""
+def stay(faults: Mapping[int, Fault], last: int, options: Mapping[str, Any]) -> Stay:
+    """Train until there are four, rank ``last`` among them, and 60 steps more; every 20 all do something together."""
     from fault_places import injected
 
-    rank = torch.distributed.get_rank()
-    options = {"algorithm": "asynchronous", "topology": "complete", "partition_timeout": 30, "timeout": RETURN_TIMEOUT}
     steps, together = list[int](), list[int]()
-    with injected([faults[rank]] if rank in faults else []), make_model(64, options) as model:
+    own = [fault for rank, fault in faults.items() if rank == torch.distributed.get_rank()]
+    with injected(own), make_model(64, {"algorithm": "asynchronous", "topology": "complete", **options}) as model:
+        target = targets(model.world.member, 64)
 
         def are_together_there() -> bool:
-            return bool(together) and together[-1] == model.step and 4 in model.members
+            is_there = len(model.members) == 4 and model.members[-1] == last
+            return bool(together) and together[-1] == model.step and is_there
 
-        for _ in steps_until(model, are_together_there, num_more):
+        for _ in steps_until(model, are_together_there, 60):
             steps.append(model.step)
-            model(targets(rank, 64)).backward()
-            if model.step % pauses_at == 0:
+            model(target).backward()
+            if model.step % 20 == 0:
                 model.consensus_distance()
                 together.append(model.step)
         model.global_avg()
-        return Stay(model.world.member, steps, together, flat(model.module))
+        return Stay(model.world.member, steps, together, flat(model.module), model.members)
+
+
+def test_ranks_join() -> None:
+    """They do the same things together from their first step on as the others, whatever steps these make beside."""
+    options = {"min_ranks": 1}
+    with unsupervised.started(stay, {}, 3, options, world_size=2) as ranks:
+        for _ in range(2):
+            ranks.join(stay, {}, 3, options)
+        results: list[Stay] = [result for result in ranks.results() if result is not None]
+    assert len(results) == 4
+    for joined in results:
+        assert joined.members == tuple(range(4))
+        assert joined.steps[0] == 0 or joined.member >= 2
+        assert joined.together == [step for step in results[0].together if step > joined.steps[0]]
+        torch.testing.assert_close(joined.mean, results[0].mean, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "step"), [("freeze", 25), ("cut", 40)])  # all do something together at 40
 def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
     """In its own process and within its loop: it does what all do together as the others do, from then on."""
-    faults = {1: Fault(kind, step=step, duration_s=6.0)}
-    with unsupervised.started(stay_until_all_train, faults, 60, 20, world_size=4) as ranks:
+    faults, options = {1: Fault(kind, step=step, duration_s=6.0)}, {"partition_timeout": 30, "timeout": RETURN_TIMEOUT}
+    with unsupervised.started(stay, faults, 4, options, world_size=4) as ranks:
         results: list[Stay] = ranks.results()
-    assert [stay.member for stay in results] == [0, 4, 2, 3]
-    for stay in results:
-        torch.testing.assert_close(stay.mean, results[0].mean, rtol=0, atol=0)
+    assert [each.member for each in results] == [0, 4, 2, 3]
+    for each in results:
+        torch.testing.assert_close(each.mean, results[0].mean, rtol=0, atol=0)
     back, others = results[1], [results[0], results[2], results[3]]
-    for stay in others:
-        assert stay.together == others[0].together
-        assert stay.steps == list(range(len(stay.steps))), "nobody else missed or repeated a step"
+    for each in others:
+        assert each.together == others[0].together
+        assert each.steps == list(range(len(each.steps))), "nobody else missed or repeated a step"
     gap = next(place for place, number in enumerate(back.steps) if number != place)
     after = [number for number in back.together if number > gap]
     assert after
