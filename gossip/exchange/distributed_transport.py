@@ -188,7 +188,8 @@ class DistributedExchange:
             for source in self._sources
             if source in local and (self._in_place is not None or _is_large(self._received[source]))
         }
-        if not local.isdisjoint(turn.sent) or not all(message.is_cpu for message in turn.sent.values()):
+        on_host = all(message.is_cpu for message in (*turn.sent.values(), *self._received.values()))
+        if not local.isdisjoint(turn.sent) or not on_host:
             self._progress.follow(conversation.make_opening())  # all of it: the next calls need it, or wait for it
             self._handed_out = transport.hand_out(turn.sent, bucket, self._where)
         self.pending = self._begin_messages()

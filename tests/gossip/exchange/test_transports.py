@@ -16,14 +16,7 @@ from messages import received, start
 from ranks import run_ranks
 
 import topologies
-from gossip import (
-    DebugTransport,
-    DistributedTransport,
-    GossipDataParallel,
-    Transport,
-    World,
-    launch,
-)
+from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
 from gossip.communication.device_paths import Tensors
 from gossip.communication.host.worker_threads import Job
 from gossip.exchange.distributed_transport import shared_groups
@@ -152,7 +145,8 @@ def test_receives_are_posted_before_sends() -> None:
     assert tags[0] != tags[4]
 
 
-def test_messages_that_the_starting_thread_itself_posts_are_made_before() -> None:
+@pytest.mark.parametrize("weights", [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]], [[1.0, 0.0], [0.5, 0.5]]])
+def test_messages_that_the_starting_thread_itself_posts_are_made_before(weights: list[list[float]]) -> None:
     """As those of a device by NCCL are: nobody else could make them meanwhile."""
     world, posted = mock.MagicMock(rank=0, world_size=2), list[list[object]]()
     world.gather_bytes.side_effect = lambda payload, _: [payload] * 2
@@ -162,9 +156,8 @@ def test_messages_that_the_starting_thread_itself_posts_are_made_before() -> Non
         return mock.Mock(finished_at={})
 
     world.device_paths.submit.side_effect = post_at_once
-    pair = topologies.build("ring", 2)
-    transport = DistributedTransport(world, pair)
-    start(transport, torch.ones(5, device="meta"), pair.round(0), world=world, step=0, bucket=0)
+    transport, round_ = DistributedTransport(world, TOPOLOGIES["ring"]), topologies.Round.from_matrix(np.array(weights))
+    start(transport, torch.ones(5, device="meta"), round_, world=world, step=0, bucket=0)
     assert len(posted) == 1
 
 
