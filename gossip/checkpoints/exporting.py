@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def export(model: TrainedModel, path: str | os.PathLike[str]) -> Path:
 
 def _export(replicas: Replicas, module: nn.Module, path: Path) -> Path:
     what = f"exporting to {path}"
-    with SafetensorsFile(path, replicas.exported(), _metadata(module)) as file:
+    with closing(SafetensorsFile(path, replicas.exported(), _metadata(module))) as file:
         run_on_all_ranks(replicas, what, lambda: file.begin() if replicas.process == 0 else None)
         failure: Exception | None = None
         for name, tensor in replicas.averages():
@@ -91,7 +92,7 @@ def write_module(module: nn.Module, path: Path) -> None:
     or the format does not have the dtype of a tensor.
     """
     tensors = dict(exported_tensors(module))
-    with SafetensorsFile(path, tensors, _metadata(module)) as file:
+    with closing(SafetensorsFile(path, tensors, _metadata(module))) as file:
         file.begin()
         for name, tensor in tensors.items():
             file.write(name, tensor)

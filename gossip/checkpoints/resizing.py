@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,64 +26,49 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Raises CheckpointError: the states do not match each other.
     """
-    mean = _Mean()
-    for rank, state in enumerate(states):
-        try:
-            mean.add(state)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"the state of rank {rank} does not match rank 0's: {reason(error)}") from error
-    return mean.result()
+    first: dict[str, Any] = {}
+    sums: dict[_Path, torch.Tensor] = {}
+    counts = Counter[_Path]()
 
-
-class _Mean:
-    def __init__(self) -> None:
-        self._first: dict[str, Any] = {}
-        self._sums: dict[_Path, torch.Tensor] = {}
-        self._counts: dict[_Path, int] = {}
-
-    def add(self, state: dict[str, Any]) -> None:
-        algorithm = state["engine"].get("algorithm")
-        weight = None if algorithm is None else weight_of(algorithm)
-        if weight is not None:
-            parameters = state["parameters"]
-            weighted = {name: x * weight.to(x.dtype) for name, x in parameters.items() if is_mixable(x)}
-            state = state | {"parameters": parameters | weighted}
-        _map_floats(self._averaged(state), (), self._accumulate)
-        if not self._first:
-            engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
-            self._first = state | {"gradients": {}, "unreduced": {}, "rng": None, "engine": engine}
-            return
-        for kept, added in zip(self._first["optimizers"], state["optimizers"], strict=True):
-            for number, entry in added["state"].items():
-                kept["state"].setdefault(number, entry)
-
-    def result(self) -> dict[str, Any]:
-        averages: dict[str, Any] = _map_floats(self._averaged(self._first), (), self._average)
-        kept = averages.pop("kept")
-        engine = self._first["engine"]
-        if "algorithm" in engine:
-            engine = engine | {"algorithm": for_new_world(engine["algorithm"], kept)}
-        return self._first | averages | {"engine": engine}
-
-    @staticmethod
-    def _averaged(state: dict[str, Any]) -> dict[str, Any]:
-        sections = {section: state[section] for section in ("parameters", "buffers", "optimizers")}
-        return sections | {"kept": state["engine"].get("algorithm", {}).get("kept", {})}
-
-    def _accumulate(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
-        if path in self._sums:
-            if self._sums[path].shape != tensor.shape:
-                raise TypeError(f"shape {list(tensor.shape)} differs from {list(self._sums[path].shape)} at {path}")
-            self._sums[path].add_(tensor)
+    def accumulate(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+        counts[path] += 1
+        if path not in sums:
+            sums[path] = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        elif sums[path].shape == tensor.shape:
+            sums[path].add_(tensor)
         else:
-            self._sums[path] = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        self._counts[path] = self._counts.get(path, 0) + 1
+            raise TypeError(f"shape {list(tensor.shape)} differs from {list(sums[path].shape)} at {path}")
         return tensor
 
-    def _average(self, path: _Path, tensor: torch.Tensor) -> torch.Tensor:
-        return self._sums[path].div_(self._counts[path]).to(tensor.dtype)
+    for rank, state in enumerate(states):
+        try:
+            _map_floats(_averaged(state), (), accumulate)
+            if not first:
+                engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
+                first = state | {"gradients": {}, "unreduced": {}, "rng": None, "engine": engine}
+                continue
+            for kept, added in zip(first["optimizers"], state["optimizers"], strict=True):
+                for number, entry in added["state"].items():
+                    kept["state"].setdefault(number, entry)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"the state of rank {rank} does not match rank 0's: {reason(error)}") from error
+    averages: dict[str, Any] = _map_floats(
+        _averaged(first), (), lambda path, tensor: sums[path].div_(counts[path]).to(tensor.dtype)
+    )
+    kept, engine = averages.pop("kept"), first["engine"]
+    if "algorithm" in engine:
+        engine = engine | {"algorithm": for_new_world(engine["algorithm"], kept)}
+    return first | averages | {"engine": engine}
+
+
+def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what has a mean, by section, with parameters as their rank weights them."""
+    algorithm, parameters = state["engine"].get("algorithm"), state["parameters"]
+    weight = None if algorithm is None else weight_of(algorithm)
+    if weight is not None:
+        parameters = {name: x * weight.to(x.dtype) if is_mixable(x) else x for name, x in parameters.items()}
+    sections = {"parameters": parameters, "buffers": state["buffers"], "optimizers": state["optimizers"]}
+    return sections | {"kept": {} if algorithm is None else algorithm["kept"]}
 
 
 def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor], torch.Tensor]) -> Any:

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -44,9 +43,7 @@ _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
 
 
 class SafetensorsFile:
-    """A file under construction; it takes the place of an older one when it is complete.
-
-    To be used in a ``with`` block, at whose end an incomplete file is removed. All methods are local.
+    """A file under construction; it takes the place of an older one when it is complete. All methods are local.
 
     Parameters
     ----------
@@ -61,9 +58,6 @@ class SafetensorsFile:
         self._tensors, self._metadata = tensors, metadata
         self._starts: dict[str, int] = {}
         self._descriptor: int | None = None
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
 
     def begin(self) -> None:
         """Create the file and write its header.
@@ -103,9 +97,8 @@ class SafetensorsFile:
         os.replace(self._partial, self._path)
         sync_folder(self._path.parent)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Remove an incomplete file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

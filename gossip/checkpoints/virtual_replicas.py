@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,10 @@ from gossip.checkpoints.model_description import (
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
-from gossip.parameters.buffers import persistent_buffers
+from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.manifest import describe_topology
-from gossip.parameters.serializable_state import compact, to_serializable
+from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.step.state.replica_state import optimizer_state
@@ -49,31 +50,27 @@ class StackedOptimizer:
         stacks = [stack for group in self._optimizer.param_groups for stack in group["params"]]
         return [stacks[start : start + self._num_shards] for start in range(0, len(stacks), self._num_shards)]
 
-    def check_savable(self) -> None:
-        """Raise TypeError if the state holds something that cannot be saved."""
-        optimizer_state(self._optimizer, (named for shard in self._shards for named in shard.parameters.items()))
+    @functools.cached_property
+    def state(self) -> dict[str, Any]:
+        """The state of all ranks; TypeError if it holds something that cannot be saved."""
+        return optimizer_state(self._optimizer, (named for shard in self._shards for named in shard.parameters.items()))
 
     def state_of(self, shard: int, row: int) -> dict[str, Any]:
         """Return what ``state_dict()`` of a single rank's own optimizer would return."""
-        state: dict[int, dict[str, Any]] = {}
-        for number, stacks in enumerate(self._held()):
-            stack = stacks[shard]
-            if stack in self._optimizer.state:
-                entry = self._optimizer.state[stack]
-                state[number] = {
-                    key: value[row] if has_shape(value, stack) else copy.deepcopy(value) for key, value in entry.items()
-                }
-        groups, first = [], 0
-        for group in self._optimizer.param_groups:
-            saved = {key: value for key, value in group.items() if key not in _OF_STACKS}
-            stop = first + len(group["params"]) // self._num_shards
-            if "param_names" in group:
-                saved["param_names"] = group["param_names"][:: self._num_shards]
-            groups.append(saved | {"params": list(range(first, stop))})
-            first = stop
-        saved_state = {"state": state, "param_groups": groups}
-        checked: dict[str, Any] = to_serializable(saved_state, f"the state of {type(self._optimizer).__name__}")
-        return checked
+        num_shards, held = self._num_shards, self._held()
+        state = {
+            number: {
+                key: compact(value[row], key) if has_shape(value, stacks[shard]) else value
+                for key, value in self.state["state"][number * num_shards + shard].items()
+            }
+            for number, stacks in enumerate(held)
+            if number * num_shards + shard in self.state["state"]
+        }
+        groups = []
+        for group in self.state["param_groups"]:
+            own = {key: group[key][::num_shards] for key in _OF_STACKS if key in group}
+            groups.append({**group, **own, "params": [number // num_shards for number in own["params"]]})
+        return {"state": state, "param_groups": groups}
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Load the states of single ranks, and return in words what could not be restored."""
@@ -159,7 +156,7 @@ class VirtualReplicas(Replicas):
 
     def check_savable(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.check_savable()
+            _ = optimizer.state
         for rank in self.ranks:
             self._workers._calls.extra_states(rank)
 
@@ -242,20 +239,12 @@ class VirtualReplicas(Replicas):
         return left_out
 
     def _restore_values(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        left_out = []
         for name in self._shards[0].parameters:
             deal_([shard.parameters[name] for shard in self._shards], [state["parameters"][name] for state in states])
-        persistent = {name for name, _ in persistent_buffers(self._workers.module)}
-        for name, stack in self._shards[0].buffers.items():
-            saved = [state["buffers"].get(name) for state in states]
-            if name in persistent or all(
-                values is not None and (values.shape, values.dtype) == (stack.shape[1:], stack.dtype)
-                for values in saved
-            ):
-                deal_([shard.buffers[name] for shard in self._shards], saved)
-            else:
-                left_out.append(f"buffer {name!r}, which is not persistent and has another shape or dtype here")
-        return left_out
+        left_out = unfit_buffers(self._workers.module, *(state["buffers"] for state in states))
+        for name in self._shards[0].buffers.keys() - left_out:
+            deal_([shard.buffers[name] for shard in self._shards], [state["buffers"][name] for state in states])
+        return list(left_out.values())
 
     def _restore_gradients(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._updater.drop_gradients()

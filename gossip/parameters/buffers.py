@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,17 @@ def is_averaged(buffer: torch.Tensor) -> bool:
 def as_real(buffer: torch.Tensor) -> torch.Tensor:
     """Return a view of complex values as real ones, [..., 2], in which they are summed; others as they are."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def unfit_buffers(module: nn.Module, *saved: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names of the buffers that cannot be restored from what some ranks have saved, and why, in words."""
+    persistent = {name for name, _ in persistent_buffers(module)}
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in named_buffers(module) if name not in persistent}
+    return {
+        name: f"buffer {name!r}, which is not persistent and has another shape or dtype here"
+        for name, kind in kinds.items()
+        if any(name not in of_rank or (of_rank[name].shape, of_rank[name].dtype) != kind for of_rank in saved)
+    }
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

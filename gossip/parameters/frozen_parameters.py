@@ -29,13 +29,6 @@ class FrozenParameters:
     average), and only then are its values compared. If they differ, the parameter is averaged with the others from then
     on, or, if its dtype cannot be mixed, rank 0's values are taken.
 
-    Attributes
-    ----------
-    differing : list of str
-        The parameters that were found to differ between ranks in the newest comparison.
-
-    Notes
-    -----
     A write is detected by the tensor's version counter, by its memory (``p.data = ...``) and, because a write through
     ``p.data`` does not change the counter, by 16 of its values.
     """
@@ -46,7 +39,7 @@ class FrozenParameters:
         self._seen = {name: _Seen(parameter) for name, parameter in self._parameters.items()}
         self._hooks: dict[str, RemovableHandle] = {}
         self._has_warned = False
-        self.differing: list[str] = []
+        self.differing: list[str] = []  # between ranks, by the newest comparison
 
     def __len__(self) -> int:
         return len(self._parameters)

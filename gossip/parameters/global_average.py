@@ -47,16 +47,15 @@ def average_module_(
             _compare_buffers(module, world)
             for bucket in buckets:
                 scratch.average(bucket.block, f"averaging bucket {bucket.index}", weights.get(bucket.names[0], 1.0))
-            for name, values in frozen.differing_values():
-                if is_mixable(values):
-                    scratch.average(values, f"averaging frozen parameter {name!r}")
+            differing = [
+                (f"frozen parameter {name!r}", each, is_mixable(each)) for name, each in frozen.differing_values()
+            ]
+            buffers = [(f"buffer {name!r}", each, is_averaged(each)) for name, each in named_buffers(module)]
+            for what, values, has_mean in differing + buffers:
+                if has_mean:
+                    scratch.average(as_real(values), f"averaging {what}")
                 else:
-                    scratch.broadcast(values, f"broadcasting frozen parameter {name!r} from rank 0")
-            for name, buffer in named_buffers(module):
-                if is_averaged(buffer):
-                    scratch.average(as_real(buffer), f"averaging buffer {name!r}")
-                else:
-                    scratch.broadcast(buffer, f"broadcasting buffer {name!r} from rank 0")
+                    scratch.broadcast(values, f"broadcasting {what} from rank 0")
             scratch.assign()
             broadcast_extra_states(module, world)
         except ExchangeError as error:

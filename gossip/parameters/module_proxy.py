@@ -21,15 +21,10 @@ class ModuleProxy(nn.Module):
     module. An attribute that neither has is set in the module, which may want to read it; but a name that begins with
     an underscore, and is neither a parameter nor a module, is what libraries note about the object that they hold, and
     stays in the wrapper.
-
-    Attributes
-    ----------
-    module : Module
-        The wrapped module; it can only be replaced by a module around it with the same parameters, as
-        ``torch.compile(module)`` is.
     """
 
     module: nn.Module
+    """The wrapped one; it can only be replaced by one around it with the same parameters, as by ``torch.compile``."""
 
     def __init__(self) -> None:
         super().__init__()

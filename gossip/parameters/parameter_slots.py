@@ -53,17 +53,8 @@ class ParameterSlots(ModuleSnapshot):
     the original parameter, which is in a bucket and known to the optimizer, and which is put back in its place. A
     parameter that was added, by itself or with a module (``module.append(...)``, a new adapter), is refused, frozen or
     not: it is in no optimizer and no bucket, and its values differ between ranks. Modules without parameters may be
-    added and removed.
-
-    Parameters
-    ----------
-    wrapped : Module
-        The module that the user wrapped, of which a part may be trained as another module.
-
-    Attributes
-    ----------
-    taken : set of int
-        The ids of the parameters that no other model may train.
+    added and removed. No other model may train the parameters whose ids are ``taken``: also those of the ``wrapped``
+    module, where the one that is trained is a part of it or stands for it.
     """
 
     def __init__(self, module: nn.Module, wrapped: nn.Module) -> None:

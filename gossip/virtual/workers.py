@@ -58,11 +58,7 @@ class VirtualWorkers(KeepsObjects):
     optimizer : callable, Optimizer, sequence of Optimizer, or None
         As for :class:`gossip.GossipDataParallel`, over ``module``'s parameters, which are then replaced by the stacked
         ones. It must update element by element (SGD, Adam, AdamW ...).
-    topology : str or Topology
-        As for :class:`gossip.GossipDataParallel`.
-    algorithm : str or Algorithm
-        As for :class:`gossip.GossipDataParallel`.
-    compression : str or Compression, optional
+    topology, algorithm, compression
         As for :class:`gossip.GossipDataParallel`.
     clip_grad_norm : float, optional
         Each replica's gradients are scaled down to this Euclidean norm before the update.
@@ -94,8 +90,6 @@ class VirtualWorkers(KeepsObjects):
         A bare model. It holds the initial values, and after :meth:`averaged` and :meth:`global_avg` the mean.
     optimizer : Optimizer, tuple of Optimizer, or None
         The optimizer over the stacked parameters, for schedulers.
-    algorithm, compression, topology, world_size
-        Those in use.
     step : int
         The number of steps made, which is also the index of the next round. With a recording
         (:class:`gossip.Asynchronous`) each replica has its own number, see :attr:`next_steps`.
@@ -119,10 +113,6 @@ class VirtualWorkers(KeepsObjects):
 
     Memory besides activations: parameters, gradients, the optimizer's state, and one message, each n times the model.
     Fused optimizer kernels, which do not support the gaps between stacked parameters, are replaced, with a warning.
-
-    References
-    ----------
-    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 
     Examples
     --------
@@ -473,10 +463,7 @@ class VirtualWorkers(KeepsObjects):
     def averaged(self) -> Iterator[nn.Module]:
         """Hold the mean of the replicas in ``module`` within the block, and direct calls to it; training is unaffected.
 
-        Yields
-        ------
-        Module
-            The bare module, ``workers.module``.
+        Yields the bare module, ``workers.module``.
         """
         put_back_extra_states = snapshot_extra_states(self.module)
         self._load_mean()

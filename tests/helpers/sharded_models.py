@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,15 +32,18 @@ class Quadratic(nn.Module):
         return 0.5 * ((matrix @ x - target) ** 2).sum() + slope @ x
 
 
-def make_sharded(module: Module, shape: MeshShape, shard: str = "fsdp") -> tuple[Module, dict[str, Any]]:
-    """Shard a module over the groups of a mesh, if ``shard`` is "fsdp".
+def make_sharded(
+    module: Module, shape: MeshShape, shard: str = "fsdp", parts: Iterable[str] = ()
+) -> tuple[Module, dict[str, Any]]:
+    """Shard a module over the groups of a mesh, and before it these parts of it, if ``shard`` is "fsdp".
 
     Returns the module, and what the wrapper is told. Collective.
     """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gossip", "shard"))
     if shard != "fsdp":
         return module, {"mesh": mesh, "shard": shard}
-    fully_shard(module, mesh=mesh["shard"])
+    for part in (*map(module.get_submodule, parts), module):
+        fully_shard(part, mesh=mesh["shard"])
     return module, {"mesh": mesh}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.parameters.buffers import persistent_buffers
+from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.extra_state import extra_states, load_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.parameters.serializable_state import compact, is_serializable, state_of, to_serializable
@@ -82,7 +82,7 @@ def module_state(engine: StepEngine) -> dict[str, dict[str, Any]]:
 
 @torch.no_grad()
 def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    left_out, scale = [], state["engine"].get("gradient_scale", 1.0)
+    scale = state["engine"].get("gradient_scale", 1.0)
     for name, parameter in named_parameters(module):
         parameter.copy_(state["parameters"][name])
         gradient = state["gradients"].get(name)
@@ -94,14 +94,11 @@ def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
             parameter.grad = gradient.to(parameter.device, copy=True)
         if parameter.grad is not None and scale != 1:
             parameter.grad.mul_(scale)
-    persistent = {name for name, _ in persistent_buffers(module)}
+    left_out = unfit_buffers(module, state["buffers"])
     for name, buffer in named_buffers(module):
-        saved = state["buffers"].get(name)
-        if name in persistent or (saved is not None and (saved.shape, saved.dtype) == (buffer.shape, buffer.dtype)):
-            buffer.copy_(saved)
-        else:
-            left_out.append(f"buffer {name!r}, which is not persistent and has another shape or dtype here")
-    return left_out
+        if name not in left_out:
+            buffer.copy_(state["buffers"][name])
+    return list(left_out.values())
 
 
 def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -393,9 +393,7 @@ def test_only_checkpoints_beyond_keep_are_removed(tmp_path: Path) -> None:
 
 def see_different_things(folder: str) -> None:
     model = saved_at(folder, 1, 2, 3, topology="ring", optimizer=SGD)
-    original = layout.read_manifest
     rank = model.rank
-
     if rank == 0:
         flip(Path(folder) / "step_0000000003" / "rank1.pt")
     torch.distributed.barrier()
@@ -427,7 +425,6 @@ def see_different_things(folder: str) -> None:
         reseal(mine / "step_0000000001", lambda manifest: manifest.update(torch="another"))
     with pytest.raises(CheckpointError, match="the ranks see different checkpoints under"):
         gossip.load(model, mine / "step_0000000001")
-    assert original is layout.read_manifest
     assert gossip.load(model, folder).step == 2
     one_step(model)
 

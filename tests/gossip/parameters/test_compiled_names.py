@@ -60,8 +60,8 @@ def make(way: str, **options: Any) -> GossipDataParallel:
     return GossipDataParallel(WAYS[way](Net()), SGD, "ring", **options)
 
 
-def one_step(model: Any, rank: int = 0) -> None:
-    model(torch.arange(32.0).reshape(8, 4).roll(rank) / 32).square().mean().backward()
+def one_step(model: Any) -> None:
+    model(torch.arange(32.0).reshape(8, 4) / 32).square().mean().backward()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,7 +93,7 @@ def test_everything_that_leaves_a_model_has_bare_names(way: str, tmp_path: Path)
             assert list(around.state_dict()) == [f"_orig_mod.{name}" for name in NAMES]
 
 
-@pytest.mark.parametrize(("now", "before"), [("bare", "whole"), ("child", "nested")])
+@pytest.mark.parametrize(("now", "before"), [("whole", "bare"), ("child", "nested")])
 def test_a_checkpoint_loads_compiled_or_not(now: str, before: str, tmp_path: Path) -> None:
     with make(before) as model:
         one_step(model)
@@ -106,19 +106,10 @@ def test_a_checkpoint_loads_compiled_or_not(now: str, before: str, tmp_path: Pat
         one_step(model)
         assert_equal_states(model.state_dict(), wanted)
     torch.manual_seed(0)
-    workers = VirtualWorkers(WAYS[now](Net()), 1, SGD)
+    workers = VirtualWorkers(WAYS[now](Net()), 1, SGD, buffers="average")
+    assert [name for name, _ in workers.named_parameters()] == [name for name, _ in Net().named_parameters()]
     gossip.load(workers, tmp_path)
     assert workers.step == 1
-
-
-@pytest.mark.parametrize("way", ["child", "whole"])
-def test_virtual_workers_have_bare_names(way: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    workers = VirtualWorkers(WAYS[way](Net()), 2, SGD, "ring", buffers="average")
-    for _ in range(2):
-        one_step(workers)
-    assert [name for name, _ in workers.named_parameters()] == [name for name, _ in Net().named_parameters()]
-    gossip.export(workers, tmp_path / "exported.safetensors")
-    assert sorted(load_file(tmp_path / "exported.safetensors")) == sorted(NAMES)
+    one_step(workers)
     with workers.averaged() as module:
         assert torch.isfinite(module(torch.ones(8, 4))).all()

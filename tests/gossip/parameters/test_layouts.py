@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -65,35 +66,23 @@ def test_every_layout_trains_as_in_plain_torch(bucket_cap_mb: float, mode: dict)
     assert [parameter.stride() for parameter in module.parameters()] == strides
 
 
-def make_refused(kind: str) -> nn.Module:
-    module = nn.Module()
-    module.ok = nn.Parameter(torch.zeros(3))
-    shared = torch.zeros(6)
-    bad = {
-        "complex": lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
-        "meta": lambda: nn.Parameter(torch.zeros(2, device="meta")),
-        "lazy": lambda: nn.UninitializedParameter(),
-        "overlapping": lambda: nn.Parameter(torch.zeros(3).expand(2, 3)),
-        "sparse": lambda: nn.Parameter(torch.eye(3).to_sparse()),
-        "shared": lambda: nn.Parameter(shared[1:4]),
-    }
-    module.shared = nn.Parameter(shared[:3]) if kind == "shared" else None
-    module.bad = bad[kind]()
-    return module
-
-
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("make", "text"),
     [
-        ("complex", "parameter 'bad' has the dtype torch.complex64; only float64, float32, bfloat16 and float16"),
-        ("meta", "parameter 'bad' is on the meta device"),
-        ("lazy", "parameter 'bad' is lazy; run one forward before"),
-        ("overlapping", "parameter 'bad' overlaps itself in memory"),
-        ("sparse", "parameter 'bad' has the layout torch.sparse_coo"),
-        ("shared", "are two Parameters over the same memory; to tie them"),
+        (
+            lambda _: torch.zeros(2, dtype=torch.complex64),
+            "has the dtype torch.complex64; only float64, .*float16",
+        ),
+        (lambda _: torch.zeros(2, device="meta"), "is on the meta device"),
+        (lambda _: nn.UninitializedParameter(), "is lazy; run one forward before"),
+        (lambda _: torch.zeros(3).expand(2, 3), "overlaps itself in memory"),
+        (lambda _: torch.eye(3).to_sparse(), "has the layout torch.sparse_coo"),
+        (lambda ok: ok.data[1:], "are two Parameters over the same memory; to tie them"),
     ],
 )
-def test_parameter_that_cannot_be_mixed_is_refused_with_the_reason(kind: str, text: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- its text is compared
-        GossipDataParallel(make_refused(kind), None)
-    assert text in str(caught.value)
+def test_parameter_that_cannot_be_mixed_is_refused_with_the_reason(make: Any, text: str) -> None:
+    ok = nn.Parameter(torch.zeros(3))
+    bad = make(ok)
+    module = nn.ParameterDict({"ok": ok, "bad": bad if isinstance(bad, nn.Parameter) else nn.Parameter(bad)})
+    with pytest.raises(ValueError, match=f"parameters? .*'bad' {text}"):
+        GossipDataParallel(module, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -26,28 +27,24 @@ def three_phases(odd: bool) -> Topology:
     return warm_up.then(topologies.build("ring", 3).every(2), after=100)
 
 
+ODD: dict[str, dict[str, Any]] = {
+    "topology": {"topology": "complete"},
+    "compression": {"compression": "bf16"},
+    "optimizer": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1)},
+    "refused": {"topology": "hypercube"},
+}
+
+
 def odd_one_out(what: str) -> str:
     """What every rank is told when rank 2 differs."""
-    odd = dist.get_rank() == 2
-    module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    topology: Topology | str = "ring"
-    optimizer, compression = SGD, None
-    if odd and what == "shape":
-        module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-    if odd and what == "buffer":
+    is_odd = dist.get_rank() == 2
+    width = 5 if is_odd and what == "shape" else 3
+    module = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+    if is_odd and what == "buffer":
         module.register_buffer("mean", torch.zeros(2))
-    if odd and what == "topology":
-        topology = "complete"
-    if what == "phases":
-        topology = three_phases(odd)
-    if odd and what == "compression":
-        compression = "bf16"
-    if odd and what == "optimizer":
-        optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
-    if odd and what == "refused":
-        topology = "hypercube"
+    options: dict[str, Any] = {"optimizer": SGD, "topology": three_phases(is_odd) if what == "phases" else "ring"}
     with pytest.raises((ManifestError, ValueError)) as caught:
-        GossipDataParallel(module, optimizer, topology, compression=compression)
+        GossipDataParallel(module, **options | (ODD.get(what, {}) if is_odd else {}))
     return str(caught.value)
 
 

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from awkward import Awkward
 from ranks import run_ranks
 from replicas import assert_equal_states
 from torch import nn
@@ -24,26 +25,6 @@ from gossip.parameters.buckets import Bucket, make_buckets
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
 
 
-class Awkward(nn.Module):
-    """Tied, frozen, empty, half, strided and single-number parameters, and one tensor between two larger ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 5)
-        self.picture = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(4, 5).t())
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.brief = nn.Parameter(torch.randn(3).to(torch.bfloat16))
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.head = nn.Linear(5, 6)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens) @ self.transposed @ self.transposed.t() * self.temperature
-        return self.head(hidden) + self.picture(torch.ones(1, 3, 3, 3)).sum() + self.brief.float().sum()
-
-
 def make_module() -> Awkward:
     torch.manual_seed(0)
     return Awkward()
@@ -52,7 +33,7 @@ def make_module() -> Awkward:
 def train(model: nn.Module, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step + (100 * dist.get_rank() if dist.is_initialized() else 0))
-        model(torch.randint(6, (8,), generator=generator)).square().mean().backward()
+        model(torch.randn(8, 3, generator=generator)).square().mean().backward()
 
 
 def assert_own_storages(module: nn.Module) -> None:
@@ -100,7 +81,7 @@ def test_copies_have_memory_of_their_own(copied: Any) -> None:
     with GossipDataParallel(make_module(), SGD) as model:
         other = copied(model)
         assert_own_storages(other)
-        assert copied(model.module.head.bias).untyped_storage().nbytes() == 6 * 4
+        assert copied(model.module.first.bias).untyped_storage().nbytes() == 4 * 4
         with torch.no_grad():
             for own, each in zip(model.parameters(), other.parameters(), strict=True):
                 assert torch.equal(own, each)
@@ -167,15 +148,15 @@ def check_files(when: str, folder: str) -> None:
 
 
 def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
-    for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.picture, plain.picture)):
+    for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.second, plain.second)):
         assert len(saved_by(torch.save, ours)) == len(saved_by(torch.save, theirs))
     state = torch.load(io.BytesIO(saved_by(torch.save, module.state_dict())))
     assert_equal_states(state, plain.state_dict())
-    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert state["third.weight"].data_ptr() == state["second.weight"].data_ptr()
 
 
 def _check_safetensors(module: nn.Module, plain: nn.Module, path: Path) -> None:
-    values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "head.weight"}
+    values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "third.weight"}
     safetensors.torch.save_file(values, path)
     assert_equal_states(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
     path.unlink()

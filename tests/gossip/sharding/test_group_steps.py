@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import make_mesh
-from sharded_models import values_of
+from sharded_models import make_sharded, values_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import gossip
 from gossip import GossipDataParallel, GossipError
@@ -38,17 +36,14 @@ class Net(nn.Module):
         return out
 
 
-def wrap(module: nn.Module, way: str, shape: tuple[int, int] = (2, 2), **options: Any) -> GossipDataParallel:
-    options = {"optimizer": SGD, "topology": "ring", "timeout": timedelta(seconds=20), **options}
-    mesh = make_mesh(*shape)
-    if way != "fsdp":
-        return GossipDataParallel(module, mesh=mesh, shard=way, **options)
-    fully_shard(module, mesh=mesh["shard"])
-    return GossipDataParallel(module, mesh=mesh, **options)
+def wrap(module: nn.Module, way: str, **options: Any) -> GossipDataParallel:
+    module, divided = make_sharded(module, (2, 2), way)
+    options = {"optimizer": SGD, "topology": "ring", "timeout": timedelta(seconds=20), **divided, **options}
+    return GossipDataParallel(module, **options)
 
 
-def inputs(step: int, rank: int | None = None) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+def inputs(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(2, 3, generator=generator, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import unsupervised
 from ranks import run_ranks
 from sharded_loops import ADAMW, make_mesh
+from sharded_models import make_sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -32,12 +33,10 @@ VICTIM, PARTNER, STEP = 2, 3, 5
 
 def make_model(timeout: timedelta) -> GossipDataParallel:
     """Two groups of two, layer by layer."""
-    mesh = make_mesh(2, 2)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    for layer in (module[0], module[2], module):
-        fully_shard(layer, mesh=mesh["shard"])
-    return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, timeout=timeout)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module, options = make_sharded(layers, (2, 2), parts=("0", "2"))
+    return GossipDataParallel(module, ADAMW, "ring", timeout=timeout, **options)
 
 
 def train_until_one_stops(how: str, place: str, timeout: timedelta) -> None:

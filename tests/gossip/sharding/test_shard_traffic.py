@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import ADAMW, make_mesh
+from sharded_loops import ADAMW
+from sharded_models import make_sharded
 from tiers import rest_is_slow
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from gossip import GossipDataParallel, StepStats, private_torch
 from gossip.communication import row_collectives
@@ -28,13 +28,11 @@ BUCKET_BYTES = 150_000
 
 def make_model(num_groups: int, ranks_per_group: int, **options: Any) -> GossipDataParallel:
     module = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(NUM_LAYERS)])
-    mesh = None if ranks_per_group == 1 else make_mesh(num_groups, ranks_per_group)
-    if mesh is not None and "shard" not in options:
-        for layer in module:
-            fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(module, mesh=mesh["shard"])
+    if ranks_per_group > 1:
+        layers, shape = map(str, range(NUM_LAYERS)), (num_groups, ranks_per_group)
+        options |= make_sharded(module, shape, options.get("shard", "fsdp"), layers)[1]
     cap = BUCKET_BYTES * ranks_per_group  # the size of what the group has of a bucket together
-    return GossipDataParallel(module, ADAMW, "ring", mesh=mesh, bucket_cap_mb=cap / 2**20, **options)
+    return GossipDataParallel(module, ADAMW, "ring", bucket_cap_mb=cap / 2**20, **options)
 
 
 def train(model: GossipDataParallel, num_steps: int) -> StepStats:
@@ -131,15 +129,12 @@ def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
 
 def train_without_the_process_group() -> None:
     module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
-    mesh = make_mesh(2, 2)
-    fully_shard(module[0], mesh=mesh["shard"])
-    fully_shard(module[1], mesh=mesh["shard"])
-    fully_shard(module, mesh=mesh["shard"])
+    module, options = make_sharded(module, (2, 2), parts=("0", "1"))
     custom = mock.Mock()
     module[1].set_custom_all_gather(custom)
     module[1].set_custom_reduce_scatter(custom)
     before = [(group._all_gather_comm, group._reduce_scatter_comm) for group in private_torch._fsdp_groups(module)]
-    model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh)
+    model = GossipDataParallel(module, ADAMW, "ring", **options)
     names = {"all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor"}
     with contextlib.ExitStack() as patches:
         for name in names & vars(dist).keys():  # those with "single" are of torch 2.13

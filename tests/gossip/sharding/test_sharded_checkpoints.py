@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from replicas import assert_equal_states
 from sharded_loops import make_mesh
-from sharded_models import MeshShape, values_of
+from sharded_models import MeshShape, make_sharded, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -41,15 +41,8 @@ def make_model(
     shape: MeshShape, algorithm: str = "adapt_while_communicating", shard: str = "fsdp"
 ) -> GossipDataParallel:
     """Of ``shape``; with one rank in each group, without a mesh."""
-    module = Net()
-    if shape[1] == 1:
-        return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm)
-    mesh = make_mesh(*shape)
-    if shard != "fsdp":
-        return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh, shard=shard)
-    fully_shard(module.first, mesh=mesh["shard"])
-    fully_shard(module, mesh=mesh["shard"])
-    return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, mesh=mesh)
+    module, options = (Net(), {}) if shape[1] == 1 else make_sharded(Net(), shape, shard, ("first",))
+    return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, **options)
 
 
 def whole(model: GossipDataParallel) -> torch.Tensor:
@@ -147,13 +140,10 @@ def test_groups_that_share_a_replica_otherwise_start_from_the_mean(
 
 def load_even(folder: Path, before: str, after: str) -> list[torch.Tensor]:
     """Of a module whose rows the ranks of a group divide evenly: what was saved, and what was loaded."""
-    mesh, found = make_mesh(2, 2), []
+    found = []
     for shard in (before, after):
-        module = nn.Linear(6, 8, bias=False)
-        options: dict[str, str] = {} if shard == "fsdp" else {"shard": shard}
-        if shard == "fsdp":
-            fully_shard(module, mesh=mesh["shard"])
-        with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, **options) as model:
+        module, options = make_sharded(nn.Linear(6, 8, bias=False), (2, 2), shard)
+        with GossipDataParallel(module, ADAMW, "ring", **options) as model:
             if shard == before:
                 train(model, range(3))
                 gossip.save(model, folder)

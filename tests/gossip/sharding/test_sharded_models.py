@@ -47,9 +47,8 @@ class Net(nn.Module):
 
 def shard(module: Net, mesh: DeviceMesh, **options: Any) -> Net:
     """Layer by layer, but for the one that is used twice, which lies in the root's group."""
-    for layer in (module.first, module.body[1], module.last):
-        fully_shard(layer, mesh=mesh["shard"], **options)
-    fully_shard(module, mesh=mesh["shard"], **options)
+    for part in (module.first, module.body[1], module.last, module):
+        fully_shard(part, mesh=mesh["shard"], **options)
     return module
 
 
@@ -94,16 +93,20 @@ def test_groups_of_two_train_as_ranks_that_see_what_a_group_sees(mode: str, divi
         torch.testing.assert_close(values, wanted, rtol=0, atol=1e-12)
 
 
-def train_apart(divided: str) -> tuple[torch.Tensor, int]:
-    """Ranks of a group begin with other values and use other layers, and one is idle in a step."""
-    torch.manual_seed(dist.get_rank())
+def of_three_layers(seed: int) -> tuple[nn.ModuleDict, torch.Tensor]:
+    """A module of that seed, and data of every step and rank."""
+    torch.manual_seed(seed)
     module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
     for part in module.values():
         nn.init.normal_(part.weight)
+    return module, torch.randn(4, 4, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def train_apart(divided: str) -> tuple[torch.Tensor, int]:
+    """Ranks of a group begin with other values and use other layers, and one is idle in a step."""
+    module, data = of_three_layers(dist.get_rank())
     mesh = make_mesh(2, 2)
     model = GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided, bucket_cap_mb=1e-5)
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
     place = dist.get_rank() % 2
     for step in range(4):
         if step == 2 and place == 1:
@@ -122,13 +125,8 @@ def train_apart(divided: str) -> tuple[torch.Tensor, int]:
 
 def train_together() -> torch.Tensor:
     """The same with a rank for each group, whose loss is the mean of its ranks' losses."""
-    torch.manual_seed(0)
-    module = nn.ModuleDict({name: nn.Linear(3, 3).double() for name in ("both", "one", "unused")})
-    for part in module.values():
-        nn.init.normal_(part.weight)
+    module, data = of_three_layers(0)
     model = GossipDataParallel(module, ADAMW, "ring")
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(4, 4, 2, 3, generator=generator, dtype=torch.float64)
     for step in range(4):
         first, second = data[step, 2 * dist.get_rank() : 2 * dist.get_rank() + 2]
         loss = module["one"](module["both"](first)).square().mean() / 2

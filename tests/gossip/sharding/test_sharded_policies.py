@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
-from sharded_models import values_of
+from sharded_models import make_sharded, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -163,11 +163,8 @@ class Tied(nn.Module):
 
 
 def train_tied(by_hand: bool) -> torch.Tensor:
-    mesh = make_mesh(1, dist.get_world_size())
-    module = Tied()
-    fully_shard(module.between, mesh=mesh["shard"])
-    fully_shard(module, mesh=mesh["shard"])
-    with loop_over(module, mesh, by_hand=by_hand) as (model, end_step):
+    module, options = make_sharded(Tied(), (1, dist.get_world_size()), parts=("between",))
+    with loop_over(module, options["mesh"], by_hand=by_hand) as (model, end_step):
         for step in range(4):
             tokens = (torch.arange(4) + step + dist.get_rank()) % 9
             nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
@@ -255,13 +252,13 @@ def scale(is_sharded: bool, in_backward: bool) -> tuple[torch.Tensor, list[float
     with torch.no_grad():
         module.weight.fill_(0.5)
         module.bias.fill_(0.25)
-    mesh = make_mesh(2, 2) if is_sharded else None
-    if mesh is not None:
-        fully_shard(module, mesh=mesh["shard"])
+    options: dict[str, Any] = {}
+    if is_sharded:
+        module, options = make_sharded(module, (2, 2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scales, changed = [], []
     model = GossipDataParallel(
-        module, ADAMW, "ring", algorithm="adapt_then_combine", mesh=mesh, scaler=scaler, step_in_backward=in_backward
+        module, ADAMW, "ring", algorithm="adapt_then_combine", scaler=scaler, step_in_backward=in_backward, **options
     )
     with model:
         for step in range(6):

@@ -204,21 +204,6 @@ def test_dropout_differs_between_replicas() -> None:
     assert torch.equal(workers.eval()(ones), ones)
 
 
-def test_one_after_the_other_random_numbers_are_those_of_separate_modules() -> None:
-    torch.manual_seed(0)
-    module = Branching().double()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(3):
-        torch.manual_seed(step)
-        train(workers, batch(7, seed=step))
-        after = torch.get_rng_state()
-        torch.manual_seed(step)
-        separate.train(batch(7, seed=step))
-        assert torch.equal(after, torch.get_rng_state())
-    assert not workers.is_vectorised
-    assert_same(workers, separate)
-
-
 class Forgetful(nn.Linear):
     """Draws, and keeps what it computed in plain attributes; its calls are of one replica in the end."""
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from awkward import Awkward
 from covering import covering
 from separate import ADAM, SGD, Separate, assert_same, batch, make_module, make_workers, train, trained_alike
 from torch import nn
-from torch.nn import functional
 
 from gossip import VirtualWorkers
 
@@ -129,26 +129,6 @@ def test_a_backward_pass_that_dies_is_forgotten() -> None:
 
 
 # ---------------------------------------------------------------- kinds of parameters
-
-
-class Awkward(nn.Module):
-    """Frozen, tied, unused, scalar, empty, transposed and channels_last parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.third.weight = self.second.weight
-        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
-        self.unused = nn.Linear(2, 5)
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.transposed = nn.Parameter(torch.randn(3, 4).t())
-        self.filters = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.third(self.second(self.first(inputs * self.frozen)))) * self.scalar
-        image = (hidden @ self.transposed)[..., None, None].expand(-1, -1, 2, 2)
-        return functional.conv2d(image, self.filters) + self.empty.sum()
 
 
 @pytest.mark.parametrize(
