@@ -32,10 +32,9 @@ class RankCodecs(StackedCodec):
         sent = [stack.clone() for stack in stacks]
         differences = [torch.zeros_like(stack, dtype=accumulation_dtype(stack.dtype)) for stack in stacks]
         messages, rows = _rows(sent), _rows(differences)
-        for rank in range(len(values)) if self._decodes_all else ():
+        for rank in range(len(values)) if self._decodes_all else conversations:
             if rank not in conversations:
                 self.codecs[rank].exchange(values[rank], round_, step)
-        for rank in range(len(values)) if self._decodes_all else conversations:
             if (message := self.codecs[rank].sent) is not None:
                 messages[rank].copy_(message)
         for rank, conversation in conversations.items():

@@ -24,21 +24,17 @@ NADAM = functools.partial(torch.optim.NAdam, lr=0.01)
 
 RUNS = {
     "ring": ({"topology": "ring"}, COSINE),
-    "groups": ({"topology": ("local_global", {"local_size": 2}), "optimizer": SGD}, MULTI_STEP),
+    "groups": ({"topology": topologies.build("local_global", 4, local_size=2), "optimizer": SGD}, MULTI_STEP),
     "one bucket": ({"topology": "directed_ring", "bucket_cap_mb": 25, "optimizer": NADAM}, MULTI_STEP),
     "then": ({"algorithm": gossip.AdaptThenCombine(0.5), "buffers": "average"}, COSINE),
     "outside": ({"step_in_backward": False, "buffers": "average"}, COSINE),
-    "clipped": ({"clip_grad_norm": 0.1, "topology": ("ring", {})}, MULTI_STEP),
+    "clipped": ({"clip_grad_norm": 0.1, "topology": topologies.build("ring", 4)}, MULTI_STEP),
     "complete": ({"topology": "complete", "optimizer": functools.partial(ADAMW, fused=True)}, COSINE),
 }
 
 
 def start(name: str, seed: int = 0) -> tuple[gossip.GossipDataParallel, Any]:
     options, schedule = RUNS[name]
-    options = dict(options)
-    if isinstance(options.get("topology"), tuple):
-        family, chosen = options["topology"]
-        options["topology"] = topologies.build(family, 4, **chosen)
     model = make_model(seed, **options)
     return model, schedule(model.optimizer)
 

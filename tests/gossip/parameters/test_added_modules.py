@@ -36,13 +36,9 @@ def batch() -> torch.Tensor:
     return torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 
 
-def frozen(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False)
-
-
 ADDED: dict[str, tuple[Callable[[Adapted], object], str]] = {
     "appended": (lambda module: module.layers.append(nn.Linear(4, 4)), "layers.3.weight"),
-    "frozen adapter": (lambda module: module.adapters.update({"teacher": frozen(nn.Linear(4, 4))}), "adapters.teacher"),
+    "frozen adapter": (lambda module: module.adapters.update({"b": nn.PReLU().requires_grad_(False)}), "adapters.b"),
     "in a part without parameters": (lambda module: module.layers[1].add_module("new", nn.PReLU()), "layers.1.new"),
     "parameter": (lambda module: module.layers[0].register_parameter("extra", nn.Parameter(torch.ones(1))), "0.extra"),
     "in a parameter list": (lambda module: module.scales.append(nn.Parameter(torch.ones(4))), "scales.1"),

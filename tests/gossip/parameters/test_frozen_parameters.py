@@ -84,15 +84,19 @@ def test_bytes_per_step_are_those_of_trainable_parameters(compression: str | Non
 # ---------------------------------------------------------------- unfreezing
 
 
+def thaw(module: nn.Module, step: int) -> None:
+    if step == THAW_STEP:
+        module[2].requires_grad_(True)
+    if step == THAW_STEP + 2:
+        module[0].weight.requires_grad_(True)
+    if step == THAW_STEP + 3:
+        module[2].bias.requires_grad_(False)  # frozen again: no update of its own, but it is mixed
+
+
 def unfreezing(mode: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[bool]]:
     model = make_model(**MODES[mode], **options)
     for step in range(NUM_STEPS):
-        if step == THAW_STEP:
-            model.module[2].requires_grad_(True)
-        if step == THAW_STEP + 2:
-            model.module[0].weight.requires_grad_(True)
-        if step == THAW_STEP + 3:
-            model.module[2].bias.requires_grad_(False)  # frozen again: no update of its own, but it is mixed
+        thaw(model.module, step)
         step_of(model, step)
     model.state_dict()
     values = [parameter.detach().clone() for parameter in model.module.parameters()]
@@ -113,12 +117,7 @@ def test_unfreezing_in_mid_run_equals_the_dense_recursion(mode: str, algorithm: 
     )
     for step in range(NUM_STEPS):
         for module in dense.modules:
-            if step == THAW_STEP:
-                module[2].requires_grad_(True)
-            if step == THAW_STEP + 2:
-                module[0].weight.requires_grad_(True)
-            if step == THAW_STEP + 3:
-                module[2].bias.requires_grad_(False)
+            thaw(module, step)
         dense.train(batch(step))
     for (values, sent), module in zip(found, dense.modules, strict=True):
         assert len(sent) == 3

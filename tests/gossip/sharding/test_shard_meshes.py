@@ -22,8 +22,8 @@ TIMEOUT = timedelta(seconds=2)
 NAMES = ("gossip", "shard")
 
 
-def sharded(mesh: DeviceMesh, dimension: str = "shard") -> nn.Module:
-    return fully_shard(nn.Linear(4, 4), mesh=mesh[dimension])
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
 
 
 def wrap(module: nn.Module, mesh: DeviceMesh, **options: Any) -> GossipDataParallel:
