@@ -84,19 +84,15 @@ class Bucket:
                 "the module before wrapping it, and write values of the same dtype, device and shape"
             )
         if values.is_cpu and values.is_shared():
-            self._tell_of_shared_memory(name)
+            if not self._shared_names:  # of all buckets: whoever sends parameters sends all of them, again and again
+                warn_user(
+                    f"parameter {name!r} was put into shared memory (share_memory_(), or sent to another process): it "
+                    "continues in its bucket, and other processes keep seeing its present values; send it again when "
+                    "it has changed"
+                )
+            self._shared_names.append(name)
         home.copy_(values)
         parameter.data = home
-
-    def _tell_of_shared_memory(self, name: str) -> None:
-        """Warn once for all buckets: parameters sent to other processes are sent in full, again and again."""
-        if not self._shared_names:
-            warn_user(
-                f"parameter {name!r} was put into shared memory (share_memory_(), or sent to another process): it "
-                "continues in its bucket, and other processes keep seeing its present values; send it again when it "
-                "has changed"
-            )
-        self._shared_names.append(name)
 
     def release(self) -> None:
         """Give every parameter memory of its own, so that keeping one does not keep the whole block."""

@@ -151,7 +151,8 @@ def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> Non
                 f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
                 "its .module"
             )
-        if isinstance(part, torch.jit.ScriptModule) and _has_state(part):
+        has_state = any(True for _ in itertools.chain(part.parameters(), part.buffers()))
+        if isinstance(part, torch.jit.ScriptModule) and has_state:
             raise ValueError(
                 f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
                 "module that it was made from (with torch.compile for speed), and script or trace it after training"
@@ -169,10 +170,6 @@ def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> Non
                 f"parameter {name!r} already belongs to a GossipDataParallel; wrap a module once, or close() the "
                 "other model"
             )
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 @torch.no_grad()

@@ -134,7 +134,8 @@ class Replay:
         self._update(rank, bucket)
         place.step = step
         if any(average.step == step for average in place.to_make):
-            place.shown[step] = self._wide(rank, bucket)
+            row = self._row(rank, bucket)
+            place.shown[step] = row.to(accumulation_dtype(row.dtype), copy=True)
         self._read(rank)
         return True
 
@@ -163,10 +164,6 @@ class Replay:
             if made.average.entered > average.step:
                 shown += made.change.to(shown.device)
         return shown
-
-    def _wide(self, rank: int, bucket: Bucket) -> torch.Tensor:
-        row = self._row(rank, bucket)
-        return row.to(accumulation_dtype(row.dtype), copy=True)
 
     def _row(self, rank: int, bucket: Bucket) -> torch.Tensor:
         view = next(view for view in self._exchanges.views(bucket.index) if rank in view.ranks)
