@@ -49,10 +49,7 @@ def weighted_differences(
 ) -> list[torch.Tensor]:
     r"""Return for each shard :math:`\sum_j W_{ij} m_j - m_i` of its ranks i, [k, numel], in the dtype ``wide``.
 
-    Parameters
-    ----------
-    messages : sequence of Tensor, [k, numel]
-        The messages of each shard's ranks, on its device.
+    The messages of each shard's ranks are on its device, [k, numel].
     """
     groups = round_.uniform_groups
     if groups is not None and max(map(len, groups)) >= _GROUPS_FROM:
