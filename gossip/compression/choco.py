@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
-from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks
+from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks, receive_buffers
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages, finite
 from gossip.compression.stacked_codec import Edges, KnownRounds, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
@@ -126,10 +126,6 @@ class ChocoCodec(WholeCodec):
         self._message = torch.empty(0)
         self._receive_buffers: list[torch.Tensor] = []
 
-    @property
-    def sent(self) -> torch.Tensor | None:
-        return None
-
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights = round_.neighbours(self._rank)
         if self.has_begun:
@@ -143,14 +139,10 @@ class ChocoCodec(WholeCodec):
             _begin(self._message, self.known)
         del values
         delivery = yield Turn(
-            dict.fromkeys(round_.targets(self._rank), self._message), partial(self._make_buffers, weights)
+            dict.fromkeys(round_.targets(self._rank), self._message),
+            partial(receive_buffers, self._receive_buffers, self._message, weights),
         )
         return self._arrival(partial(self._take_in, delivery.received, arrived(weights, delivery.received)))
-
-    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
-        while len(self._receive_buffers) < len(weights):
-            self._receive_buffers.append(torch.empty_like(self._message))
-        return dict(zip(weights, self._receive_buffers, strict=True))
 
     @torch.no_grad()
     def _take_in(self, received: Messages, weights: Mapping[int, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -22,6 +23,10 @@ Clip = Callable[[Mapping[int, float], Callable[[int], float] | None], Mapping[in
 The second argument returns the smaller norm of a source's message and this rank's own; with None nothing is clipped
 along an edge without a history. Lengths and norms are equal at both ends of an edge to the bit.
 """
+
+
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Where a parameter lies in a bucket's flat values: shape, stride and offset."""
 
 
 class Compression(ABC):
@@ -46,43 +51,24 @@ class Compression(ABC):
     can_clip: ClassVar[bool] = False
 
     def check(self, topology: Topology) -> None:  # noqa: B027 -- most compressions accept all
-        """Refuse a topology that the compression cannot serve.
-
-        Raises
-        ------
-        ValueError
-            The topology cannot be served; the text says why, and what to use instead.
-        """
+        """Raise ValueError if the compression cannot serve the topology, with the reason and what to use instead."""
 
     @abstractmethod
     def codec(self, bucket: BucketShape, rank: int) -> Codec:
         """Return the state of one bucket on one rank. Local."""
 
     def stacked_codec(self, bucket: BucketShape, world_size: int) -> StackedCodec | None:
-        """Return the state of one bucket on all ranks, if these are replicas in one process on one device. Local.
+        """Return one codec that does what those of all ranks do, but faster, or None if there is none. Local.
 
-        Returns
-        -------
-        StackedCodec or None
-            A codec that does what those of :meth:`codec` do for each rank, but faster; None if there is none, and every
-            replica gets a codec of its own.
+        It is for replicas in one process on one device; with None each of them gets a :meth:`codec`.
         """
         del bucket, world_size
         return None
 
     def messages(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Return the messages of several replicas, if a message is the values themselves in some dtype. Local.
+        """Return what a :class:`Codec` sends for ``values``, [..., numel], each row a replica's. Local.
 
-        Parameters
-        ----------
-        values : Tensor, [..., numel]
-            The values; leading dimensions are replicas.
-
-        Returns
-        -------
-        Tensor, [..., numel], or None
-            What a :class:`Codec` sends for each; ``values`` itself if the values are sent as they are. None if a
-            message is something else.
+        ``values`` itself if they are sent as they are; None if a message is not the values in some dtype.
         """
         del values
         return None
@@ -108,8 +94,8 @@ class BucketShape:
         The length of the flat values.
     dtype, device
         The dtype and the device of the values.
-    views : sequence of (shape, stride, offset)
-        Where each parameter lies in the flat values; a single flat view where nothing is known.
+    views : sequence of View
+        Where each parameter lies; a single flat view where nothing is known.
     memory : callable
         ``(message, step) -> Tensor``: returns the memory in which a message like the given one should be made in this
         step so that it travels fast; by default the message's own. Only for a message that goes to all peers alike.
@@ -127,7 +113,7 @@ class BucketShape:
         self,
         index: int,
         block: torch.Tensor,
-        views: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]] | None = None,
+        views: Sequence[View] | None = None,
         *,
         memory: Callable[[torch.Tensor, int], torch.Tensor] = lambda message, _: message,
         start: torch.Tensor | None = None,
@@ -150,14 +136,22 @@ class BucketShape:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def gaps(numel: int, views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[slice]:
-    """Return the ranges of ``numel`` flat values that none of the views (shape, stride, offset) has."""
+def gaps(numel: int, views: Iterable[View]) -> list[slice]:
+    """Return the ranges of ``numel`` flat values that none of the views has."""
     outside = torch.ones(numel + 2, dtype=torch.int8)
     outside[0] = outside[-1] = 0
     for shape, stride, offset in views:
         outside.as_strided(shape, stride, 1 + offset).fill_(0)
     changes = outside.diff().nonzero().flatten().tolist()
     return [slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True)]
+
+
+def generator(seed: int, *place: int) -> torch.Generator:
+    """Return a CPU generator that is the same for the same numbers on every machine."""
+    digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+    source = torch.Generator()
+    source.manual_seed(int.from_bytes(digest[:8], "little"))
+    return source
 
 
 class Codec(ABC):
@@ -171,9 +165,9 @@ class Codec(ABC):
     """
 
     @property
-    @abstractmethod
     def sent(self) -> torch.Tensor | None:
         """This rank's own message :math:`m_i`, [numel], until the next exchange; None if it is not a single tensor."""
+        return None
 
     @abstractmethod
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:

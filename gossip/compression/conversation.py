@@ -302,6 +302,12 @@ def arrived(weights: Mapping[int, float], received: Messages) -> dict[int, float
     return {source: weight for source, weight in weights.items() if source in received}
 
 
+def receive_buffers(kept: list[torch.Tensor], like: torch.Tensor, sources: Collection[int]) -> Messages:
+    """Return a buffer like a message for each source, of those that are kept; those that are missing are made."""
+    kept += [torch.empty_like(like) for _ in range(len(sources) - len(kept))]
+    return dict(zip(sources, kept, strict=False))
+
+
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
     """Yield the parts of a flat tensor that are processed one after the other, which are small on a CPU."""
     size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.codec import BucketShape, Codec, Compression, generator
 from gossip.compression.compiled_passes import passes
-from gossip.compression.conversation import Arrival, Messages, Parts, Turn, Turns, chunks
+from gossip.compression.conversation import Arrival, Parts, Turn, Turns, chunks, receive_buffers
 from gossip.compression.eager_passes import in_blocks
 from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
-from gossip.compression.random_draws import generator
 from gossip.compression.stacked_codec import (
     Edges,
     KnownRounds,
@@ -125,15 +124,7 @@ class ModuloArithmetic:
         self._passes = {device: passes(self.layout, device) for device in {bucket.device, torch.device("cpu")}}
 
     def first_levels(self, values: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Return the levels for the first exchange, [..., num_blocks], int16.
-
-        Parameters
-        ----------
-        values : Tensor, [..., numel]
-            The current values.
-        start : Tensor, [numel], in the accumulation dtype
-            The values with which all ranks started.
-        """
+        """Return the first exchange's levels, [..., num_blocks], int16, of ranks that all had ``start``, [numel]."""
         block_numel, num_blocks = self.layout.block_numel, self.layout.num_blocks
         distances = torch.empty((*values.shape[:-1], num_blocks), dtype=start.dtype, device=values.device)
         for part in chunks(values.shape[-1], values.device):
@@ -145,24 +136,7 @@ class ModuloArithmetic:
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
     ) -> Iterator[int]:
-        """Write the message of ``values`` on lattices of these ``levels`` or coarser ones, and the points it encodes.
-
-        Parameters
-        ----------
-        values : Tensor, [numel]
-            The values.
-        levels : Tensor, [num_blocks], int16
-            The finest level allowed for each block.
-        points : Tensor, [num_blocks, block_numel]
-            Filled with the lattice points.
-        message : Tensor, [num_bytes], uint8
-            Filled with the message.
-
-        Yields
-        ------
-        int
-            The number of bytes that are final, counted from the beginning of the message.
-        """
+        """Write message and points as :meth:`EagerPasses.encode`, and yield how many bytes from the start are final."""
         device = values.device
         offsets = _offsets(self._compression.seed, step, self._bucket, self.layout.num_offsets).to(device)
         for num_blocks in self._passes[device].encode(values, levels.to(device), offsets, points, message):
@@ -172,21 +146,9 @@ class ModuloArithmetic:
     def read(
         self, own: torch.Tensor, peers: torch.Tensor, unpacked: Callable[[], torch.Tensor], wanted: torch.Tensor
     ) -> Read:
-        """Compute the difference between a peer's message and this rank's, and find the blocks that must be resent.
+        """Return the differences between a peer's message and this rank's, with no rows yet.
 
-        Parameters
-        ----------
-        own, peers : Tensor, [num_bytes], uint8
-            The messages; the codes of ``peers`` are used up.
-        unpacked : callable
-            Returns memory for differences, [num_blocks, block_numel], int8; called if codes have 4 bits.
-        wanted : Tensor, [num_blocks], int16
-            Raised to the levels at which the next message would fit.
-
-        Returns
-        -------
-        Read
-            The differences, with no rows yet.
+        See :meth:`EagerPasses.check`; ``unpacked`` returns memory for them, called if codes have 4 bits.
         """
         differences = self.layout.codes(peers).view(torch.int8) if self.layout.bits == 8 else unpacked()
         resent, sizes = self._passes[own.device].check(own, peers, self._spread, differences, wanted)
@@ -212,14 +174,9 @@ class ModuloArithmetic:
         return math.sqrt(total)
 
     def parts(self, points: torch.Tensor, reads: Iterable[tuple[Read, float | torch.Tensor]]) -> Parts:
-        """Yield the weighted sum of the differences to what was read, part by part.
+        """Yield part by part the weighted sum of the differences between what was read and this rank's own points.
 
-        Parameters
-        ----------
-        points : Tensor, [num_blocks, block_numel]
-            The points that this rank's own message encodes.
-        reads : iterable of (Read, float or Tensor, [1], float64)
-            What was read, with weights.
+        A weight is a number, or one per rank, [g, 1], float64.
         """
         device, dtype, block_numel = points.device, points.dtype, self.layout.block_numel
         passes_here = self._passes[device]
@@ -272,7 +229,7 @@ class ModuloCodec(Codec):
         self._points = torch.zeros(layout.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self._blocks = self._points.view(layout.num_blocks, layout.block_numel)
         self._payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
-        self._receive_buffers: dict[int, torch.Tensor] = {}
+        self._receive_buffers: list[torch.Tensor] = []
         self._unpacked: list[torch.Tensor] = []
         self._clip = bucket.clip
         self._is_at_start = bucket.start is not None
@@ -295,7 +252,8 @@ class ModuloCodec(Codec):
         messages = dict.fromkeys(targets, self._payload)
         # In the opposite direction along every edge: the blocks that are requested again.
         asked = {target: torch.empty(self._layout.num_blocks, dtype=torch.uint8) for target in targets}
-        delivery = yield Turn(messages, partial(self._make_buffers, weights), following=asked, making=encoding)
+        make_buffers = partial(receive_buffers, self._receive_buffers, self._payload, weights)
+        delivery = yield Turn(messages, make_buffers, following=asked, making=encoding)
         del encoding
         sent, received = delivery.on_host
         own = next(iter(sent.values())) if sent else self._payload.cpu()
@@ -321,11 +279,6 @@ class ModuloCodec(Codec):
         if reads and self._clip is None:
             self.levels = wanted
         return Arrival(self._parts(weights, reads, apart), self._device.type != "cpu" or all(are_finite))
-
-    def _make_buffers(self, weights: Mapping[int, float]) -> Messages:
-        for place in range(len(self._receive_buffers), len(weights)):
-            self._receive_buffers[place] = torch.empty_like(self._payload)
-        return {source: self._receive_buffers[place] for place, source in enumerate(weights)}
 
     def _read(self, own: torch.Tensor, peers: torch.Tensor, number: int, wanted: torch.Tensor) -> Read:
         read = self._arithmetic.read(own, peers, partial(self._unpacked_of, number), wanted)

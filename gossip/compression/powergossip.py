@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec, gaps
+from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, View, WholeCodec, gaps, generator
 from gossip.compression.conversation import Arrival, Messages, Turn, Turns, arrived
-from gossip.compression.random_draws import generator
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static
 from topologies.validation import check_integer
@@ -61,39 +60,6 @@ class PowerGossip(Compression):
         return f"powergossip(rank={self.rank}, seed={self.seed})"
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """The place of a parameter that is approximated.
-
-    Attributes
-    ----------
-    shape, stride, offset
-        Where it lies in the flat values.
-    num_rows, num_columns : int
-        The size of the matrix.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        return torch.Size(self.shape[1:]).numel()
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's values in their own shape, as a view."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
-
-    def read(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the matrix, [num_rows, num_columns]; a view where strides allow it."""
-        return self.view(flat).reshape(self.num_rows, self.num_columns)
-
-
 class PowerCodec(WholeCodec):
     """The messages of one bucket, see :class:`PowerGossip`: the plain values first, then the products.
 
@@ -113,17 +79,14 @@ class PowerCodec(WholeCodec):
         self._rank = rank
         self._bucket = bucket
         self._wide = bucket.accumulation_dtype
+        # Only where a message of either kind is at most half as large as the matrix.
         self._matrices = [
-            Matrix(*view) for view in bucket.views if len(view[0]) > 1 and _is_worth_it(view[0], compression.rank)
+            view for view in bucket.views if len(view[0]) > 1 and min(_sides(view)) >= 2 * self._num_vectors
         ]
-        self._plain = gaps(bucket.numel, ((each.shape, each.stride, each.offset) for each in self._matrices))
+        self._plain = gaps(bucket.numel, self._matrices)
         self._step = 0
         self.num_exchanges = 0
         self.directions: dict[int, list[torch.Tensor]] = {}
-
-    @property
-    def sent(self) -> torch.Tensor | None:
-        return None
 
     @property
     def _from_right(self) -> bool:
@@ -131,7 +94,7 @@ class PowerCodec(WholeCodec):
 
     def _sizes(self, of_products: bool) -> list[int]:
         """Return the lengths of the vectors that are sent, or of those that matrices are multiplied by."""
-        return [matrix.num_rows if self._from_right == of_products else matrix.num_columns for matrix in self._matrices]
+        return [_sides(matrix)[self._from_right != of_products] for matrix in self._matrices]
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights = round_.neighbours(self._rank)
@@ -157,7 +120,7 @@ class PowerCodec(WholeCodec):
             for segment, piece in zip(self._plain, plain, strict=True):
                 piece.copy_(values[segment])
         for number, matrix in enumerate(self._matrices):
-            found = matrix.read(values).to(self._wide)
+            found = _viewed(values, matrix).flatten(1).to(self._wide)
             vectors = torch.cat([self.directions[peer][number] for peer in peers], dim=1)
             products = (found if self._from_right else found.T) @ vectors
             for (_, own), product in zip(pieces, products.split(self._num_vectors, dim=1), strict=True):
@@ -187,7 +150,8 @@ class PowerCodec(WholeCodec):
             weighted = torch.cat([found[peer] * weight for peer, weight in weights.items()], dim=1)
             vectors = torch.cat([self.directions[peer][number] for peer in weights], dim=1)
             product = weighted @ vectors.T if self._from_right else vectors @ weighted.T
-            matrix.view(total).copy_(product.view(matrix.shape))
+            viewed = _viewed(total, matrix)
+            viewed.copy_(product.view(viewed.shape))
             for peer, difference in found.items():
                 # As seen from the lower rank, so that both ends compute the same vectors.
                 upwards = difference if peer > self._rank else -difference
@@ -218,10 +182,16 @@ class PowerCodec(WholeCodec):
         self.directions = {peer: [next(parts).view(-1, self._num_vectors) for _ in sizes] for peer in state["peers"]}
 
 
-def _is_worth_it(shape: Sequence[int], num_vectors: int) -> bool:
-    """Return whether a message of either kind is at most half as large as the matrix."""
-    rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    return min(rows, columns) >= 2 * num_vectors
+def _sides(matrix: View) -> tuple[int, int]:
+    """Return the numbers of rows and columns."""
+    shape, _, _ = matrix
+    return shape[0], math.prod(shape[1:])
+
+
+def _viewed(flat: torch.Tensor, matrix: View) -> torch.Tensor:
+    """Return the parameter's values in their own shape, as a view of the bucket's flat ones."""
+    shape, stride, offset = matrix
+    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 def _orthonormal(vectors: torch.Tensor, fallbacks: Callable[[], Sequence[torch.Tensor]], number: int) -> torch.Tensor:

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.compression.codec import BucketShape
+from gossip.compression.codec import BucketShape, generator
 from gossip.compression.conversation import chunks
-from gossip.compression.random_draws import generator
 
 WeightedMessages = Sequence[tuple[torch.Tensor, float | torch.Tensor]]
 """Payloads with their weights: a number, or one per rank, [g, 1], float64."""

@@ -19,6 +19,7 @@ from gossip.compression.conversation import (
     arrived,
     chunks,
     finite_on_host,
+    receive_buffers,
     squared_norm,
 )
 from gossip.compression.part_memory import scratch
@@ -87,7 +88,7 @@ class ValuesCodec(Codec):
         self._wide = bucket.accumulation_dtype
         self._is_exact = dtype == bucket.dtype
         self._largest = _largest(dtype, bucket.dtype)
-        self._rows = self._message.new_empty((0, bucket.numel))
+        self._receive_buffers: list[torch.Tensor] = []
         self._total: torch.Tensor | None = None
 
     @property
@@ -105,7 +106,7 @@ class ValuesCodec(Codec):
         weights = round_.neighbours(self._rank)
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), message),
-            partial(self._receive_buffers, weights),
+            partial(receive_buffers, self._receive_buffers, message, weights),
             self._accumulator if self._is_exact and self._clip is None else None,
         )
         if delivery.total is not None:
@@ -117,16 +118,9 @@ class ValuesCodec(Codec):
             self._parts(weights, delivery.received, squares), finite_on_host(delivery.received.values()), squares
         )
 
-    def _receive_buffers(self, weights: Mapping[int, float]) -> Messages:
-        if len(self._rows) < len(weights):
-            self._rows = self._message.new_empty((len(weights), self._message.numel()))
-        return dict(zip(weights, self._rows, strict=False))
-
     def _accumulator(self) -> torch.Tensor:
         if self._message.dtype == self._wide:
-            if not len(self._rows):
-                self._rows = self._message.new_empty((1, self._message.numel()))
-            return self._rows[0]
+            return receive_buffers(self._receive_buffers, self._message, (0,))[0]
         if self._total is None:
             self._total = self._message.new_empty(self._message.numel(), dtype=self._wide)
         return self._total

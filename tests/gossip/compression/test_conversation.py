@@ -25,10 +25,6 @@ class Counting(Codec):
         self.numel = numel
         self.heard: list[float] = []
 
-    @property
-    def sent(self) -> None:
-        return None
-
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:  # noqa: ARG002
         for number in range(self.num_turns):
             message = torch.full((self.numel,), float(number))
