@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from gossip.algorithms.base import Algorithm
@@ -138,7 +137,8 @@ def in_pairs(topology: Topology) -> Topology:
 
 def _split(round_: Round) -> list[Round]:
     """Split a round into rounds of pairs along its edges, each edge in one of them; a local step stays one."""
-    matchings = edge_colouring(_edges(round_))
+    targets, sources, _ = round_.edges()
+    matchings = edge_colouring(np.stack((targets, sources), axis=1))
     pairs = [Round.from_groups(round_.world_size, matching.tolist()) for matching in matchings]
     return pairs or [Round.identity(round_.world_size)]
 
@@ -152,11 +152,3 @@ def _pairs_of(topology: Topology, t: int) -> Round:
             'be split into pairs; choose "random_matching", or a topology whose rounds repeat'
         )
     return pairs[0]
-
-
-def _edges(round_: Round) -> nx.Graph:
-    targets, sources, _ = round_.edges()
-    graph = nx.Graph()
-    graph.add_edges_from(np.stack([targets, sources], axis=1).tolist())
-    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-    return graph

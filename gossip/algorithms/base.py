@@ -66,13 +66,7 @@ class Requires(NamedTuple):
     tree: bool = False
 
     def check(self, topology: Topology, algorithm: str) -> None:
-        """Refuse a topology that does not meet the requirements.
-
-        Raises
-        ------
-        ValueError
-            The topology lacks something; the text says what, and what to choose instead.
-        """
+        """Raise ValueError if a topology lacks something; the text says what, and what to choose instead."""
         if topology.stochasticity not in ("doubly", self.stochastic):
             remedy = (
                 'choose doubly stochastic weights (weights="metropolis" for an undirected graph)'
@@ -174,17 +168,8 @@ class Algorithm:
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
         """Return the algorithm bound to a topology that meets ``requires``; by default the algorithm itself.
 
-        Parameters
-        ----------
-        topology : Topology
-            The topology that the algorithm runs on.
-        delivers : float
-            The share of a difference that an exchange delivers, ``gossip.Compression.delivers``.
-
-        Raises
-        ------
-        ValueError
-            The topology lacks what the algorithm needs; the text says what to choose.
+        ``delivers`` is the share of a difference that an exchange delivers, ``gossip.Compression.delivers``. Raises
+        ValueError: the topology lacks what the algorithm needs besides; the text says what to choose.
         """
         del topology, delivers
         return self
@@ -218,21 +203,12 @@ class Algorithm:
         return type(self).arrive is not Algorithm.arrive and not round_.is_identity
 
     def channel_round(self, channel: str, round_: Round) -> Round:
-        """Return the edges and weights by which a channel is sent in a round; by default the round itself.
-
-        The edges must be a subset of the round's.
-        """
+        """Return the edges, among the round's, and weights by which a channel is sent; by default the round itself."""
         del channel
         return round_
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Refuse optimizers that the algorithm cannot work with.
-
-        Raises
-        ------
-        ValueError
-            An optimizer is unsuitable; the text says why, and what to do.
-        """
+        """Raise ValueError if the algorithm cannot work with an optimizer; the text says why, and what to do."""
 
     def begin(self, bucket: BucketView) -> None:
         """Fill ``bucket.kept`` and ``bucket.numbers``, at the beginning and whenever training starts anew."""
@@ -243,15 +219,8 @@ class Algorithm:
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         """Combine what has arrived, in place; by default with the values and what is kept under a channel's name.
 
-        With one channel it is called piecewise, each time with a view of a part of the bucket; with several channels
-        once.
-
-        Parameters
-        ----------
-        bucket : BucketView
-            The bucket; its ``round_index`` is that of the round in which the messages were sent.
-        got : mapping of str to Arrived
-            What arrived, by channel and number.
+        ``got`` is what arrived, by channel and number, of the round ``bucket.round_index``. With one channel it is
+        called piecewise, each time with a view of a part of the bucket; with several channels once.
         """
         for channel in self.sends[1:]:
             if channel in bucket.kept:
@@ -276,14 +245,8 @@ class Algorithm:
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
         """Return what the optimizer receives in place of the gradient, [..., numel]; called only with ``directs``.
 
-        It is not called where the update is skipped, for lack of a gradient or because the gradient is not finite.
-
-        Parameters
-        ----------
-        bucket : BucketView
-            The bucket.
-        gradient : Tensor, [..., numel]
-            The gradient, in the accumulation dtype.
+        The gradient is in the accumulation dtype. It is not called where the update is skipped, for lack of a gradient
+        or because the gradient is not finite.
         """
         del bucket
         return gradient

@@ -119,7 +119,6 @@ class ChocoCodec(WholeCodec):
         self._sparsifier = sparsifier
         self._gamma = gamma
         self._rank = rank
-        self._bucket = bucket
         self.known = torch.zeros(bucket.numel, dtype=bucket.accumulation_dtype, device=bucket.device)
         self.total = torch.zeros(bucket.numel, dtype=torch.float64, device=bucket.device)
         self.has_begun = False
@@ -133,10 +132,9 @@ class ChocoCodec(WholeCodec):
                 self._message = self.known.new_empty(self._sparsifier.num_bytes, dtype=torch.uint8)
                 self._receive_buffers = []
             self._sparsifier.begin(step)
-            self._sparsifier.encode_(values, self.known, self._message)
         else:
-            self._message = values.detach().clone()
-            _begin(self._message, self.known)
+            self._message = torch.empty_like(values)
+        _encode(self._sparsifier, self.has_begun, values, self.known, self._message)
         del values
         delivery = yield Turn(
             dict.fromkeys(round_.targets(self._rank), self._message),
@@ -146,13 +144,11 @@ class ChocoCodec(WholeCodec):
 
     @torch.no_grad()
     def _take_in(self, received: Messages, weights: Mapping[int, float]) -> None:
-        messages = [(received[source], weight) for source, weight in weights.items()]
-        if self.has_begun:
-            own = self._message, -sum(weights.values())
-            _add_increments(self._sparsifier, [own, *messages], self.total, self._difference, self._gamma)
-        else:
-            _add_values(self._message, messages, self.known, self.total, self._difference, self._gamma)
-            self.has_begun = True
+        own = self._message, -sum(weights.values())
+        messages = [own, *((received[source], weight) for source, weight in weights.items())]
+        sums = self.known, self.total, self._difference
+        _add(self._sparsifier, self.has_begun, messages, *sums, self._gamma)
+        self.has_begun = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"known": self.known.clone(), "total": self.total.clone(), "has_begun": self.has_begun}
@@ -195,25 +191,19 @@ class StackedChocoCodec(StackedCodec):
             self._sparsifier.begin(step)
             messages = message_rows(len(values), self._sparsifier.num_bytes, values.device)
         else:
-            messages = values.clone()
+            messages = torch.empty_like(values)
         for readers in edges.readers:
             known, own = self.known[readers.ranks], messages[readers.ranks]
-            if has_begun:
-                self._sparsifier.encode_(values[readers.ranks], known, own)
-                readers.write_back(own, messages)
-            else:
-                _begin(own, known)
+            _encode(self._sparsifier, has_begun, values[readers.ranks], known, own)
+            readers.write_back(own, messages)
             readers.write_back(known, self.known)
         difference = torch.zeros_like(self.known)
         for readers in edges.readers:
             ranks, sources, weights = readers
             received = [(messages[source], weight) for source, weight in zip(sources, weights, strict=True)]
             total, some = self.total[ranks], difference[ranks]
-            if has_begun:
-                own_and_received = [(messages[ranks], -sum(weights)), *received]
-                _add_increments(self._sparsifier, own_and_received, total, some, self._gamma)
-            else:
-                _add_values(messages[ranks], received, self.known[ranks], total, some, self._gamma)
+            taken = [(messages[ranks], -sum(weights)), *received]
+            _add(self._sparsifier, has_begun, taken, self.known[ranks], total, some, self._gamma)
             readers.write_back(total, self.total)
             readers.write_back(some, difference)
         self.has_begun[edges.active] = True
@@ -248,35 +238,41 @@ class StackedChocoCodec(StackedCodec):
 # The arithmetic of both codecs follows. All tensors may have leading dimensions, which are ranks.
 
 
-def _begin(values: torch.Tensor, known: torch.Tensor) -> None:
-    """Set the public copy to the values, as far as they are finite."""
+def _encode(
+    sparsifier: Sparsifier, has_begun: bool, values: torch.Tensor, known: torch.Tensor, message: torch.Tensor
+) -> None:
+    """Make the message; the public copy is set to the first values, as far as they are finite, and then follows."""
+    if has_begun:
+        sparsifier.encode_(values, known, message)
+        return
+    message.copy_(values)
     for part in chunks(values.shape[-1], values.device):
         known[..., part] = finite(values[..., part])
 
 
-def _add_increments(
-    sparsifier: Sparsifier, messages: WeightedMessages, total: torch.Tensor, difference: torch.Tensor, gamma: float
-) -> None:
-    for number, part in enumerate(sparsifier.parts):
-        _scale(part.values, sparsifier.add_(total, number, messages), total, difference, gamma)
-
-
-def _add_values(
-    own: torch.Tensor,
-    received: WeightedMessages,
+def _add(
+    sparsifier: Sparsifier,
+    has_begun: bool,
+    messages: WeightedMessages,
     known: torch.Tensor,
     total: torch.Tensor,
     difference: torch.Tensor,
     gamma: float,
 ) -> None:
-    for part in chunks(total.shape[-1], total.device):
-        not_finite = own[..., part].double().sum(-1, keepdim=True).mul_(0)
-        public = known[..., part].double()
+    """Add this rank's message, which is the first, and the received ones to the sum, and set the difference."""
+    if has_begun:
+        for number, part in enumerate(sparsifier.parts):
+            _scale(part.values, sparsifier.add_(total, number, messages), total, difference, gamma)
+        return
+    (own, _), *received = messages
+    for place in chunks(total.shape[-1], total.device):
+        not_finite = own[..., place].double().sum(-1, keepdim=True).mul_(0)
+        public = known[..., place].double()
         for message, weight in received:
-            values = message[..., part].double()
+            values = message[..., place].double()
             not_finite += values.sum(-1, keepdim=True).mul_(0)
-            _add_weighted(total[..., part], finite(values).sub_(public), weight)
-        _scale(part, not_finite, total, difference, gamma)
+            _add_weighted(total[..., place], finite(values).sub_(public), weight)
+        _scale(place, not_finite, total, difference, gamma)
 
 
 def _add_weighted(total: torch.Tensor, values: torch.Tensor, weight: float | torch.Tensor) -> None:

@@ -36,8 +36,8 @@ class AccumAdam(Optimizer):
         The decay rates of the moments, at least 0 and below 1.
     eps : float
         The term added to the denominator, at least 0.
-    weight_decay : float
-        The weight decay, at least 0.
+    weight_decay : float, optional
+        The weight decay, at least 0; by default 0, and 0.01 with :class:`AccumAdamW`.
     accum_iter : int
         s, the number of steps over which gradients are accumulated, at least 1.
 
@@ -52,6 +52,7 @@ class AccumAdam(Optimizer):
     """
 
     _decoupled = False
+    _default_decay = 0.0
 
     def __init__(
         self,
@@ -59,10 +60,11 @@ class AccumAdam(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         accum_iter: int = 4,
     ) -> None:
+        weight_decay = self._default_decay if weight_decay is None else weight_decay
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, got {value!r}")
@@ -121,15 +123,4 @@ class AccumAdamW(AccumAdam):
     """
 
     _decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        accum_iter: int = 4,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, accum_iter=accum_iter)
+    _default_decay = 1e-2

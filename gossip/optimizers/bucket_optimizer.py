@@ -35,18 +35,14 @@ def build_optimizers(
     """Return the given optimizers, or those that the factory makes over all named parameters."""
     if optimizer is None:
         return ()
-    if not isinstance(optimizer, Optimizer | list | tuple):
-        if not callable(optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, several in a tuple, or a factory such as "
-                f"functools.partial(torch.optim.SGD, lr=0.1), got {type(optimizer).__name__}"
-            )
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
         optimizer = optimizer(list(named_parameters(module)))
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     for single in optimizers:
         if not isinstance(single, Optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, several, or a factory of them, got {type(single).__name__}"
+                "optimizer must be a torch.optim.Optimizer, several in a tuple, or a factory of them such as "
+                f"functools.partial(torch.optim.SGD, lr=0.1), got {type(single).__name__}"
             )
         if in_backward and requires_closure(single):
             raise ValueError(
