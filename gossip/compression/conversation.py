@@ -191,12 +191,7 @@ class Conversation:
         """Yield the turns after the opening, which has been delivered.
 
         The messages of a turn must have arrived when the next turn is requested. May run concurrently with training.
-        Messages of these turns are in host memory, on both sides.
-
-        Raises
-        ------
-        GossipError
-            It has been called before.
+        Messages of these turns are in host memory, on both sides. Raises GossipError: it has been called before.
         """
         if self._turns is None:
             raise GossipError("a conversation proceeds once; begin the next exchange with codec.exchange(...)")
@@ -214,13 +209,7 @@ class Conversation:
 
     @property
     def arrival(self) -> Arrival:
-        """The result of the exchange.
-
-        Raises
-        ------
-        GossipError
-            Not everything has been delivered.
-        """
+        """The result of the exchange. Raises GossipError: not everything has been delivered."""
         if self._arrival is None:
             raise GossipError(
                 "this exchange has not ended: deliver its messages, and run conversation.proceed(...) to its end first"
@@ -246,20 +235,9 @@ def rehearse_arrival(conversation: Conversation, sources: Iterable[int]) -> None
 
 
 def carry(conversations: Mapping[int, Conversation]) -> int:
-    """Carry conversations between ranks in one process, to their end.
+    """Carry the conversations of all ranks that have a peer, by rank, to their end, and return the bytes sent.
 
-    Raises GossipError: a rank sends what its peer does not expect: the codec's turns differ between the two ends of an
-    edge.
-
-    Parameters
-    ----------
-    conversations : mapping of int to Conversation
-        The conversations by rank, of all ranks that have a peer in the round.
-
-    Returns
-    -------
-    int
-        The number of bytes sent.
+    Raises GossipError: a rank sends what its peer does not expect.
     """
     turns = {rank: conversation.opening for rank, conversation in conversations.items()}
     num_bytes = _hand_over(turns)

@@ -86,10 +86,7 @@ class Sparsifier(ABC):
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         """Add the weighted messages, finite entries only, to part ``number`` of ``total``, [numel], float64.
 
-        Returns
-        -------
-        Tensor, [1], float64
-            0, or NaN if an entry was not finite.
+        Return 0, or NaN if an entry was not finite, [1], float64.
         """
 
 

@@ -43,14 +43,9 @@ class StackedCodec(ABC):
 
     @abstractmethod
     def exchange(self, stacks: Sequence[torch.Tensor], round_: Round, step: int) -> StackedArrival:
-        """Make one exchange of all ranks.
+        """Make one exchange of all ranks, whose values are given as one stack per device, [k, numel].
 
         Raises GossipError: a rank sends what its peer does not expect.
-
-        Parameters
-        ----------
-        stacks : sequence of Tensor, [k, numel]
-            The values of consecutive ranks, one stack per device.
         """
 
     @abstractmethod
@@ -114,9 +109,8 @@ class Edges:
         self.readers: list[Readers] = []
         for number in np.unique(num_sources[num_sources > 0]):
             alike = np.flatnonzero(num_sources == number)
-            size = rows_at_a_time(numel, device)
-            for start in range(0, len(alike), size):
-                ranks = alike[start : start + size]
+            for some in row_slices(len(alike), numel, device):
+                ranks = alike[some]
                 edges = first[ranks] + np.arange(number)[:, None]
                 self.readers.append(
                     Readers(
@@ -142,14 +136,9 @@ class KnownRounds(Generic[Made]):
         return self._known[id(round_)][1]
 
 
-def rows_at_a_time(numel: int, device: torch.device) -> int:
-    """Return how many rows of that length are processed together."""
-    return max(1, (CHUNK_NUMEL if device.type == "cpu" else _DEVICE_NUMEL) // max(numel, 1))
-
-
 def row_slices(num_rows: int, numel: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of all rows, as many at a time as are processed together."""
-    size = rows_at_a_time(numel, device)
+    """Yield slices of all rows of that length, as many at a time as are processed together."""
+    size = max(1, (CHUNK_NUMEL if device.type == "cpu" else _DEVICE_NUMEL) // max(numel, 1))
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
 

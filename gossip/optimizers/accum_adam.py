@@ -24,7 +24,7 @@ class AccumAdam(Optimizer):
             v \leftarrow \beta_2 v + (1 - \beta_2)\, a^2, \quad a \leftarrow 0
 
     With s = 1 this is ``torch.optim.Adam``. It keeps three tensors per parameter. The parameter times ``weight_decay``
-    is added to the gradient.
+    is added to the gradient. Raises ValueError: an argument is outside its range.
 
     Parameters
     ----------
@@ -40,11 +40,6 @@ class AccumAdam(Optimizer):
         The weight decay, at least 0; by default 0, and 0.01 with :class:`AccumAdamW`.
     accum_iter : int
         s, the number of steps over which gradients are accumulated, at least 1.
-
-    Raises
-    ------
-    ValueError
-        An argument is outside its range.
 
     References
     ----------
