@@ -18,12 +18,6 @@ from gossip.compression.eager_passes import EagerPasses
 from gossip.compression.lattice import Layout, eighths, tables
 from gossip.compression.part_memory import scratch
 
-_ARGUMENTS = {
-    "lattice_encode": "layout rows values row numel first wanted noise offsets numel weights points message row",
-    "lattice_check": "layout rows own row peers row weights spread eighths differences row resent sizes wanted",
-    "lattice_decode": "layout rows first last reads differences row scales total",
-}
-_NUMBERS = {"rows", "row", "numel", "first", "last", "reads"}
 _REALS = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -54,16 +48,6 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype | None = None) -> ctypes._NamedFuncPointer:
-    function = library[name if dtype is None else f"{name}_{_REALS[dtype]}"]
-    function.argtypes = [
-        c_int64 if argument in _NUMBERS else c_double if argument == "spread" else c_void_p
-        for argument in _ARGUMENTS[name].split()
-    ]
-    function.restype = None
-    return function
-
-
 class CompiledPasses(EagerPasses):
     """The same as :class:`EagerPasses`, bit for bit, in host memory.
 
@@ -73,9 +57,9 @@ class CompiledPasses(EagerPasses):
     def __init__(self, layout: Layout, library: ctypes.CDLL) -> None:
         super().__init__(layout, torch.device("cpu"))
         self._numbers = (c_int64 * 3)(layout.num_blocks, layout.block_numel, layout.bits)
-        self._encode = {dtype: _function(library, "lattice_encode", dtype) for dtype in _REALS}
-        self._check = _function(library, "lattice_check")
-        self._decode = {dtype: _function(library, "lattice_decode", dtype) for dtype in _REALS}
+        self._encode = {dtype: library[f"lattice_encode_{real}"] for dtype, real in _REALS.items()}
+        self._check = library["lattice_check"]
+        self._decode = {dtype: library[f"lattice_decode_{real}"] for dtype, real in _REALS.items()}
 
     def encode(
         self,
@@ -125,7 +109,15 @@ class CompiledPasses(EagerPasses):
 
 
 def _call(function: Callable[..., object], *arguments: Any) -> None:
-    function(*(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments))
+    function(*map(_as_c, arguments))
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return c_int64(argument)
+    return c_double(argument) if isinstance(argument, float) else argument  # an array
 
 
 def _rows(tensor: torch.Tensor, dim: int = 2) -> tuple[int, int]:
