@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY_BUCKETS, assert_same
+from small_runs import assert_same, loss_of, make_module
+from small_runs import wrap as wrap_small
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
@@ -23,16 +24,6 @@ FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def loss_of(module: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return module(torch.randn(5, 3, generator=generator)).square().mean()
-
-
 def make_closure(
     module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int, rank: int = 0
 ) -> Callable[[], torch.Tensor]:
@@ -41,7 +32,7 @@ def make_closure(
     def closure() -> torch.Tensor:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = loss_of(module, step, rank)
+        loss = loss_of(module, rank, step)
         loss.backward()
         return loss.detach()
 
@@ -49,9 +40,7 @@ def make_closure(
 
 
 def wrap(module: nn.Module, optimizer: Any, **arguments: Any) -> GossipDataParallel:
-    return GossipDataParallel(
-        module, optimizer, "ring", step_in_backward=False, bucket_cap_mb=TINY_BUCKETS, **arguments
-    )
+    return wrap_small(module, optimizer=optimizer, topology="ring", step_in_backward=False, **arguments)
 
 
 def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
@@ -120,7 +109,7 @@ def test_closure_that_raises_leaves_the_model_usable() -> None:
 def test_closure_that_the_scaler_steps_is_refused_and_nothing_is_lost(knows: bool) -> None:
     scaler = torch.amp.GradScaler("cpu")
     model = wrap(make_module(), FACTORIES["SGD"], scaler=scaler if knows else None)
-    scaler.scale(loss_of(model, 0)).backward()
+    scaler.scale(loss_of(model, 0, 0)).backward()
     with pytest.raises(ValueError, match=r"evaluate it yourself, then call scaler\.step\(optimizer\)"):
         scaler.step(model.optimizer, make_closure(model, [model.optimizer], 0))
     assert model.step == 0
@@ -177,7 +166,7 @@ def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_reme
     kind: type[torch.optim.Optimizer], when: str
 ) -> None:
     model = wrap(make_module(), functools.partial(kind, lr=0.1))
-    loss_of(model, 0).backward()
+    loss_of(model, 0, 0).backward()
     with pytest.raises(GossipError) as caught:
         model.optimizer.step(make_closure(model, [model.optimizer], 0))
     assert f"rank 0: step 0: {kind.__name__}.step(closure) evaluates the closure {when}" in str(caught.value)

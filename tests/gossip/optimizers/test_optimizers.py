@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas import assert_equal_states
-from small_runs import MODES, TINY_BUCKETS, assert_same
+from small_runs import MODES, TINY_BUCKETS, assert_same, finish, loss_of, make_module
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -19,27 +19,6 @@ from gossip import GossipDataParallel, GossipError, UsesExchange
 from topologies import Round, build
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-
-
-def optimizers_of(model: GossipDataParallel) -> tuple[torch.optim.Optimizer, ...]:
-    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
-
-
-def step_all(model: GossipDataParallel) -> None:
-    if not model._arguments.step_in_backward:
-        for optimizer in optimizers_of(model):
-            optimizer.step()
-        for optimizer in optimizers_of(model):
-            optimizer.zero_grad()
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -56,14 +35,18 @@ def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
     model = GossipDataParallel(module, muon_and_adamw(module), bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        schedulers = [lr_scheduler.ExponentialLR(each, 0.9) for each in (*optimizers_of(model), *optimizers)]
+        schedulers = [lr_scheduler.ExponentialLR(each, 0.9) for each in (*model.optimizer, *optimizers)]
         for step in range(4):
-            plain(batch(step)).square().mean().backward()
+            loss_of(plain, 0, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            model(batch(step)).square().mean().backward()
-            step_all(model)
+            loss_of(model, 0, step).backward()
+            if mode == "outside":
+                for optimizer in model.optimizer:
+                    optimizer.step()
+                for optimizer in model.optimizer:
+                    optimizer.zero_grad()
             for scheduler in schedulers:
                 scheduler.step()
     assert model.step == 4
@@ -72,16 +55,16 @@ def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
 
 def test_optimizers_that_share_a_parameter_are_refused_by_name() -> None:
     module = make_module()
-    with pytest.raises(ValueError, match=r"parameter '3\.weight' is held by two optimizers"):
-        GossipDataParallel(module, (SGD(module.parameters()), SGD([module[3].weight])))
+    with pytest.raises(ValueError, match=r"parameter '2\.weight' is held by two optimizers"):
+        GossipDataParallel(module, (SGD(module.parameters()), SGD([module[2].weight])))
 
 
 def test_one_of_two_optimizers_stepped_twice_is_refused() -> None:
     module = make_module()
     model = GossipDataParallel(
-        module, (SGD(module[0].parameters()), SGD(module[3].parameters())), step_in_backward=False
+        module, (SGD(module[0].parameters()), SGD(module[2].parameters())), step_in_backward=False
     )
-    model(batch(0)).sum().backward()
+    loss_of(model, 0, 0).backward()
     model.optimizer[0].step()
     assert model.step == 0
     with pytest.raises(GossipError, match=r"SGD\.step\(\) was called twice, but not every optimizer once"):
@@ -102,8 +85,8 @@ def test_step_hooks_fire_once_per_step(mode: str) -> None:
         )
         model.optimizer.register_step_pre_hook(seen)
     for step in range(3):
-        model(batch(step)).square().mean().backward()
-        step_all(model)
+        loss_of(model, 0, step).backward()
+        finish(model)
         if model._arguments.step_in_backward:
             model.optimizer.step()  # what a loop may still do
     assert calls == (["post"] if mode == "in backward" else ["pre", "post"]) * 3
@@ -149,7 +132,7 @@ def watch(algorithm: str) -> list[tuple[int, list[torch.Tensor], list[torch.Tens
     topology = build("one_peer_exponential", 4)
     model = GossipDataParallel(module, optimizer, topology, algorithm=algorithm)
     for step in range(4):
-        model(batch(10 * model.rank + step)).square().mean().backward()
+        loss_of(model, model.rank, step).backward()
     assert all(round_ == topology.round(index) for index, round_, _, _ in optimizer.seen)
     model.close()
     return [(index, sent, mixed) for index, _, sent, mixed in optimizer.seen]
@@ -163,7 +146,7 @@ def test_pre_average_hook_sees_every_exchange_with_its_own_round(algorithm: str)
     for mine in seen:
         assert [index for index, _, _ in mine] == list(range(num_rounds))
     for place in range(num_rounds):
-        matrix = torch.from_numpy(topology.round(place).matrix()).float()
+        matrix = torch.from_numpy(topology.round(place).matrix())
         for tensor in range(len(seen[0][place][1])):
             sent = torch.stack([mine[place][1][tensor] for mine in seen])
             mixed = torch.stack([mine[place][2][tensor] for mine in seen])
@@ -209,10 +192,10 @@ def test_buckets_step_as_the_whole_does(name: str) -> None:
     for step in range(6):
         for group in (*optimizer.param_groups, *model.optimizer.param_groups):
             group["lr"] *= 0.9  # what schedulers do
-        plain(batch(step)).square().mean().backward()
+        loss_of(plain, 0, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        loss_of(model, 0, step).backward()
     assert_equal_states(model.state_dict(), plain.state_dict())
     assert_equal_states(model.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
     model.close()
@@ -220,7 +203,7 @@ def test_buckets_step_as_the_whole_does(name: str) -> None:
 
 def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
     model = GossipDataParallel(make_module(), OPTIMIZERS["sgd"])
-    model(batch(0)).square().mean().backward()
+    loss_of(model, 0, 0).backward()
     values = copy.deepcopy(model.state_dict())
     model.optimizer.step()
     model.optimizer.zero_grad()
@@ -231,14 +214,14 @@ def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
 
 def test_group_added_after_wrapping_is_trained_from_then_on() -> None:
     module, plain = make_module(), make_module()
-    model = GossipDataParallel(module, torch.optim.SGD(module[3].parameters(), lr=0.1), bucket_cap_mb=TINY_BUCKETS)
-    optimizer = torch.optim.SGD(plain[3].parameters(), lr=0.1)
+    model = GossipDataParallel(module, torch.optim.SGD(module[2].parameters(), lr=0.1), bucket_cap_mb=TINY_BUCKETS)
+    optimizer = torch.optim.SGD(plain[2].parameters(), lr=0.1)
     for step in range(4):
         if step == 2:
             model.optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.01})
             optimizer.add_param_group({"params": plain[0].parameters(), "lr": 0.01})
-        model(batch(step)).square().mean().backward()
-        plain(batch(step)).square().mean().backward()
+        loss_of(model, 0, step).backward()
+        loss_of(plain, 0, step).backward()
         optimizer.step()
         plain.zero_grad()
         assert all(parameter.grad is None for parameter in module.parameters())
