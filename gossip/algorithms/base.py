@@ -7,12 +7,13 @@ from typing import ClassVar, Literal, NamedTuple
 
 import networkx as nx
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.compression.codec import Compression
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static, is_exact_in_every_round, only_graph
+from topologies.validation import check_real
 
 VALUES = "values"
 """The channel of the values themselves."""
@@ -294,6 +295,31 @@ class WithForm(Algorithm):
 
     def describe(self) -> str:
         return f"{type(self).__name__}({': '.join(filter(None, (self.form, self._described_constants())))})"
+
+
+class OwnMomentum(Algorithm):
+    """Algorithms for ``torch.optim.SGD`` without momentum."""
+
+    remembers_before = True
+    follows_learning_rate = True
+    _constants = ("beta",)
+
+    def __init__(self, beta: float = 0.9) -> None:
+        self.beta = check_real("beta", beta, "at least 0 and below 1", example=0.9)
+
+    def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups):
+                raise ValueError(
+                    f"algorithm {type(self).__name__} has its own momentum and needs torch.optim.SGD without one, but "
+                    f"the optimizer is {type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}; give "
+                    'SGD momentum=0 and the algorithm beta=..., or choose algorithm="integral_correction"'
+                )
+
+    def decay_(self, momentum: torch.Tensor, bucket: BucketView) -> None:
+        """Multiply by ``beta``, except where the learning rate is 0."""
+        is_moving = bucket.is_moving
+        momentum.mul_(1 - (1 - self.beta) * is_moving if isinstance(is_moving, torch.Tensor) else self.beta**is_moving)
 
 
 def add_(values: torch.Tensor, difference: torch.Tensor, factor: float = 1.0) -> None:

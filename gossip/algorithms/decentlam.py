@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Kept, Requires
+from gossip.algorithms.base import VALUES, Kept, OwnMomentum, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.own_momentum import OwnMomentum
 
 MOMENTUM, UPDATE = "momentum", "update"
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Form, Kept, WithForm, add_
+from gossip.algorithms.base import VALUES, Form, Kept, OwnMomentum, WithForm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
-from gossip.algorithms.own_momentum import OwnMomentum
 
 MOMENTUM, PULL = "momentum", "pull"
 

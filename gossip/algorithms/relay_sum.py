@@ -61,8 +61,22 @@ class RelaySum(WithForm):
 
     def on(self, topology: Topology, delivers: float = 1.0) -> RelaySum:
         del delivers
-        bound = RelaySum(self.form)
-        bound._relay_along(only_graph(topology), topology.world_size)
+        bound, tree, size = RelaySum(self.form), only_graph(topology), topology.world_size
+        colours = _coloured(tree)
+        num_colours = max(colours.values(), default=0) + 1
+        bound.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]
+        bound._states = tuple(f"relayed_{number}" for number in range(num_colours))
+        bound.keeps = dict.fromkeys(bound._states, Kept("mean"))  # type: ignore[misc]
+        partners: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in range(num_colours)]
+        behind = np.zeros((num_colours, size, 1))
+        for edge, colour in colours.items():
+            tree.remove_edge(*edge)
+            for rank, neighbour in (edge, edge[::-1]):
+                partners[colour][rank] = {neighbour: 1.0}
+                behind[colour, rank] = len(nx.node_connected_component(tree, neighbour))
+            tree.add_edge(*edge)
+        bound._rounds = dict(zip(bound.sends, map(Round.from_rows, partners), strict=True))
+        bound._behind, bound._size = torch.from_numpy(behind), size
         return bound
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -72,24 +86,6 @@ class RelaySum(WithForm):
                     f"algorithm {self.describe()} mixes nothing that {type(optimizer).__name__}.pre_average_hook could "
                     "be shown; choose another algorithm or another optimizer"
                 )
-
-    def _relay_along(self, tree: nx.Graph, size: int) -> None:
-        colours = _coloured(tree)
-        num_colours = max(colours.values(), default=0) + 1
-        self.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]
-        self._states = tuple(f"relayed_{number}" for number in range(num_colours))
-        self.keeps = dict.fromkeys(self._states, Kept("mean"))  # type: ignore[misc]
-        partners: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in range(num_colours)]
-        behind = np.zeros((num_colours, size, 1))
-        for (one, other), colour in colours.items():
-            partners[colour][one], partners[colour][other] = {other: 1.0}, {one: 1.0}
-        for edge, colour in colours.items():
-            for rank, neighbour in (edge, edge[::-1]):
-                tree.remove_edge(*edge)
-                behind[colour, rank] = len(nx.node_connected_component(tree, neighbour))
-                tree.add_edge(*edge)
-        self._rounds = dict(zip(self.sends, map(Round.from_rows, partners), strict=True))
-        self._behind, self._size = torch.from_numpy(behind), size
 
     @property
     def messages_per_edge(self) -> int:
