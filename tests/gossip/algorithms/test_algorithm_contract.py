@@ -337,6 +337,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "diloco", "topology": "ring"}, r'does not average over all ranks .* choose topology="complete"'),
     ({"algorithm": "momentum_exchange"}, "SGD without momentum; give SGD a momentum"),
     (
+        {"algorithm": gossip.IntegralCorrection(second_moment="exchange")},
+        'but the optimizer is SGD; choose one of these, or second_moment="local"',
+    ),
+    (
         {"algorithm": "quasi_global_momentum", "optimizer": partial(SGD, momentum=0.9)},
         "SGD without one, but the optimizer is SGD with momentum",
     ),

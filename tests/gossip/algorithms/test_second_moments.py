@@ -79,15 +79,3 @@ def dense(form: Form, num_steps: int) -> np.ndarray:
 def test_second_moments_are_mixed_like_values(form: Form) -> None:
     found = train(IntegralCorrection(form, second_moment="exchange"), 20)
     np.testing.assert_allclose(found, dense(form, 20), rtol=0, atol=1e-12)
-
-
-def test_other_optimizers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'but the optimizer is SGD; choose one of these, or second_moment="local"'):
-        VirtualWorkers(
-            Scalar(),
-            3,
-            partial(torch.optim.SGD, lr=0.1),
-            "ring",
-            algorithm=IntegralCorrection(second_moment="exchange"),
-            devices=["cpu"],
-        )

@@ -13,6 +13,7 @@ from covering import covering
 
 import topologies
 from gossip import BucketShape, Compression, GossipError
+from gossip.compression.choco import StackedChocoCodec
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.virtual.rank_codecs import RankCodecs
 from topologies import Round, Topology
@@ -192,3 +193,6 @@ def test_what_is_not_finite_is_seen_by_the_same_ranks(name: str, topology: str, 
         values[0] = good
     for step in range(bad_step + 1, bad_step + 4):
         both.mix(step)
+    assert all(arrival.differences[0].isfinite().all() for arrival in both.exchange(bad_step + 4))
+    if isinstance(stacked := both.codecs[1], StackedChocoCodec):
+        assert stacked.total.sum(0).abs().max() <= 1e-14

@@ -154,11 +154,6 @@ class SharpnessAwareByItself(SharpnessAware):
         return super().step(closure)
 
 
-class TwiceByItself(Twice):
-    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return super().step(closure)
-
-
 @pytest.mark.parametrize(
     ("kind", "when"), [(SharpnessAware, "after it has changed parameters or gradients"), (Twice, "again")]
 )
@@ -178,9 +173,7 @@ def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=3)
 
 
-@pytest.mark.parametrize(
-    "factory", [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(TwiceByItself, lr=0.1), lbfgs]
-)
+@pytest.mark.parametrize("factory", [functools.partial(SharpnessAwareByItself, lr=0.1), lbfgs])
 def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable[..., torch.optim.Optimizer]) -> None:
     model, plain = wrap(make_module(), factory), make_module()
     optimizer = factory(list(plain.named_parameters()))
