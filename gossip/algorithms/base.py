@@ -229,16 +229,9 @@ class Algorithm:
         self.combine_(bucket.values, got[VALUES].difference, bucket.round_index)
 
     def combine_(self, values: torch.Tensor, difference: torch.Tensor, round_index: int) -> None:
-        r"""Mix what arrived into ``values``, in place; used for parameters and for buffers that are averaged.
+        """Mix into ``values``, in place, what arrived of a round; used for parameters and buffers that are averaged.
 
-        Parameters
-        ----------
-        values : Tensor, [..., numel]
-            The values that are changed.
-        difference : Tensor, [..., numel]
-            :math:`\sum_j W[i,j] m_j - m_i`, in the accumulation dtype; used as scratch space.
-        round_index : int
-            The index of the round in which the messages were sent.
+        ``difference``, [..., numel], is that of :class:`Arrived`; it is used as scratch space.
         """
         del round_index
         add_(values, difference)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from gossip import BucketShape, Codec, Compression
+from gossip.compression.codec import View as View
 from gossip.compression.conversation import Parts, carry
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.virtual.rank_codecs import RankCodecs
 from topologies import Topology
-
-View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def one_matrix(numel: int) -> list[View]:
