@@ -179,15 +179,9 @@ class Codec(ABC):
         in the training thread, the code after it concurrently with training, both without gradients; the arrival's
         parts run in the training thread again. Both ends of an edge must take the same turns.
 
-        Parameters
-        ----------
-        values : Tensor, [numel]
-            The values. They may change after the first ``yield``, or once that turn's ``making`` has ended; delete the
-            name before it, so that nothing keeps them alive longer.
-        round_ : Round
-            A round in which this rank has a peer.
-        step : int
-            The step that the exchange belongs to.
+        In ``round_``, which ends ``step``, this rank has a peer. The values, [numel], may change after the first
+        ``yield``, or once that turn's ``making`` has ended; delete the name before it, so that nothing keeps them alive
+        longer.
         """
 
     def exchange(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
