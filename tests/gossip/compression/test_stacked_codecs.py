@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressions import COMPRESSIONS, SERVED, TOPOLOGIES
 from covering import covering
+from replicas import assert_equal_states
 
 import topologies
 from gossip import BucketShape, Compression, GossipError
@@ -89,19 +90,10 @@ class Both:
         assert_same_bits(one.sent[0], other.sent[0])
         for values, arrival in zip(self.values, (one, other), strict=True):
             values += arrival.differences[0].to(values.dtype)
-        self.assert_same_states()
+        assert_equal_states(*self.states())
 
     def states(self) -> list[list[dict[str, Any]]]:
         return [[codec.state_dict(rank) for rank in range(self.topology.world_size)] for codec in self.codecs]
-
-    def assert_same_states(self) -> None:
-        for one, other in zip(*self.states(), strict=True):
-            assert one.keys() == other.keys()
-            for key, value in one.items():
-                if isinstance(value, torch.Tensor):
-                    assert_same_bits(value, other[key])
-                else:
-                    assert (type(value), value) == (type(other[key]), other[key])
 
 
 def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -188,7 +180,7 @@ def test_what_is_not_finite_is_seen_by_the_same_ranks(name: str, topology: str, 
     assert torch.equal(one, other)
     targets = SEVERAL[topology].round(bad_step).targets(0)
     assert set((~one).nonzero().flatten().tolist()) == ({0, *targets} if targets else set())
-    both.assert_same_states()
+    assert_equal_states(*both.states())
     for values, good in zip(both.values, before, strict=True):
         values[0] = good
     for step in range(bad_step + 1, bad_step + 4):
