@@ -10,7 +10,7 @@ from typing import Any
 
 from gossip import ALGORITHMS, COMPRESSIONS
 from gossip.lab.experiments.experiment_build import import_modules
-from gossip.lab.experiments.targets import OPTION, TARGET, locate
+from gossip.lab.experiments.targets import OPTION, TARGET, locate, trusting
 from topologies.family_registry import FAMILIES
 from topologies.registry import Registry
 
@@ -121,7 +121,6 @@ def _trusting(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     if not names:
         return list(arguments)
     found = [argument for argument in arguments if argument.startswith(f"{OPTION}=[")]
-    earlier = [name for argument in found for name in argument.partition("[")[2].rstrip("]").split(",") if name]
-    trusting = f"{OPTION}=[{','.join(dict.fromkeys([*earlier, *names]))}]"
+    option = trusting(names, [name for argument in found for name in _value(argument)])
     place = next(place for place, argument in enumerate(arguments) if _OWN.search(argument))
-    return [each for each in [*arguments[:place], trusting, *arguments[place:]] if each not in found]
+    return [each for each in [*arguments[:place], option, *arguments[place:]] if each not in found]

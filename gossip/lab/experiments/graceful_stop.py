@@ -95,7 +95,8 @@ class GracefulStop:
             os.set_blocking(self._writing, False)
             self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The descriptor informs the thread of the signal even while the main thread executes native code.
-            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS if self.saves}
+            # Without a handler in Python, nothing would be written to it.
+            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS if self.saves}
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
@@ -206,16 +207,10 @@ def signals_for_workers() -> Iterator[list[int]]:
         else:
             raise SystemExit(128 + signal_number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    may_handle = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, forward) for number in SIGNALS if may_handle}
     try:
         yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave_to_the_thread(_: int, __: FrameType | None) -> None:
-    """Do nothing; without a Python-level handler, Python would not write to the wake-up descriptor."""

@@ -67,8 +67,6 @@ def partition(
             f"labels must be one integer per sample, [N], got {label_array.dtype} with the shape {label_array.shape}; "
             "pass Data.train_labels"
         )
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
     _check_scheme(scheme, alpha, shards_per_rank)
     if len(label_array) < world_size:
         raise ValueError(

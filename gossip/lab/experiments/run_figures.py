@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,6 @@ Records = Sequence[Sequence[Mapping[str, Any]]]
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#555555"
 _MAX_POINTS = 120
-_BEFORE_AND_AFTER = (("before", "members"), ("members", "before"))
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -63,12 +62,12 @@ class _Panel(NamedTuple):
     title: str
     curves: Mapping[str, tuple[str, str, str]]
     unit: str = ""
-    is_percentage: bool = False
-    is_logarithmic: bool = False
+    scale: Literal["linear", "percent", "log"] = "linear"
 
 
 _ABSOLUTE = r"$\sqrt{\mathrm{mean}_i\,\Vert x_i - \overline{x}\,\Vert^2}$"
 _RELATIVE = r"divided by $\Vert \overline{x}\,\Vert$"
+_DISTANCE = ("between replicas", BLUE, "")
 FIGURES = {
     "training": (
         _Panel("Training loss", {"loss": ("training batch", BLUE, "")}),
@@ -79,22 +78,12 @@ FIGURES = {
                 "test_accuracy": ("test, each replica", ORANGE, "o"),
                 "averaged_test_accuracy": ("test, averaged model", GREEN, "s"),
             },
-            is_percentage=True,
+            scale="percent",
         ),
     ),
     "consensus": (
-        _Panel(
-            "Consensus distance",
-            {"consensus_distance": ("between replicas", BLUE, "")},
-            _ABSOLUTE,
-            is_logarithmic=True,
-        ),
-        _Panel(
-            "Relative consensus distance",
-            {"consensus_distance_relative": ("between replicas", BLUE, "")},
-            _RELATIVE,
-            is_logarithmic=True,
-        ),
+        _Panel("Consensus distance", {"consensus_distance": _DISTANCE}, _ABSOLUTE, "log"),
+        _Panel("Relative consensus distance", {"consensus_distance_relative": _DISTANCE}, _RELATIVE, "log"),
     ),
 }
 """The panels of each figure, by its name."""
@@ -159,9 +148,9 @@ def draw(name: str, records: Records, path: Path, changes: Sequence[Mapping[str,
             axes.locator_params(axis="x", integer=True)
             axes.margins(x=0.02)
             axes.legend()
-            if panel.is_percentage:
+            if panel.scale == "percent":
                 axes.yaxis.set_major_formatter("{x:.0%}")
-            if panel.is_logarithmic and any((curve.mean > 0).any() for curve in curves.values()):
+            if panel.scale == "log" and any((curve.mean > 0).any() for curve in curves.values()):
                 axes.set_yscale("log", nonpositive="mask")
             _mark(axes, changes)
     return True
@@ -197,9 +186,9 @@ def _draw(axes: Axes, curve: _Curve, label: str, colour: str, marker: str) -> No
 def _mark(axes: Axes, changes: Sequence[Mapping[str, Any]]) -> None:
     """Mark the steps at which ranks were lost, left or joined."""
     for change in changes:
-        gone, joined = (sorted(set(change[one]) - set(change[other])) for one, other in _BEFORE_AND_AFTER)
-        words = {"without": gone, "with": joined}
-        text = "; ".join(f"{word} {', '.join(map(str, members))}" for word, members in words.items() if members)
+        before, members = set(change["before"]), set(change["members"])
+        words = {"without": before - members, "with": members - before}
+        text = "; ".join(f"{word} {', '.join(map(str, sorted(ranks)))}" for word, ranks in words.items() if ranks)
         axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
         place = change["step"], axes.get_ylim()[1]
         axes.annotate(text, place, (2, -2), textcoords="offset points", rotation=90, va="top", fontsize=7, color=GREY)

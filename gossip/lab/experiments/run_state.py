@@ -57,7 +57,7 @@ class RunState:
         A rank that has come back to the others in that step also counts those that it has missed.
         """
         self.scheduler.step()
-        num_steps = 1 if self.elastic_shards is None else self._method.model.step - self.step  # type: ignore[union-attr]
+        num_steps = 1 if self.elastic_shards is None else self._method.exchanging.step - self.step
         self.step += num_steps
         self.position += num_steps
 
@@ -66,12 +66,11 @@ class RunState:
 
         Collective; to be called after a step whose record has been written.
         """
-        assert self._method.model is not None
         epoch, step_in_epoch = divmod(self.position, self._steps_per_epoch)
         settings = self._experiment.settings.checkpoint
         try:
             gossip.save(
-                self._method.model,
+                self._method.exchanging,
                 self._checkpoints,
                 keep=settings.keep,
                 background=settings.background and not is_last,
@@ -89,12 +88,11 @@ class RunState:
 
         The scheduler has the state of the others' already, because the model keeps it.
         """
-        assert self._method.model is not None
         if self._experiment.settings.resume is not None:
             raise ConfigurationError(
                 "a run that was resumed cannot be joined; start it again, resume=..., with all ranks"
             )
-        self.step = self.position = self._method.model.step
+        self.step = self.position = self._method.exchanging.step
 
     def load(self) -> None:
         """Resume from the newest valid checkpoint; a CheckpointError if there is none that fits. Collective.
@@ -102,8 +100,7 @@ class RunState:
         If the checkpoint was saved by a different number of ranks, the data continue at the same fraction of the epoch
         (rounded down to whole steps), and the learning rate continues at the corresponding point of its schedule.
         """
-        assert self._method.model is not None
-        checkpoint = gossip.load(self._method.model, self._checkpoints)
+        checkpoint = gossip.load(self._method.exchanging, self._checkpoints)
         data = checkpoint.data
         self.step = checkpoint.step
         self.earlier_wall_time_s = data["wall_time_s"]

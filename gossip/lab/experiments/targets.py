@@ -82,7 +82,7 @@ def _check(place: str, name: Any, allowed: Sequence[_Package], trusted: Sequence
     raise ConfigurationError(
         f"{place}={name}{f' is {defined}, which' if defined != name else ''} is not among the targets that a "
         f"configuration may name: below {place.partition('.')[0]} these are {' and '.join(kinds)}. If you trust that "
-        f"code with what it is given, add {_trusting([defined], trusted)}"
+        f"code with what it is given, add {trusting([defined], trusted)}"
     )
 
 
@@ -97,7 +97,7 @@ def check_imports(config: Mapping[str, Any], asked: Mapping[str, Any], path: str
     if refused:
         raise ConfigurationError(
             f"{path} has imports=[{','.join(refused)}], which would be run here; if you trust that code, add "
-            f"{_trusting(refused, trusted)}"
+            f"{trusting(refused, trusted)}"
         )
 
 
@@ -134,6 +134,6 @@ def _is_within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _trusting(names: Sequence[str], trusted: Sequence[str]) -> str:
+def trusting(names: Sequence[str], trusted: Sequence[str]) -> str:
     """Return the ``trusted_targets`` option that adds these names to those that the command trusts already."""
     return f"{OPTION}=[{','.join(dict.fromkeys([*trusted, *names]))}]"

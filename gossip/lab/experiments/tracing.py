@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,17 +49,16 @@ class Tracer:
         self._exchanges: list[TracedExchange] = []
         self._forward_started_at: list[float] = []
 
-    def step_begins(self, step: int) -> None:
-        """Start profiling at the first step of the window. Call before the forward pass of each step."""
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile a step that lies in the window, which begins with its forward pass; write the trace when possible."""
         if step == self._begin:
             self._profiler = profile()
             self._profiler.start()
             self._is_active = True
         if self._is_active:
             self._forward_started_at.append(time.perf_counter())
-
-    def step_ended(self, step: int) -> None:
-        """Stop profiling at the last step of the window, and write the trace when possible. Call after each step."""
+        yield
         if step == self._end - 1:
             self._stop()
         elif step >= self._end and all(exchange.finished_at() is not None for exchange in self._exchanges):

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +116,16 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         else:
             samples = shards.batch(method.ranks, state.position)
         inputs, targets = data.train_inputs[samples], data.train_targets[samples]
-        if tracer is not None:
-            tracer.step_begins(state.step - first_step)
         num_ranks = len(method.members)
-        start = time.perf_counter()
-        with record_function(FORWARD):
-            logits = method.forward(inputs)
-            forward_s = time.perf_counter() - start
-            loss = cross_entropy(logits, targets)
-        with record_function(BACKWARD):
-            costs = method.backward(loss)
-        step_time_s = time.perf_counter() - start
-        if tracer is not None:
-            tracer.step_ended(state.step - first_step)
+        with nullcontext() if tracer is None else tracer.step(state.step - first_step):
+            start = time.perf_counter()
+            with record_function(FORWARD):
+                logits = method.forward(inputs)
+                forward_s = time.perf_counter() - start
+                loss = cross_entropy(logits, targets)
+            with record_function(BACKWARD):
+                costs = method.backward(loss)
+            step_time_s = time.perf_counter() - start
         record = {
             "step": state.step,
             "epoch": epoch,

@@ -63,7 +63,8 @@ class Method(ABC):
         self.name, self.ranks = f"rank{world.member}", range(world.rank, world.rank + 1)
 
     @property
-    def _exchanging(self) -> GossipDataParallel | VirtualWorkers:
+    def exchanging(self) -> GossipDataParallel | VirtualWorkers:
+        """The model, of a method that has one."""
         assert self.model is not None
         return self.model
 
@@ -74,7 +75,7 @@ class Method(ABC):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the replicas, for training. Local, or collective where buffers are shared."""
-        outputs: torch.Tensor = self._exchanging(inputs)
+        outputs: torch.Tensor = self.exchanging(inputs)
         return outputs
 
     @abstractmethod
@@ -94,15 +95,15 @@ class Method(ABC):
 
         The relative distance is divided by the norm of the mean.
         """
-        return self._exchanging.consensus_distance()
+        return self.exchanging.consensus_distance()
 
     def averaged(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager in whose block ``module`` holds the mean of the replicas. Collective."""
-        return self._exchanging.averaged()
+        return self.exchanging.averaged()
 
     def global_avg(self) -> None:
         """Replace every replica by the mean of all replicas. Collective."""
-        self._exchanging.global_avg()
+        self.exchanging.global_avg()
 
     def close(self) -> None:
         """End communication. Local."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,78 +11,89 @@ from composing import CommandLine, composed
 
 from gossip.lab.experiments.run_folder import claim, lock, write_json
 
+REFUSED = {
+    "topology=rign": "there is no topology=rign; did you mean ring? Available: ",
+    "imports=[no_such_module]": "imports=no_such_module cannot be imported: No module named",
+    "data=stdlib_text": (
+        "MLP cannot take the inputs of stdlib_text (torch.int64, [128] a sample): mat1 and mat2 must have the same"
+        " dtype, but got Long and Float; model=char_transformer takes text"
+    ),
+    "data=my_module": (
+        "there is no data=my_module. Available: cifar10, digits, stdlib_text, text_files; data=my_module:function "
+        "for a function of your own that returns the data"
+    ),
+    "output_root=/proc/nowhere": "/proc/nowhere: No such file or directory; output_root=...",
+    "method=gosip": "there is no method=gosip; did you mean gossip? Available: gossip, ddp, local",
+    "topology=hypercube launch.world_size=3": (
+        "launch.world_size=3: topology 'hypercube' needs a world_size that is a power"
+    ),
+    "data=cifar10 hydra.run.dir=a/b/c": "data.folder=data/cifar-10-batches-bin: CIFAR-10: ",
+    "training.batch_size=1000": "rank 1 has only 359 samples, less than one batch",
+    "model._target_=nowhere.Model": "model._target_=nowhere.Model is not among the targets that a ",
+    "trusted_targets=torch": "trusted_targets='torch' is no list of packages; write trusted_targets=[",
+    "model._target_=null": "model has no _target_",
+    "~topology": "the configuration has no key topology.name; set topology.name=...",
+    "topology.every=2.5": "topology.every must be a valid integer, got 2.5",
+    "launch.local_size=3": "launch.local_size=3 does not divide launch.world_size=4; every group",
+    "shard=fsdp": "shard=fsdp divides a replica among the ranks of a group; set launch.local_size",
+    "topology=hypercube launch.world_size=6 launch.local_size=2": (
+        "launch.world_size=6 launch.local_size=2: topology 'hypercube'"
+    ),
+    "launch.restart=2": "launch.restart=2: a worker that is started again joins others that go on; set",
+    "launch.local_size=2 engine=virtual": "launch.local_size=2: engine=virtual has no groups of ranks",
+    "launch.local_size=2 method=ddp": "launch.local_size=2: method=ddp has no groups of ranks",
+    "wrapper.on_peer_loss=continue profile=true": "profile=true traces the usual exchanges, but wrapper",
+    "data.on_loss=forget": "there is no data.on_loss=forget",
+    "method=ddp checkpoint.every=5": "checkpoint.every=5: method=ddp cannot save and resume; set",
+    "resume=nowhere": "resume=nowhere: there is no run in it (config.yaml); name the folder of a run",
+    "algorithm=push_sum compression=choco topology=ring": (
+        "compression choco(top_k, ratio=0.0625, gamma=0.15625) cannot serve algorithm PushSum, which must "
+    ),
+    "wrapper.transport=distributd": (
+        "wrapper.transport=distributd: unknown transport 'distributd'. Did you mean 'distributed'? "
+    ),
+    "wrapper.transport=debug profile=true": (
+        "profile=true traces the usual exchanges, but wrapper.transport=debug brings others"
+    ),
+    "wrapper.clip=bucket wrapper.clip_grad_norm=1 wrapper.step_in_backward=false": (
+        "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set"
+    ),
+    "wrapper.transport=debug engine=virtual": "wrapper.transport=debug is for ranks that are processes",
+    "profile=true engine=virtual": "profile=true is for ranks that are processes",
+    "training.total_batch_size=66": "training.total_batch_size=66 is no multiple of launch.world_size=4",
+    "+wrapper.compression=int8": "wrapper.compression is not set here; set compression=...",
+    "+wrapper.scaler=null": "wrapper.scaler is for programs of your own; leave it out",
+    "optimizer.lr=abc": "optimizer.lr must be a valid number, got 'abc'",
+    "optimizer.lr=-0.1": "optimizer.lr=-0.1, optimizer.momentum=0.9, ",
+    "+optimizer.lrr=1": "optimizer.lrr=1: SGD has no option lrr; did you mean lr?",
+    "model.hidden=[64": "model.hidden=[64 cannot be read as option=value; quote lists and texts, as in 'key=[1,2]' (",
+    "data.partition.scheme=dirichlet data.partition.alpha=abc": (
+        "data.partition.alpha must be a valid number, got 'abc'"
+    ),
+    "compression=int8 compression.bits=9": "compression.bits=9: bits must be 4 or 8, got 9",
+    "topology.degree=3": "the configuration has no key topology.degree; did you mean topology.options.degree?",
+    "topology=random_regular topology.options.degree=abc": (
+        "topology.options.degree=abc: degree must be an integer of at least 1"
+    ),
+    "topology=null": "every argument is option=value, and a config group takes the name of one of its files",
+    "topology=ring,torus": "topology=ring,torus are several values: add -m for a run of each",
+    "topology.options.k=1": "the configuration has no key topology.options.k; it is an option of topology=base, ",
+    "zzzz=1": "the configuration has no key zzzz; --help shows those that there are",
+    "training.epochs": "training.epochs has no value; write training.epochs=...",
+    "imports=abc": "imports=abc is no list of modules; write imports=[module]",
+    "output_root=": "output_root= names no folder; write output_root=.",
+    "--multirn": "there is no flag --multirn; did you mean --multirun? Options are written without dashes",
+    "--multirun=5": "--multirun=5: --multirun takes no value",
+    "optimizer.lr=${nothing}": "optimizer.lr cannot be resolved: Interpolation key 'nothing' not found",
+}
+"""Options, and how the refusal begins."""
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["topology=rign"], "error: there is no topology=rign; did you mean ring? Available: "),
-        (["imports=[no_such_module]"], "error: imports=no_such_module cannot be imported: No module named"),
-        (
-            ["data=stdlib_text"],
-            "error: MLP cannot take the inputs of stdlib_text (torch.int64, [128] a sample): mat1 and mat2 must have "
-            "the same dtype, but got Long and Float; model=char_transformer takes text",
-        ),
-        (
-            ["data=my_module"],
-            "error: there is no data=my_module. Available: cifar10, digits, stdlib_text, text_files; "
-            "data=my_module:function for a function of your own that returns the data",
-        ),
-        (["output_root=/proc/nowhere"], "error: /proc/nowhere: No such file or directory; output_root=..."),
-        (["method=gosip"], "error: there is no method=gosip; did you mean gossip? Available: gossip, ddp, local"),
-        (
-            ["topology=hypercube", "launch.world_size=3"],
-            "error: launch.world_size=3: topology 'hypercube' needs a world_size that is a power",
-        ),
-        (["data=cifar10", "hydra.run.dir=a/b/c"], "error: data.folder=data/cifar-10-batches-bin: CIFAR-10: "),
-        (["training.batch_size=1000"], "error: rank 1 has only 359 samples, less than one batch"),
-        (["model._target_=nowhere.Model"], "error: model._target_=nowhere.Model is not among the targets that a "),
-        (["trusted_targets=torch"], "error: trusted_targets='torch' is no list of packages; write trusted_targets=["),
-        (["model._target_=null"], "error: model has no _target_"),
-        (["~topology"], "error: the configuration has no key topology.name; set topology.name=..."),
-        (["topology.every=2.5"], "error: topology.every must be a valid integer, got 2.5"),
-        (["launch.local_size=3"], "error: launch.local_size=3 does not divide launch.world_size=4; every group"),
-        (["shard=fsdp"], "error: shard=fsdp divides a replica among the ranks of a group; set launch.local_size"),
-        (
-            ["topology=hypercube", "launch.world_size=6", "launch.local_size=2"],
-            "error: launch.world_size=6 launch.local_size=2: topology 'hypercube'",
-        ),
-        (["launch.restart=2"], "error: launch.restart=2: a worker that is started again joins others that go on; set"),
-        (
-            ["launch.local_size=2", "engine=virtual"],
-            "error: launch.local_size=2: engine=virtual has no groups of ranks",
-        ),
-        (["launch.local_size=2", "method=ddp"], "error: launch.local_size=2: method=ddp has no groups of ranks"),
-        (
-            ["wrapper.on_peer_loss=continue", "profile=true"],
-            "error: profile=true traces the usual exchanges, but wrapper",
-        ),
-        (["data.on_loss=forget"], "error: there is no data.on_loss=forget"),
-        (["method=ddp", "checkpoint.every=5"], "error: checkpoint.every=5: method=ddp cannot save and resume; set"),
-        (["resume=nowhere"], "error: resume=nowhere: there is no run in it (config.yaml); name the folder of a run"),
-        (
-            ["algorithm=push_sum", "compression=choco", "topology=ring"],
-            "error: compression choco(top_k, ratio=0.0625, gamma=0.15625) cannot serve algorithm PushSum, which must ",
-        ),
-        (
-            ["wrapper.transport=distributd"],
-            "error: wrapper.transport=distributd: unknown transport 'distributd'. Did you mean 'distributed'? ",
-        ),
-        (
-            ["wrapper.transport=debug", "profile=true"],
-            "error: profile=true traces the usual exchanges, but wrapper.transport=debug brings others",
-        ),
-        (
-            ["wrapper.clip=bucket", "wrapper.clip_grad_norm=1", "wrapper.step_in_backward=false"],
-            "error: wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set",
-        ),
-        (["+wrapper.compression=int8"], "error: wrapper.compression is not set here; set compression=..."),
-        (["+wrapper.scaler=null"], "error: wrapper.scaler is for programs of your own; leave it out"),
-    ],
-)
-def test_refusals_are_one_line(command: CommandLine, arguments: list[str], line: str, tmp_path: Path) -> None:
-    status, stderr = command(*arguments)
+
+@pytest.mark.parametrize(("options", "line"), REFUSED.items(), ids=REFUSED)
+def test_refusals_are_one_line(command: CommandLine, options: str, line: str, tmp_path: Path) -> None:
+    status, stderr = command(*options.split())
     assert status == 2
-    assert stderr.startswith(line)
+    assert stderr.startswith(f"error: {line}")
     assert stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -129,7 +141,8 @@ def test_refusals_to_resume_what_has_ended_or_is_in_use(command: CommandLine, tm
     with lock(folder):
         status, stderr = command("resume=run")
     assert (status, stderr.count("\n")) == (2, 1)
-    assert stderr.startswith(f"error: {folder} is in use by the run with process id {os.getpid()} on ")
+    owner = f"process id {os.getpid()} on {socket.gethostname()}, started at 20"
+    assert stderr.startswith(f"error: {folder} is in use by the run with {owner}")
     write_json(folder / "summary.json", {"status": "completed"})
     status, stderr = command("resume=run")
     assert status == 2

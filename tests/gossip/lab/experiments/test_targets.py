@@ -75,30 +75,29 @@ def refuse(section: str, name: object, match: str, trusted: tuple[str, ...] = ()
         check_targets(section, {"_target_": name}, trusted)
 
 
+OTHERS = "is not among the targets that a configuration may name: below"
+NOTHING_TO_CALL = "is no class or function, but"
+NO_NAME = "is no name of a class or function"
+
+
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("place", "name", "why"),
     [
-        ("model", "os.system"),
-        ("model", "torch.nn.init.torch.load"),
-        ("model", "torch.nn.Module.load_state_dict"),
-        ("scheduler", "gossip.lab.experiments.lr_schedules.math.exp"),
-        ("data", "gossip.lab.experiments.datasets._read_cifar10_batch"),
-        ("data", "gossip.lab.experiments.models.MLP"),
-        ("model", "gossip.launch"),
+        ("model", "os.system", OTHERS),
+        ("model", "torch.nn.init.torch.load", OTHERS),
+        ("model", "torch.nn.Module.load_state_dict", OTHERS),
+        ("scheduler", "gossip.lab.experiments.lr_schedules.math.exp", OTHERS),
+        ("data", "gossip.lab.experiments.datasets._read_cifar10_batch", OTHERS),
+        ("data", "gossip.lab.experiments.models.MLP", OTHERS),
+        ("model", "gossip.launch", OTHERS),
+        ("optimizer", "torch.optim.sgd.cast.__code__", NOTHING_TO_CALL),
+        ("optimizer", "torch.optim.adam", NOTHING_TO_CALL),
+        *(("optimizer", name, NO_NAME) for name in ("torch.optim.SGD()", "", 5, ["torch.load"], "${oc.env:HOME}")),
     ],
 )
-def test_targets_that_may_not_be_named(place: str, name: str) -> None:
-    refuse(place, name, rf"^{place}._target_={re.escape(name)}.* may name: below {place} ")
-
-
-@pytest.mark.parametrize("name", ["torch.optim.sgd.cast.__code__", "torch.optim.adam"])
-def test_targets_that_are_nothing_to_call(name: str) -> None:
-    refuse("optimizer", name, "is no class or function, but")
-
-
-@pytest.mark.parametrize("name", ["torch.optim.SGD()", "", 5, ["torch.load"], "${oc.env:HOME}"])
-def test_targets_that_are_no_names(name: object) -> None:
-    refuse("optimizer", name, r"^optimizer._target_=.* is no name of a class or function")
+def test_targets_that_may_not_be_named(place: str, name: object, why: str) -> None:
+    shown = name if why is not NO_NAME else repr(name)
+    refuse(place, name, rf"^{place}._target_={re.escape(str(shown))}.* {why}")
 
 
 def test_targets_of_packages_that_are_not_trusted_are_not_imported(

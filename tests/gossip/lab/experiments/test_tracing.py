@@ -82,10 +82,8 @@ def test_tracing_shows_the_all_reduce_of_ddp_inside_backward(tmp_path: Path) -> 
 def test_tracing_clips_its_window_to_the_run(tmp_path: Path, total_steps: int, window: range) -> None:
     tracer = Tracer(tmp_path / "rank0.trace.json", total_steps)
     for step in range(total_steps):
-        tracer.step_begins(step)
-        with record_function(FORWARD), record_function(f"step {step}"):
+        with tracer.step(step), record_function(FORWARD), record_function(f"step {step}"):
             torch.ones(1).add(1)
-        tracer.step_ended(step)
     tracer.close()
     names = {event["name"] for event in complete_events(tmp_path / "rank0.trace.json")}
     assert {name for name in names if name.startswith("step ")} == {f"step {step}" for step in window}
@@ -93,11 +91,11 @@ def test_tracing_clips_its_window_to_the_run(tmp_path: Path, total_steps: int, w
 
 def test_tracing_leaves_out_what_never_arrives(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "rank0.trace.json", 1)
-    tracer.step_begins(0)
-    with record_function(FORWARD):
-        tracer.exchange_started(TracedExchange(0, 0, 8, 0.0, lambda: None))
-        tracer.exchange_started(TracedExchange(0, 1, 8, 0.0, lambda: 1e-3))
-    tracer.close()  # amid the step, as after an error
+    with tracer.step(0):
+        with record_function(FORWARD):
+            tracer.exchange_started(TracedExchange(0, 0, 8, 0.0, lambda: None))
+            tracer.exchange_started(TracedExchange(0, 1, 8, 0.0, lambda: 1e-3))
+        tracer.close()  # amid the step, as after an error
     events = complete_events(tmp_path / "rank0.trace.json")
     assert not exchanges(events, 0)
     (arrived,) = exchanges(events, 1)
