@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from examples import BLOCK, code, defined
+from omegaconf import OmegaConf
 from repository import REPOSITORY
 from running import run, run_folders, train
 
@@ -79,6 +80,10 @@ def test_a_data_set_a_model_and_a_logger_of_a_users_modules(tmp_path: Path, monk
     assert done.status == 0, done.stderr
     (folder,) = run_folders(tmp_path)
     assert (folder / "model.safetensors").exists()
+    config = OmegaConf.load(folder / "config.yaml")
+    assert (config.data["_target_"], config.data.noise, config.model.width) == ("my_module.make", 0.2, 16)
+    assert config.data.partition.scheme == "iid"
+    assert {"my_module.make", "my_module.Net"} <= set(config.trusted_targets)
     steps = re.findall(r"^(\d+) \d\.\d+$", done.stdout, re.MULTILINE)
     assert len(steps) > 1
     assert steps == [str(step) for step in range(len(steps))]

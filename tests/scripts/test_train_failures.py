@@ -72,20 +72,11 @@ def test_train_taken_port_is_one_line(tmp_path: Path) -> None:
     assert line.startswith(f"error: port {port} on 127.0.0.1 is taken")
 
 
-BLOCKED = (
-    "model._target_=faulty_models.FailingModel",
-    "trusted_targets=[faulty_models]",
-    "~model.hidden",
-    "+model.how=block",
-    "launch.world_size=2",
-    "hydra.run.dir=run",
-)
-
-
 def test_train_refuses_the_folder_of_a_running_run_until_that_is_killed(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with running(tmp_path, *BLOCKED, f"+model.pipe={pipe}") as first, pipe.open("wb"):  # opens when the first trains
+    blocked = ("+model.how=block", f"+model.pipe={pipe}", "hydra.run.dir=run")
+    with running(tmp_path, *FAULTY, *blocked) as first, pipe.open("wb"):  # opens when the first trains
         second = train(tmp_path, "hydra.run.dir=run")
         assert second.status == 2
         (line,) = second.stderr.splitlines()

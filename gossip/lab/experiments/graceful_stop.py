@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import torch.distributed as dist
 
@@ -86,27 +86,24 @@ class GracefulStop:
         self._is_asked = False
         self._last_step: Future[int] = Future()
         self._is_there = threading.Event()
+        self._at_end = contextlib.ExitStack()
         self._reading, self._writing = os.pipe()
 
     def __enter__(self) -> Self:
-        self._before: dict[int, Any] = {}
-        self._wake_before: int | None = None
         if threading.current_thread() is threading.main_thread():
             os.set_blocking(self._writing, False)
-            self._wake_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             # The descriptor informs the thread of the signal even while the main thread executes native code.
-            # Without a handler in Python, nothing would be written to it.
-            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS if self.saves}
+            before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            self._at_end.callback(signal.set_wakeup_fd, before)
+            if self.saves:
+                _handle(lambda *_: None, self._at_end)  # without a handler in Python, nothing would be written to it
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._wake_before is not None:
-            signal.set_wakeup_fd(self._wake_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._at_end.close()
         self._is_there.set()
         os.write(self._writing, b"\0")
         self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())
@@ -207,10 +204,13 @@ def signals_for_workers() -> Iterator[list[int]]:
         else:
             raise SystemExit(128 + signal_number)
 
-    may_handle = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in SIGNALS if may_handle}
-    try:
+    with contextlib.ExitStack() as at_end:
+        if threading.current_thread() is threading.main_thread():
+            _handle(forward, at_end)
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None], at_end: contextlib.ExitStack) -> None:
+    """Handle :data:`SIGNALS` by ``handler`` until ``at_end`` is closed."""
+    for number in SIGNALS:
+        at_end.callback(signal.signal, number, signal.signal(number, handler))

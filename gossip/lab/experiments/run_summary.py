@@ -46,7 +46,7 @@ def summarise(
     consensus_before: tuple[float, float],
     consensus_after: tuple[float, float],
     parameter_bytes: int,
-    changes: Sequence[Mapping[str, Any]] = (),
+    changes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Build the summary of a completed run.
 
@@ -107,10 +107,7 @@ def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the time spent waiting for each peer, as the mean over the ranks that receive messages from it."""
-    peers = sorted({peer for report in reports for peer in report["wait_by_peer_s"]}, key=int)
-    return {
-        peer: statistics.fmean(report["wait_by_peer_s"][peer] for report in reports if peer in report["wait_by_peer_s"])
-        for peer in peers
-    }
+    waits = [report["wait_by_peer_s"] for report in reports]
+    return {peer: _mean(waits, peer) for peer in sorted(set().union(*waits), key=int)}

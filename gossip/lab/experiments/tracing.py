@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,40 +86,30 @@ class Tracer:
         self._profiler.export_chrome_trace(str(partial))
         self._profiler = None
         trace = json.loads(partial.read_text(encoding="utf-8"))
-        trace["traceEvents"] += self._exchange_events(trace["traceEvents"])
+        trace["traceEvents"] += list(self._exchange_events(trace["traceEvents"]))
         partial.write_text(json.dumps(trace), encoding="utf-8")
         partial.replace(self._path)
 
-    def _exchange_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the exchanges as complete ("X") trace events, preceded by the events that name their rows."""
+    def _exchange_events(self, events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield each exchange as a complete ("X") trace event, after an event that names its row."""
         forwards = sorted(event["ts"] for event in events if event.get("name") == FORWARD and event["ph"] == "X")
-        if not forwards:
-            return []
+        begun = zip(forwards, self._forward_started_at, strict=False)
         # Both clocks recorded when the forward passes began, the profiler's slightly later: this gives their offset.
-        offset_us = min(
-            ts - 1e6 * started_at for ts, started_at in zip(forwards, self._forward_started_at, strict=False)
-        )
-        complete: list[dict[str, Any]] = []
-        rows: dict[int, dict[str, Any]] = {}
-        for exchange in self._exchanges:
-            finished_at = exchange.finished_at()
-            if finished_at is None:
+        offset_us = min((ts - 1e6 * started_at for ts, started_at in begun), default=0.0)
+        for exchange in self._exchanges if forwards else ():
+            if (finished_at := exchange.finished_at()) is None:
                 continue
             row, bucket = {"pid": os.getpid(), "tid": _FIRST_ROW + exchange.bucket}, f"bucket {exchange.bucket}"
-            name_of_row = {"name": f"exchanges of {bucket}"}
-            rows[exchange.bucket] = {**row, "ph": "M", "name": "thread_name", "args": name_of_row}
-            complete.append(
-                {
-                    **row,
-                    "ph": "X",
-                    "cat": "user_annotation",
-                    "name": f"exchange of {bucket}",
-                    "ts": 1e6 * exchange.started_at + offset_us,
-                    "dur": 1e6 * (finished_at - exchange.started_at),
-                    "args": {"step": exchange.step, "bucket": exchange.bucket, "bytes_sent": exchange.bytes_sent},
-                }
-            )
-        return [*rows.values(), *complete]
+            yield {**row, "ph": "M", "name": "thread_name", "args": {"name": f"exchanges of {bucket}"}}
+            yield {
+                **row,
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": f"exchange of {bucket}",
+                "ts": 1e6 * exchange.started_at + offset_us,
+                "dur": 1e6 * (finished_at - exchange.started_at),
+                "args": {"step": exchange.step, "bucket": exchange.bucket, "bytes_sent": exchange.bytes_sent},
+            }
 
 
 class TracedTransport(DistributedTransport):
