@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gossip.lab.experiments.graceful_stop import GracefulStop
+from gossip.lab.experiments import graceful_stop
 
 
 class FailingModel(nn.Module):
@@ -59,7 +59,7 @@ class FailingModel(nn.Module):
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
         if how == "stuck":
-            GracefulStop.__init__.__kwdefaults__["grace_s"] = 5.0
+            graceful_stop.GRACE_S = 5.0
         if how == "interrupt_check" and "RANK" not in os.environ:
             os.killpg(os.getpgrp(), signal.SIGINT)
 
@@ -97,7 +97,7 @@ class FailingModel(nn.Module):
             os.kill(launcher.pid, signal.SIGTERM)
             passed_on.wait()
             signal.signal(signal.SIGTERM, before)
-            (stopping,) = (each for each in gc.get_objects() if isinstance(each, GracefulStop))
+            (stopping,) = (each for each in gc.get_objects() if isinstance(each, graceful_stop.GracefulStop))
             while not stopping._is_asked:  # its thread may get no processor for many steps
                 time.sleep(0.01)
             return

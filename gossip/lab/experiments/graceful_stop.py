@@ -46,7 +46,7 @@ class GracefulStop:
     past it, and ranks that are behind continue, so that those ahead receive the messages that they wait for.
 
     A separate thread listens for the signal and accesses the key-value store, because the step that the main thread is
-    in may be waiting for a rank that waits here already. If the ranks do not reach the last step within ``grace_s``,
+    in may be waiting for a rank that waits here already. If the ranks do not reach the last step within ``GRACE_S``,
     the thread reports this and terminates the process with the signal's exit status and without a checkpoint. It does
     the same after Ctrl-C, or after any signal where nothing is to be saved, if the program's own handler has not ended
     the block by then: no handler runs before a call into C++ returns.
@@ -64,8 +64,6 @@ class GracefulStop:
         Whether there is anything to save; False leaves all signals to the program's own handlers.
     last_words : callable
         Takes the reason when the thread terminates the process, and returns the text to print last.
-    grace_s : float
-        The time limit in seconds, counted from the signal.
 
     A context manager for the main thread of every rank, which calls :meth:`goes_on` after each step. Once that has
     returned False, ``signal_number`` is that of the signal, which is None until then.
@@ -78,7 +76,6 @@ class GracefulStop:
     _: KW_ONLY
     saves: bool = True
     last_words: Callable[[str], str] = lambda _: ""
-    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         self.signal_number: int | None = None
@@ -121,7 +118,7 @@ class GracefulStop:
                 self.bound_steps = step + 1
                 return True
         try:
-            is_last = step >= self._last_step.result(2 * self.grace_s)
+            is_last = step >= self._last_step.result(2 * GRACE_S)
         except TimeoutError:
             why = f"rank {self.rank}: the ranks could not agree on the step after which they stop"
             raise ExchangeError(why) from None
@@ -139,7 +136,7 @@ class GracefulStop:
             self.signal_number = self._listen()
             if self.signal_number in SIGNALS and self.saves:
                 self._agree()
-            elif self.signal_number is not None and not self._is_there.wait(self.grace_s):
+            elif self.signal_number is not None and not self._is_there.wait(GRACE_S):
                 self._give_up("the call that the main thread is in has not returned")
         except RuntimeError as error:  # raised by the key-value store
             if not self._is_there.is_set() and self._is_asked:
@@ -158,7 +155,7 @@ class GracefulStop:
         return None
 
     def _agree(self) -> None:
-        deadline = time.monotonic() + self.grace_s
+        deadline = time.monotonic() + GRACE_S
         with self._lock:
             self._is_asked = True  # from here on the main thread no longer changes the number of bound steps
         steps = [self.bound_steps]
@@ -182,7 +179,7 @@ class GracefulStop:
     def _give_up(self, why: str) -> None:
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
-        why = f"{self.grace_s:g} s after {name}: {why}; nothing is saved"
+        why = f"{GRACE_S:g} s after {name}: {why}; nothing is saved"
         print(f"rank {self.rank}: {why}\n{self.last_words(why)}", end="", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -65,37 +65,28 @@ def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
     assert (topology.name, topology.world_size) == (name, world_size)
 
 
+OWN_MOMENTUM = ("optimizer.momentum=0", "optimizer.nesterov=false")
+NEEDED = {
+    **dict.fromkeys(("diloco", "sparse_loco", "streaming_diloco"), ("topology=complete",)),
+    "relay_sum": ("topology=path",),
+    **dict.fromkeys(("decentlam", "quasi_global_integral", "quasi_global_momentum"), OWN_MOMENTUM),
+    "adam_tracking": ("optimizer=adamw",),
+    **dict.fromkeys(("char_transformer", "stdlib_text"), (*TEXT, "model=char_transformer")),
+    "text_files": (*TEXT[1:], "model=char_transformer", f"data.folder={REPOSITORY / 'docs'}", "data.pattern=*.md"),
+    "char_lm": TEXT[1:],
+    "gpt2_small": (*TEXT[1:], "model.width=12", "model.depth=1"),
+}
+"""What an option of a group needs of others."""
+
+
 @pytest.mark.parametrize(
     "group", ["algorithm", "compression", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
 )
 def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
     for option in options(group):
-        overrides = [f"{group}={option}", "topology=ring"]  # which every compression serves
-        overrides[1] = {
-            "diloco": "topology=complete",
-            "sparse_loco": "topology=complete",
-            "streaming_diloco": "topology=complete",
-            "relay_sum": "topology=path",
-        }.get(option, overrides[1])
+        overrides = ["topology=ring", f"{group}={option}", *NEEDED.get(option, ())]  # every compression serves rings
         if "cifar10" in option:
             overrides.append(f"data.folder={cifar10_folder}")
-        if option == "text_files":
-            overrides += [
-                *TEXT[1:],
-                "model=char_transformer",
-                f"data.folder={REPOSITORY / 'docs'}",
-                "data.pattern=*.md",
-            ]
-        if option in ("char_transformer", "stdlib_text"):
-            overrides += [*TEXT, "model=char_transformer"]
-        if option in ("char_lm", "gpt2_small"):
-            overrides += TEXT[1:]
-        if option == "gpt2_small":
-            overrides += ["model.width=12", "model.depth=1"]
-        if option in ("decentlam", "quasi_global_integral", "quasi_global_momentum"):
-            overrides += ["optimizer.momentum=0", "optimizer.nesterov=false"]  # they bring their own
-        if option == "adam_tracking":
-            overrides.append("optimizer=adamw")
         experiment = check(config := composed(*overrides))
         assert experiment.shards.steps_per_epoch >= 1
         assert make_loggers(config).keys() == ({option} - {"jsonl"} if group == "logger" else set())

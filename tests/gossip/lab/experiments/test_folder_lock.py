@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from loguru import logger
+from listening import logged
 
 from gossip.lab.experiments.run_folder import LOCK_FILE, FolderError, lock
 
@@ -47,9 +47,6 @@ def test_lock_warns_where_the_file_system_has_none(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    lines: list[str] = []
-    sink = logger.add(lines.append, format="{level} {message}")
-    with lock(tmp_path):
+    with logged() as texts, lock(tmp_path):
         pass
-    logger.remove(sink)
-    assert lines == [f"WARNING {tmp_path} is on a file system without locks: nothing keeps another run out of it\n"]
+    assert texts == [f"{tmp_path} is on a file system without locks: nothing keeps another run out of it"]

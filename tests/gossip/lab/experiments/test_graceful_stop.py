@@ -84,11 +84,13 @@ def test_stopping_without_a_signal_leaves_nothing() -> None:
 GIVING_UP = """
 import os, signal, threading
 import torch.distributed as dist
+from gossip.lab.experiments import graceful_stop
 from gossip.lab.experiments.graceful_stop import GracefulStop
 
+graceful_stop.GRACE_S = {grace_s}
 signal.signal(signal.SIGTERM, lambda number, _: exit(128 + number))
 ranks, last_words = range({world_size}), "so: {{}}\\n".format
-with GracefulStop(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words, grace_s={grace_s}):
+with GracefulStop(dist.HashStore(), 0, lambda: ranks, 1, saves={saves}, last_words=last_words):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {then}
 """

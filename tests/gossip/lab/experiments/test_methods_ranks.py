@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from composing import composed
-from loguru import logger
+from listening import logged
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -165,24 +165,20 @@ def test_options_step_after_backward_is_the_same_mathematics(tmp_path: Path, def
 
 
 def test_options_without_meaning_for_ddp_are_named_only_if_changed() -> None:
-    lines: list[str] = []
-    sink = logger.add(lines.append, format="{level} {message}")
-    try:
+    changed = (
+        "algorithm.gamma=0.5",
+        "wrapper.clip=bucket",
+        "wrapper.buffers=average",
+        "wrapper.step_in_backward=false",
+        "wrapper.transport=debug",
+    )
+    with logged("INFO") as texts:
         _say_what_is_ignored(build(composed("method=ddp", CLIPPED)))
-        assert not lines
-        changed = (
-            "algorithm.gamma=0.5",
-            "wrapper.clip=bucket",
-            "wrapper.buffers=average",
-            "wrapper.step_in_backward=false",
-            "wrapper.transport=debug",
-        )
+        assert not texts
         _say_what_is_ignored(build(composed("method=ddp", *changed)))
-    finally:
-        logger.remove(sink)
-    assert lines == [
-        "INFO without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), "
-        "wrapper.clip=bucket, wrapper.buffers=average, wrapper.step_in_backward=false, wrapper.transport=debug\n"
+    assert texts == [
+        "without meaning for method=ddp, and ignored: algorithm AdaptWhileCommunicating(gamma=0.5), "
+        "wrapper.clip=bucket, wrapper.buffers=average, wrapper.step_in_backward=false, wrapper.transport=debug"
     ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger as loguru_logger
 
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.loggers import log_forwarding
@@ -58,14 +57,6 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
             thread.join()
 
 
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = loguru_logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    loguru_logger.remove(sink)
-
-
 def start(folder: Path, step: int = 0, **logging: Any) -> LogForwarding:
     config = {"logger": {"jsonl": {}, "kept": {}}, "logging": logging, "launch": {"world_size": 2}, "seed": 3}
     return LogForwarding(config, folder, step)
@@ -78,7 +69,7 @@ def train(folder: Path, steps: range) -> None:
                 writer.write({"step": step, "loss": rank + step})
 
 
-def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], warnings_told: list[str]) -> None:
     follows = start(tmp_path, name="mine", group="g", tags=["a"])
     assert follows
     train(tmp_path, range(700))
@@ -90,7 +81,7 @@ def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kep
     assert (beginning.name, beginning.group, beginning.tags) == ("mine", "g", ("a",))
     assert (beginning.rank, beginning.world_size, beginning.step) == (None, 2, 0)
     assert beginning.config == {"launch": {"world_size": 2}, "seed": 3}
-    assert told == []
+    assert warnings_told == []
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
 
 
@@ -106,7 +97,7 @@ def test_forwarding_of_a_run_that_goes_on_has_each_step_once(tmp_path: Path, kep
 
 @pytest.mark.parametrize("ranks", ["mean", "each"])
 def test_forwarding_goes_on_after_an_outage_with_one_warning(
-    tmp_path: Path, kept: type[Kept], told: list[str], ranks: str
+    tmp_path: Path, kept: type[Kept], warnings_told: list[str], ranks: str
 ) -> None:
     failures: list[int] = []
 
@@ -122,11 +113,13 @@ def test_forwarding_goes_on_after_an_outage_with_one_warning(
     assert len(failures) == 4
     assert all(steps == list(range(9)) for steps in kept.runs.values())
     assert kept.endings.keys() == kept.runs.keys()
-    (line,) = told
+    (line,) = warnings_told
     assert "logger=kept has failed (ConnectionError: the server is away); training is not affected" in line
 
 
-def test_forwarding_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[Kept], told: list[str]) -> None:
+def test_forwarding_leaves_a_logger_that_hangs_alone(
+    tmp_path: Path, kept: type[Kept], warnings_told: list[str]
+) -> None:
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def fault(_: str, step: int) -> None:
@@ -140,7 +133,7 @@ def test_forwarding_leaves_a_logger_that_hangs_alone(tmp_path: Path, kept: type[
     hangs.wait()
     train(tmp_path, range(3, 5))  # nobody waits
     follows.end(DONE)
-    (line,) = told
+    (line,) = warnings_told
     assert f"logger=kept has not taken everything; training is not affected, and its records are in {tmp_path}" in line
     assert kept.runs == {"mean": [0, 1]}
     may_go_on.set()
