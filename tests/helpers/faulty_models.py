@@ -19,6 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gossip.lab.experiments import graceful_stop
 
+TRUSTED = "trusted_targets=[faulty_models]"
+FAULTY = ("model._target_=faulty_models.FailingModel", TRUSTED, "~model.hidden")
+"""The options of a run with a :class:`FailingModel`."""
+
 
 class FailingModel(nn.Module):
     """A linear model whose training forward fails on one rank at one step.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from faulty_models import FAULTY
 from repository import REPOSITORY
 from slurm_cluster import cluster, why_not
 
@@ -22,7 +23,6 @@ TRAIN = (sys.executable, str(REPOSITORY / "scripts" / "train.py"))
 MODELS = REPOSITORY / "tests" / "helpers"  # faulty_models.py
 TIMEOUT_S = 200
 TINY = ("training.epochs=1", "training.batch_size=60", "figures=false", "launch.num_threads=1")
-FAULTY = ("model._target_=faulty_models.FailingModel", "~model.hidden", "trusted_targets=[faulty_models]")
 
 pytestmark = [
     pytest.mark.root,

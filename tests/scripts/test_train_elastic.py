@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_models import FAULTY
 from running import run_folders, train
 from tiers import rest_is_slow
 
 from gossip.lab.experiments.records import read_jsonl
 
 MORTAL = (
-    "model._target_=faulty_models.FailingModel",
-    "trusted_targets=[faulty_models]",
-    "~model.hidden",
+    *FAULTY,
     "launch.world_size=3",
     "launch.timeout_s=60",
     "wrapper.on_peer_loss=continue",

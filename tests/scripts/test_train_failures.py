@@ -8,17 +8,12 @@ import signal
 import socket
 from pathlib import Path
 
+import faulty_models
 from running import TIMEOUT_S, run_folders, running, train
 
 from gossip.lab.experiments.run_folder import CONFIG_FILE, lock
 
-FAULTY = (
-    "model._target_=faulty_models.FailingModel",
-    "trusted_targets=[faulty_models]",
-    "~model.hidden",
-    "training.epochs=1",
-    "launch.world_size=3",
-)
+FAULTY = (*faulty_models.FAULTY, "training.epochs=1", "launch.world_size=3")
 NO_CHECKPOINT = "there is no checkpoint to go on from; checkpoint.every=N saves one every N steps"
 
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from faulty_models import FAULTY, TRUSTED
 from running import TIMEOUT_S, train
 
 RUN = ("launch.world_size=4", "launch.local_size=2", "topology=ring", "training.epochs=1", "figures=false")
-TRUSTED = "trusted_targets=[faulty_models]"
-FAULTY = ("model._target_=faulty_models.FailingModel", TRUSTED, "~model.hidden", "+model.step=8", "checkpoint.every=5")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("shard", ["optimizer", "fsdp"])
 def test_a_run_of_groups_that_was_killed_ends_with_the_same_model(shard: str, tmp_path: Path) -> None:
-    run = (*RUN, *FAULTY, f"shard={shard}")
+    run = (*RUN, *FAULTY, "+model.step=8", "checkpoint.every=5", f"shard={shard}")
     whole = train(tmp_path, *run, "model.step=-1", "hydra.run.dir=whole")
     assert whole.status == 0, whole.stderr
     assert f"4 ranks in groups of 2 (shard={shard})" in whole.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_models import FAULTY, TRUSTED
 from running import Finished, run_folders, running, train
 
 from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
@@ -18,11 +19,8 @@ from gossip.lab.experiments.records import read_jsonl
 pytestmark = pytest.mark.xdist_group("train_resumes")  # what its fixtures make is made once
 
 STOPS_AT = 12
-TRUSTED = "trusted_targets=[faulty_models]"
 RUN = (
-    "model._target_=faulty_models.FailingModel",
-    TRUSTED,
-    "~model.hidden",
+    *FAULTY,
     f"+model.step={STOPS_AT}",
     "+model.dropout=0.2",
     "training.epochs=1",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from composing import composed
+from faulty_models import FAULTY
 
 from gossip.errors import LaunchError
 from gossip.lab.experiments.job import run_job
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.slow
 FAILS_AT = 11
 LAST_CHECKPOINT = 10
 SMALL = (
-    "~model.hidden",
-    "model._target_=faulty_models.FailingModel",
-    "trusted_targets=[faulty_models]",
+    *FAULTY,
     f"+model.step={FAILS_AT}",
     "+model.dropout=0.2",
     "training.epochs=2",

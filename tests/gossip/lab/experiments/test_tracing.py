@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composing import composed
+from faulty_models import TRUSTED
 from torch.autograd.profiler import record_function
 
 from gossip.lab.experiments.job import PRELOAD
@@ -51,7 +52,7 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_tracing_shows_an_exchange_beside_the_next_forward(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    model = ("model._target_=faulty_models.LateModel", "trusted_targets=[faulty_models]")
+    model = ("model._target_=faulty_models.LateModel", TRUSTED)
     late = ("~model.hidden", f"+model.step={LATE_STEP}", f"+model.pipe={pipe}")
     traces = run(tmp_path / "run", *model, *late, "topology=one_peer_exponential")
     for events in traces:
