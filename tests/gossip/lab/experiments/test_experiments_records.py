@@ -36,6 +36,7 @@ def test_records_are_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> No
     assert len(read_jsonl(path)) == 3
     with JsonlWriter(path) as writer:
         writer.write({"step": 3})
+    assert [record["step"] for record in read_jsonl(path)] == [0, 1, 2, 3]
     cut_jsonl(path, 2)
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
     cut_jsonl(path, 0)
