@@ -88,13 +88,7 @@ class AuthenticatedStore(dist.Store):
         self.underlying_store.set(key, self._authenticated(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it.
-
-        Raises
-        ------
-        NotGenuine
-            No rank has written it.
-        """
+        """Wait for a value, and return it; raise NotGenuine if no rank has written it, as all that read do."""
         return self._opened(key, self.underlying_store.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -143,13 +137,7 @@ def under(store: dist.Store, prefix: str) -> dist.Store:
 
 
 def read(found: bytes) -> Any:
-    """Return the plain data that a store without a key has, in a value that others may have authenticated.
-
-    Raises
-    ------
-    NotGenuine
-        They have.
-    """
+    """Return the plain data that a store without a key has; raise NotGenuine if others have authenticated them."""
     if found.startswith(_MARK):
         raise NotGenuine(f"the other ranks have a {VARIABLE}, and this one has none; set it to the same on all ranks")
     return json.loads(found)

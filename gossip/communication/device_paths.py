@@ -48,13 +48,6 @@ class DevicePaths:
     cuda and similar  gloo                    through pinned memory and these threads: gloo itself copies synchronously
     cuda and similar  all others (nccl)       posted at once on a separate stream; the host does not wait
     ================= ======================= ======================================================================
-
-    Parameters
-    ----------
-    worker_threads : WorkerThreads
-        The threads that send and receive on the host.
-    backends : mapping
-        The backend for each type of device.
     """
 
     def __init__(self, worker_threads: WorkerThreads, backends: Mapping[str, str]) -> None:

@@ -20,13 +20,7 @@ class Flag(Protocol):
         """Take part in the next agreement. Local."""
 
     def wait(self) -> bool | None:
-        """Return whether any rank voted yes in the latest agreement of this rank; None if there has been none.
-
-        Raises
-        ------
-        ExchangeError
-            Not all ranks took part in time.
-        """
+        """Return whether any rank voted yes in the latest agreement of this rank; None if there has been none."""
 
     def restore(self, answer: bool | None) -> None:
         """Set what :meth:`wait` returns, from a checkpoint. Local."""
@@ -39,18 +33,7 @@ class AgreedFlag:
     """A :class:`Flag` for ranks all of which must stay.
 
     It has its own communicator and threads: its all-reduce ends when the slowest rank has taken part, and must not
-    delay the exchanges between other ranks.
-
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    what : str
-        What is agreed on, for the error text.
-
-    Notes
-    -----
-    Construction is collective: every rank must construct it, and vote equally often.
+    delay the exchanges between other ranks. Construction is collective, and every rank must vote equally often.
     """
 
     def __init__(self, world: World, what: str) -> None:

@@ -12,22 +12,8 @@ from gossip.communication.world import World
 def all_gather_json(content: Any, what: str, timeout: timedelta) -> list[Any]:
     """Return every rank's ``content``, by rank. Collective; without a process group, only this process's.
 
-    Parameters
-    ----------
-    content : plain data
-        Numbers, strings, None, lists and dictionaries with strings as keys. A tuple arrives as a list; a float arrives
-        unchanged.
-    what : str
-        What is being done, for the error text.
-    timeout : timedelta
-        How long to wait for the others.
-
-    Raises
-    ------
-    TypeError
-        ``content`` is not plain data.
-    ExchangeError
-        A rank did not take part in time.
+    Numbers, strings, None, lists and dictionaries with strings as keys; a tuple arrives as a list, a float unchanged.
+    ``what`` is for error texts.
     """
     payload = json.dumps(content).encode()
     world = World(timeout)

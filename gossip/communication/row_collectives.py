@@ -17,17 +17,9 @@ _GATHERED, _SUMMED = 0, 1  # the buckets of the messages
 class RowCollectives:
     """Gathers and sums rows: through memory where all ranks are on this machine, and otherwise by the process group.
 
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    shares_memory : bool
-        Whether rows that are in the memory of the host may go through memory that the ranks share, a chunk at a time.
-
-    Notes
-    -----
-    Construction is collective, and so is every method. All ranks begin the same gathers and sums, and wait for
-    them, in the same order.
+    With ``shares_memory``, rows that are in the memory of the host may go through memory that the ranks share, a chunk
+    at a time. Construction is collective, and so is every method. All ranks begin the same gathers and sums, and wait
+    for them, in the same order; ``what`` they are done for is for error texts.
     """
 
     def __init__(self, world: World, *, shares_memory: bool) -> None:
@@ -60,8 +52,6 @@ class RowCollectives:
         ----------
         rows : Tensor, [world_size, ...], contiguous
             This rank's row holds its values; shape and dtype are the same on all ranks.
-        what : str
-            What it is done for, for error texts.
 
         Returns
         -------
@@ -75,7 +65,7 @@ class RowCollectives:
             return partial(self._gather_in_memory, rows.view(len(rows), -1).view(torch.uint8), what)
         data = self._world.on_wire(rows)
         own = data[self._world.rank].reshape(-1).clone()
-        group = self._world.open_group()
+        group = self._world.group
         wait = self._world.begin(
             [lambda sent, received: group._allgather_base(received[0], sent[0])],
             [own],
@@ -100,8 +90,6 @@ class RowCollectives:
         ----------
         rows : Tensor, [world_size, numel], contiguous
             A row for each rank; shape and dtype are the same on all ranks. This rank's may be overwritten.
-        what : str
-            What it is done for, for error texts.
         out : Tensor, [numel], optional
             Where to put the sum of this rank's rows.
 
@@ -116,7 +104,7 @@ class RowCollectives:
             return partial(self._sum_in_memory, rows, rows[self._world.rank] if out is None else out, what)
         data = self._world.on_wire(rows)
         summed = torch.empty_like(data[0])
-        group = self._world.open_group()
+        group = self._world.group
         wait = self._world.begin(
             [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
             [data.view(-1)],

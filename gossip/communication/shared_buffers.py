@@ -45,14 +45,7 @@ class Arena:
 
     A process that knows the arena holds it from the beginning, so what its owner has published is available even after
     the owner's end. It starts with a secret. Then come rows, which are added and never changed; then the buffers. Parts
-    that have not been written take no memory.
-
-    Parameters
-    ----------
-    fd : int
-        The descriptor of the file, closed with this object.
-    num_readers : int
-        The number of ranks that may read a buffer.
+    that have not been written take no memory. Its descriptor, ``fd``, is closed with this object.
 
     Attributes
     ----------
@@ -107,13 +100,7 @@ class Arena:
         return memoryview(mmap.mmap(self._fd, nbytes, offset=start))
 
     def add(self, bucket: int, nbytes: int) -> Sequence[Buffer]:
-        """Make buffers for messages of ``nbytes``. Called by the owner.
-
-        Raises
-        ------
-        GossipError
-            There are too many sizes of messages.
-        """
+        """Make buffers for messages of ``nbytes``. Called by the owner."""
         if self._num_rows == _MAX_ROWS:
             raise GossipError(
                 f"messages of {_MAX_ROWS} different sizes were sent to ranks on this machine, the largest possible "

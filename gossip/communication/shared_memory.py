@@ -52,13 +52,7 @@ class SharedMessage:
         return [buffer.message for buffer in self._used]
 
     def take(self, where: str) -> torch.Tensor:
-        """Return a buffer for a message that nobody reads any more; ``where`` says in error texts what it is for.
-
-        Raises
-        ------
-        ExchangeError
-            No buffer was free in time.
-        """
+        """Return a buffer for a message that nobody reads any more; ``where`` says in error texts what it is for."""
         if self._unused and not (self._used and not self._used[0].readers):
             self._used.append(self._unused.popleft())  # a buffer that was never written takes no memory
             return self.message
@@ -110,15 +104,7 @@ class _Polled:
 
 
 class Reading(_Polled):
-    """A message from a peer on this machine, once it is there.
-
-    Parameters
-    ----------
-    messages : LocalMessages
-        The messages between ranks on this machine.
-    source, bucket, number : int
-        The rank, bucket and number of the message.
-    """
+    """A message from a peer on this machine, once it is there."""
 
     def __init__(self, messages: LocalMessages, source: int, bucket: int, number: int) -> None:
         super().__init__()
@@ -159,14 +145,7 @@ class Reading(_Polled):
 class Readings(_Polled):
     """Messages from peers on this machine that are polled for by the code that needs them.
 
-    Implements :class:`gossip.communication.device_paths.Pending`.
-
-    Parameters
-    ----------
-    readings : mapping of str to Reading
-        The messages by name.
-    then : callable
-        Called when all are there.
+    Implements :class:`gossip.communication.device_paths.Pending`. ``then`` is called when all are there.
     """
 
     def __init__(self, readings: Mapping[str, Reading], then: Callable[[], None]) -> None:
@@ -209,13 +188,7 @@ class _Arrival(NamedTuple):
     timeout: timedelta
 
     def wait(self) -> None:
-        """Wait until it is there, for longer than the code that needs it does.
-
-        Raises
-        ------
-        Exception
-            It never will be there.
-        """
+        """Wait until it is there, for longer than the code that needs it does; raise if it never will be."""
         if not self.reading.wait(self.timeout):
             raise dist.DistNetworkError("the message did not arrive")
         if self.reading.error is not None:
@@ -230,8 +203,6 @@ class LocalMessages:
 
     Attributes
     ----------
-    world : World
-        The ranks.
     local : frozenset of int
         The ranks whose memory this one can read, and that can read this one's. Ranks in another network namespace count
         as being on another machine, because whoever separates them wants their messages on the network.

@@ -20,17 +20,7 @@ class StagedCollectives:
     a collective works on a copy, and the copies are assigned once all ranks have confirmed that they have them. The
     copies take at most 64 MiB (a tensor that is not contiguous is copied as a whole): values that fit into this are
     assigned together or, after an error, not at all; of more values, every single one is either the result or its
-    previous value.
-
-    Parameters
-    ----------
-    world : World
-        The ranks.
-
-    Attributes
-    ----------
-    num_assigned : int
-        The number of values that have been assigned.
+    previous value. ``num_assigned`` counts the values that have been assigned.
     """
 
     def __init__(self, world: World) -> None:
@@ -58,10 +48,7 @@ class StagedCollectives:
     def assign(self) -> None:
         """Assign what has arrived so far, once all ranks have it. Collective; must be called at the end.
 
-        Raises
-        ------
-        ExchangeError
-            Not all ranks have confirmed that they have it; none of it was assigned here.
+        If not all ranks confirm that they have it, ExchangeError is raised, and none of it is assigned here.
         """
         if self._results:
             self._world.sum_(torch.zeros(1, device=self._world.control_device), "confirming that all ranks have it")

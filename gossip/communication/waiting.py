@@ -90,23 +90,12 @@ def wait_for(
 
     Parameters
     ----------
-    awaited : Awaited
-        What this rank waits for.
-    progress_markers : ProgressMarkers
-        The notes of all ranks.
-    timeout : timedelta
-        The time-out.
     where : str
         Where this rank waits, for the other ranks.
     ranks : callable
         Returns the ranks that it currently waits for.
     sequence : int, optional
         The number of the collective in which it waits; None outside a collective.
-
-    Returns
-    -------
-    Failure or None
-        None if it has ended successfully.
     """
     began = time.monotonic()
     timeout_s = timeout.total_seconds()
@@ -137,13 +126,7 @@ def wait_for(
 
 
 def checked_timeout(timeout: timedelta) -> timedelta:
-    """Return the argument ``timeout``, if it is one.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is not a timedelta, or not positive.
-    """
+    """Return the argument ``timeout``, if it is one."""
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; write timedelta(seconds=...)")
     if not timeout > timedelta(0):
@@ -193,13 +176,7 @@ class WaitMonitor:
             self._markers.is_silent = self._thread.is_alive()
 
     def verdict(self, sequence: int | None) -> Verdict:
-        """Return the verdict by what is known now.
-
-        Raises
-        ------
-        GossipError
-            The thread has failed, which is no fault of the other ranks.
-        """
+        """Return the verdict by what is known now; raise if the thread has failed, which is no fault of the others."""
         markers = self._markers
         if self._errors:
             raise GossipError(

@@ -54,8 +54,6 @@ class World:
         ``timeout`` is not positive, or this rank is not a member of ``process_group``.
     RuntimeError
         The environment indicates several processes, but ``torch.distributed`` is not initialised.
-    ExchangeError
-        A rank did not take part in time.
 
     Attributes
     ----------
@@ -75,14 +73,15 @@ class World:
 
     Notes
     -----
-    Construction is collective: every rank of the process group must construct it.
+    Construction is collective: every rank of the process group must construct it. What is collective raises
+    ExchangeError if a rank does not take part in time.
     """
 
     def __init__(self, timeout: timedelta, process_group: dist.ProcessGroup | None = None) -> None:
         self.timeout = checked_timeout(timeout)
         self.rank, self.world_size = 0, 1
         self.membership: Membership | None = None
-        self.group: Group | None = None
+        self.group: Group = None
         self.worker_threads: WorkerThreads | None = None
         self.device_paths: DevicePaths | None = None
         self._communicators: dict[tuple[str, tuple[int, ...]], Group] = {}
@@ -180,11 +179,6 @@ class World:
 
         Creation is collective: with gloo over ``ranks``, which must include this one, with other backends over all
         ranks. :meth:`close` releases it.
-
-        Raises
-        ------
-        ExchangeError
-            A rank did not take part in time.
         """
         key = (purpose, tuple(ranks))
         if key not in self._communicators:
@@ -267,11 +261,6 @@ class World:
         """Create a group of ``ranks`` for torch's own classes, which :meth:`close` releases.
 
         Collective over all processes of the default process group, including ranks outside ``ranks``.
-
-        Raises
-        ------
-        ExchangeError
-            A rank did not take part in time.
         """
         patience = _GROUP_TIMEOUT_FACTOR * self.timeout
         members = list(ranks) if self.membership is None else [self.membership.ranks[rank] for rank in ranks]
@@ -305,7 +294,7 @@ class World:
         assert self.membership is not None
         own = torch.frombuffer(bytearray(row.ljust(length, b"\0")), dtype=torch.uint8).to(self.control_device)
         rows = own.new_empty(self.world_size, length)
-        group = self.open_group()
+        group = self.group
         if self.membership.backends.get("cpu") == "gloo":
             # gloo's own allgather uses a ring, in which every rank waits for n - 1 successive messages.
             options = dist.GatherOptions()
@@ -327,7 +316,7 @@ class World:
         """
         if self.is_alone:
             return
-        group = self.open_group()
+        group = self.group
         for load in _loads(tensors):
             # As bytes, because gloo supports only some dtypes but copies all of them equally.
             rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in load]
@@ -365,7 +354,7 @@ class World:
         if self.is_alone:
             return
         data = self.on_wire(tensor)
-        group = self.open_group()
+        group = self.group
         posts: list[Post] = [lambda _, received: group.allreduce([received[0]])]
         self.begin(posts, [data], [data], what, holds_host=holds_host)()
         if data is not tensor:
@@ -410,11 +399,6 @@ class World:
         """Return ``tensor`` itself, or a copy on a device that a backend supports."""
         assert self.device_paths is not None
         return tensor if self.device_paths.serves(tensor.device) else tensor.to(self.control_device)
-
-    def open_group(self) -> Group:
-        """Return the communicator of all ranks, of which there are several."""
-        assert self.group is not None
-        return self.group
 
     def _in_group(self) -> str:
         assert self.membership is not None

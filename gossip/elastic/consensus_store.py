@@ -51,12 +51,8 @@ class StoreLost(ExchangeError):
 class ConsensusStore:
     """Proposals, votes and decisions by the numbers of the attempts; what is written once reads the same for all ranks.
 
-    Its methods raise StoreLost if the store does not reply, and NotGenuine if it has a value that no rank has written.
-
-    Parameters
-    ----------
-    store : Store
-        A store with keys that nothing else uses.
+    Its methods raise StoreLost if the store, with keys that nothing else uses, does not reply, and NotGenuine if it has
+    a value that no rank has written.
     """
 
     def __init__(self, store: dist.Store) -> None:

@@ -13,14 +13,7 @@ class ElasticFlag:
     """A :class:`gossip.communication.flags.Flag` for ranks some of which may be lost.
 
     What a rank had voted before it was lost counts equally on all others, even if it had told only one of them: they
-    agree on it when they agree on the remaining ranks.
-
-    Parameters
-    ----------
-    world : ElasticWorld
-        The ranks.
-    what : str
-        What is agreed on, for error texts; the same on all ranks.
+    agree on it when they agree on the remaining ranks. ``what`` is agreed on is the same on all ranks.
     """
 
     def __init__(self, world: ElasticWorld, what: str) -> None:
@@ -31,7 +24,6 @@ class ElasticFlag:
         self._answer: bool | None = None
 
     def vote(self, yes: bool) -> None:
-        """Take part in the next agreement, that of the ranks that make this step. Local."""
         consensus = self._world.consensus
         members = consensus.entered.members
         self._pending = consensus.position, yes, members
@@ -39,10 +31,7 @@ class ElasticFlag:
         consensus.flag_votes.tell(others, self._question, consensus.position, yes)
 
     def wait(self) -> bool | None:
-        """Return whether any rank voted yes in the latest agreement of this rank; None if there has been none.
-
-        If this rank cannot continue, which it learns at the end of its step, the answer has no meaning.
-        """
+        """As in the base; if this rank cannot continue, which it learns at the end of its step, it has no meaning."""
         if self._pending is None:
             return self._answer
         position, answer, members = self._pending
@@ -70,7 +59,6 @@ class ElasticFlag:
         return answer
 
     def restore(self, answer: bool | None) -> None:
-        """Set what :meth:`wait` returns, from a checkpoint. Local."""
         self._pending, self._answer = None, answer
 
     def close(self) -> None:

@@ -64,28 +64,16 @@ class ElasticWorld(FailureDetector):
 
     Attributes
     ----------
-    mesh : Mesh
-        The connections to the other ranks.
-    state_source : StateSource
-        Gives this rank's state to joining ranks.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
-    consensus : Consensus
-        Determines who trains.
     questions : SimpleQueue
         What ranks ask each other if they do not make their steps together; the thread that replies may start later.
     is_joint : bool
         Whether a collective operation is in progress.
-
-    Notes
-    -----
-    Construction is collective: every rank of the process group must construct it.
     """
 
-    mesh: Mesh
     state_source: StateSource
     shared: SharedPayloads | None
-    consensus: Consensus
 
     def __init__(
         self,
@@ -248,13 +236,7 @@ class ElasticWorld(FailureDetector):
     # ------------------------------------------------------------------ connecting
 
     def _addresses(self, members: Iterable[int]) -> dict[int, tuple[str, int]]:
-        """Return where members listen; a member whose process ends before it says so is lost.
-
-        Raises
-        ------
-        ExchangeError
-            A member did not say so in time.
-        """
+        """Return where members listen; a member whose process ends before it says so is lost."""
         found: dict[int, tuple[str, int]] = {}
         missing = set(members)
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -338,15 +320,6 @@ class ElasticWorld(FailureDetector):
     # ------------------------------------------------------------------ collective operations
 
     def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
-        """Carry out a collective operation, which completes on all ranks; after a loss the remaining ranks repeat it.
-
-        Parameters
-        ----------
-        operation : callable
-            Collectives of this world, and what is computed from their results.
-        undo : callable, optional
-            Called before a repetition, to restore the previous state.
-        """
         if self.is_alone or self.is_joint:
             return operation()
         self.is_joint = self.consensus.is_joint = True
@@ -440,13 +413,7 @@ class ElasticWorld(FailureDetector):
 
 
 def _least(min_ranks: int | None, num_ranks: int) -> int:
-    """Return the number of ranks below which training ends.
-
-    Raises
-    ------
-    ValueError
-        ``min_ranks`` is out of range.
-    """
+    """Return the number of ranks below which training ends."""
     least = num_ranks // 2 + 1 if min_ranks is None else min_ranks
     if not 1 <= least <= num_ranks:
         raise ValueError(f"min_ranks must be from 1 to the number of ranks, {num_ranks}, got {least}")

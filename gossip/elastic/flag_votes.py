@@ -21,10 +21,7 @@ FlagVote = tuple[int, int, Position]
 class FlagVotes:
     """The votes of all members: each tells all others, and only a rank that needs to know waits.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        The connections; its :attr:`~gossip.elastic.connections.mesh.Mesh.changed` guards what is noted here.
+    :attr:`~gossip.elastic.connections.mesh.Mesh.changed` guards what is noted here.
     """
 
     def __init__(self, mesh: Mesh) -> None:

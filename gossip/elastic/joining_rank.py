@@ -18,12 +18,7 @@ _PAUSE_S = 0.005
 class JoiningRank:
     """A rank that is about to join the others, which continue training.
 
-    Parameters
-    ----------
-    world : ElasticWorld
-        The world of a joining process.
-    returns : bool
-        Whether this rank is within its loop, at the end of a step, and not before its loop.
+    One that ``returns`` is within its loop, at the end of a step, and not before its loop.
     """
 
     def __init__(self, world: ElasticWorld, *, returns: bool) -> None:
@@ -51,18 +46,8 @@ class JoiningRank:
         """Join, and return the first generation of which this rank is a member; it makes steps from its first one on.
 
         None if ranks do not make their steps together, and this rank's state is from a time other than that at which
-        they could admit it: it needs a new state.
-
-        Parameters
-        ----------
-        check_size : callable
-            Called with the number of ranks that there would be, before this rank asks to be one of them; raises if so
-            many cannot train together.
-
-        Raises
-        ------
-        ExchangeError
-            This rank was not admitted in time.
+        they could admit it: it needs a new state. ``check_size`` is called with the number of ranks that there would
+        be, before this rank asks to be one of them, and raises if so many cannot train together.
         """
         member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s

@@ -40,12 +40,8 @@ class Consensus:
     ----------
     store : Store
         A store with keys that no other model uses, on a separate connection. It must not end with a rank.
-    mesh : Mesh
-        The connections to the other ranks.
     members : sequence of int
         The members of the first generation. A rank that is not among them joins, see :meth:`ask_in`.
-    min_ranks : int
-        Training ends when fewer ranks than this remain.
     timeout : timedelta
         How long an agreement waits for a rank.
     is_in_step : bool
@@ -60,10 +56,7 @@ class Consensus:
     is_new : bool
         Whether this rank has joined and made no step yet.
     flag_votes : FlagVotes
-        The flags of all members; what lost ranks had said is known to all remaining ranks once they agree on the
-        members.
-    store_monitor : StoreMonitor
-        Notices that the store is gone.
+        What lost ranks had said is known to all remaining ranks once they agree on the members.
 
     Notes
     -----
@@ -150,10 +143,7 @@ class Consensus:
     def begin_together(self) -> tuple[Generation, tuple[int, ...]]:
         """Begin a collective operation; return the latest generation, and those of its members that have made a step.
 
-        Raises
-        ------
-        GossipError
-            This rank joins, and has made no step yet.
+        A rank that joins, and has made none yet, is refused.
         """
         with self._changed:
             self._check()
@@ -241,10 +231,7 @@ class Consensus:
     def leave(self) -> int:
         """Tell the others that this rank leaves; return the step before which it may, exchanging normally until then.
 
-        Raises
-        ------
-        GossipError
-            Too few ranks would remain.
+        Refused if too few ranks would remain.
         """
         with self._changed:
             self._check()

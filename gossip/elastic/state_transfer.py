@@ -37,11 +37,6 @@ class StateSource:
 
     Those that ask in the same step share a copy, each piece of which is let go once all of them have it. Others wait
     until it is gone. Several ranks of one machine that give their states at once do not add up what they need.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        The connections to the other ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -76,17 +71,10 @@ class StateSource:
     def give(
         self, joining: Sequence[int], state: Callable[..., tuple[str, torch.Tensor]], *, is_second: bool = False
     ) -> None:
-        """Give them a state.
+        """Give them a state, or its second part.
 
-        Parameters
-        ----------
-        joining : sequence of int
-            The joining ranks.
-        state : callable
-            Returns the structure of the state as text, and the values of its tensors, [nbytes], uint8, in memory from
-            the function that it is given, which takes their number and raises if there is too little.
-        is_second : bool
-            Whether it is the second part.
+        ``state`` returns its structure as text, and the values of its tensors, [nbytes], uint8, in memory from the
+        function that it is given, which takes their number and raises if there is too little.
         """
         part = _SECOND if is_second else _FIRST
         with self._lock:
@@ -171,17 +159,8 @@ def take_state(
 ) -> tuple[int, str, ShrinkingMemory]:
     """Return the state of the first of ``sources`` that gives it: its rank, text and values.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        The connections to the other ranks.
-    sources : sequence of int
-        The ranks to ask, in order.
-    at_step_end : bool
-        Whether to take the state at the end of a step; otherwise at the beginning of one, after everything that happens
-        between two steps.
-    returns : bool
-        Whether this rank is within its loop, and not before it.
+    It is taken ``at_step_end``, or else at the beginning of a step, after everything that happens between two steps. A
+    rank that ``returns`` is within its loop, and not before it.
 
     Raises
     ------
@@ -213,13 +192,7 @@ def take_state(
 
 
 def take_second_part(mesh: Mesh, source: int) -> tuple[str, ShrinkingMemory]:
-    """Return the second part of the state of ``source``, which sends it unasked: its text and values.
-
-    Raises
-    ------
-    ExchangeError
-        It refused, was lost, or did not send it in time.
-    """
+    """Return the second part of the state of ``source``, which sends it unasked: its text and values."""
     try:
         return _take_from(mesh, source, _SECOND)
     finally:
@@ -255,13 +228,7 @@ def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory
 
 
 def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
-    """Request pieces, but for the first one, and wait for them.
-
-    Raises
-    ------
-    ExchangeError
-        The source refused, was lost or did not reply in time, or what arrived is not what was sent.
-    """
+    """Request pieces, but for the first one, and wait for them; raise if what arrives is not what was sent."""
     for number in filter(None, numbers):
         mesh.send(source, Key(Kind.ASK, number, part))
     found: dict[int, torch.Tensor] = {}

@@ -19,16 +19,8 @@ class StoreMonitor:
     """Asks the store every second, in a thread of its own, and says once if it does not reply.
 
     A store that was only silent, because its process or its host's network stood still, may reply again, which is said
-    too. A connection that is closed stays closed: ranks do not connect to another store.
-
-    Parameters
-    ----------
-    member : int
-        This rank, for the log.
-    consensus_store : ConsensusStore
-        What the store is needed for.
-    failed : callable
-        Called with an exception of the thread that is not the store's.
+    too. A connection that is closed stays closed: ranks do not connect to another store. ``failed`` is called with an
+    exception of the thread that is not the store's.
 
     Attributes
     ----------

@@ -22,17 +22,7 @@ def start(preload: Sequence[str]) -> None:
 
     It may be started early, to import modules while the caller does something else. It blocks SIGINT, because an
     interrupt would only make it print a traceback of its imports, and SIGUSR1, with which SLURM asks all processes of a
-    run to save and exit.
-
-    Parameters
-    ----------
-    preload : sequence of str
-        Modules to import; one that is not installed is skipped. Only the argument of the first call has an effect.
-
-    Raises
-    ------
-    LaunchError
-        The folder for temporary files has a path that is too long for sockets, and no other can be used.
+    run to save and exit. It imports the modules ``preload``, of the first call; one that is not installed is skipped.
     """
     _keep_sockets_reachable()
     # torch.optim imports torch._dynamo when the first optimizer is built, which takes seconds on every rank.

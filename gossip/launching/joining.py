@@ -29,22 +29,12 @@ _stores: dict[tuple[str, int], dist.Store] = {}
 
 @dataclass(frozen=True)
 class Placement:
-    """This process's place among ranks that were started externally.
-
-    Attributes
-    ----------
-    rank, world_size : int
-        The rank of this process, and the number of ranks.
-    variables : str
-        The environment variables that say so, with their values.
-    step : Step or None
-        The SLURM step, if srun started the process.
-    """
+    """This process's place among ranks that were started externally."""
 
     rank: int
     world_size: int
-    variables: str
-    step: slurm.Step | None
+    variables: str  # of the environment that say so, with their values
+    step: slurm.Step | None  # of SLURM, if srun started the process
 
 
 def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:

@@ -368,7 +368,12 @@ def _work(
     torch.set_num_threads(rendezvous.num_threads)
     try:
         with limit_named(), _local_size_set(rendezvous.local_size):
-            _meet(rank, rendezvous, joins=joins)
+            size, timeout = rendezvous.world_size, rendezvous.timeout
+            store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=timeout)
+            if joins:
+                join_training(store)
+            else:
+                dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=timeout)
             report = _pickled_result(function(*args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -381,15 +386,6 @@ def _work(
     may_leave.wait()  # closing the sockets now could lose a peer's last message
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
-
-
-def _meet(rank: int, rendezvous: _Rendezvous, *, joins: bool) -> None:
-    size, timeout = rendezvous.world_size, rendezvous.timeout
-    store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=timeout)
-    if joins:
-        join_training(store)
-    else:
-        dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _pickled_result(result: Any) -> bytes:

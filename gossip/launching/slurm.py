@@ -14,32 +14,16 @@ _STRIDE = 7919  # coprime to NUM_PORTS: consecutive jobs, and the steps of one j
 
 @dataclass(frozen=True)
 class Step:
-    """A step with several tasks, each of which is a rank, and this process's place in it.
+    """A step with several tasks, each of which is a rank, and this process's place in it."""
 
-    Attributes
-    ----------
-    job, step : int
-        The ids of job and step. A job that is requeued keeps its id, and its steps are counted from 0 again.
-    restarts : int
-        How often the job has been requeued.
-    task, num_tasks : int
-        The number of this task in the step, and the number of the step's tasks.
-    local_task, num_local_tasks : int
-        The same among the tasks on this node.
-    node, num_nodes : int
-        The number of this node in the step, and the number of the step's nodes.
-    first_host : str
-        The first of the step's nodes.
-    """
-
-    job: int
+    job: int  # its id, which a job that is requeued keeps; its steps are counted from 0 again
     step: int
-    restarts: int
-    task: int
+    restarts: int  # how often the job has been requeued
+    task: int  # the number of this task in the step
     num_tasks: int
-    local_task: int
+    local_task: int  # its number among the tasks on this node
     num_local_tasks: int
-    node: int
+    node: int  # the number of this node in the step
     num_nodes: int
     first_host: str
 
@@ -89,11 +73,6 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
 def first_host(node_list: str) -> str:
     """Return the first host of a list in SLURM's bracket notation.
 
-    Raises
-    ------
-    ValueError
-        ``node_list`` is not such a list.
-
     Examples
     --------
     >>> first_host("rack[2-3]n[08-10,12],gpu5")
@@ -110,11 +89,6 @@ def first_host(node_list: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """Return the counts in ``SLURM_STEP_TASKS_PER_NODE``, node by node.
-
-    Raises
-    ------
-    ValueError
-        ``text`` is not such a list of counts.
 
     Examples
     --------

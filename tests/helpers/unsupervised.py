@@ -115,6 +115,16 @@ def started(function: Callable[..., Any], *args: Any, world_size: int, hosts: La
             ranks._end()
 
 
+def results_of(
+    function: Callable[..., Any], *args: Any, world_size: int, num_joining: int = 0, silent: Container[int] = ()
+) -> list[Any]:
+    """What it returns on every rank, and in so many processes that join them, which are started at once."""
+    with started(function, *args, world_size=world_size) as ranks:
+        for _ in range(num_joining):
+            ranks.join(function, *args)
+        return ranks.results(silent=silent)
+
+
 def _work(function: Callable[..., Any], args: tuple[Any, ...], place: _Place, number: int, channel: Connection) -> None:
     rank, world_size, host, port, namespace, clock = place
     torch.set_num_threads(1)

@@ -9,13 +9,7 @@ LOCAL_SIZE = "GOSSIP_LOCAL_SIZE"
 
 
 def started_local_size() -> int:
-    """Return how many consecutive ranks make up a group: by ``GOSSIP_LOCAL_SIZE``, else those of a node.
-
-    Raises
-    ------
-    ValueError
-        Nothing says so, or what does is no number.
-    """
+    """Return how many consecutive ranks make up a group: by ``GOSSIP_LOCAL_SIZE``, else those of a node."""
     for name in (LOCAL_SIZE, "LOCAL_WORLD_SIZE"):
         if (started := os.environ.get(name)) is None:
             continue

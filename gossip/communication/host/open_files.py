@@ -17,11 +17,6 @@ def check_open_files(rank: int, world_size: int) -> None:
     """Raise if this process cannot open as many files as connecting to the other ranks takes. Local.
 
     Without them libraries end the process, or try again until their time-out.
-
-    Raises
-    ------
-    GossipError
-        The text names the limit.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = sum(int(number) < soft for number in os.listdir("/dev/fd")) - 1  # without the one that lists them

@@ -42,13 +42,7 @@ class PostingError(RuntimeError):
 
 
 def posted(awaited: str, post: Callable[[], dist.Work], num_bytes: int = 0) -> Operation:
-    """Return the operation that ``post`` starts.
-
-    Raises
-    ------
-    PostingError
-        ``post`` failed, as it does at once for a peer whose connection is closed.
-    """
+    """Return the operation that ``post`` starts; PostingError if it fails, as at once for a peer that has closed."""
     try:
         return Operation(awaited, post(), num_bytes)
     except Exception as error:
@@ -110,11 +104,6 @@ class WorkerThreads:
         """Start a job after all that were submitted before, wait for what it yields, and so on, in the background.
 
         ``then`` is called by whoever first waits for a job that has succeeded.
-
-        Raises
-        ------
-        GossipError
-            The program has ended, or this process has been forked.
         """
         if self._is_parents:
             raise GossipError(forks.FORKED)

@@ -42,8 +42,6 @@ class ProgressMarkers:
     store : Store or None
         A store with keys that no other markers use. With None (MPI has no store), notes go nowhere and no rank can
         be named.
-    rank, world_size : int
-        This rank, and the number of ranks.
 
     Attributes
     ----------
@@ -90,13 +88,7 @@ class ProgressMarkers:
         self._write(Arrival(self.sequence, self._what, gave_up=True, blames=list(blames), reason=reason))
 
     def wait_for_all(self, timeout: timedelta) -> str | None:
-        """Return None once all ranks have made their first note; after ``timeout``, in words which have not.
-
-        Raises
-        ------
-        ExchangeError
-            The store is gone.
-        """
+        """Return None once all ranks have made their first note; after ``timeout``, in words which have not."""
         if self._store is None:
             return None
         absent, arrivals = self._ask(lambda stop: self._meet(stop, timeout), timeout + _STORE_PATIENCE)

@@ -87,20 +87,8 @@ def find_blocking_ranks(
 ) -> Verdict:
     """Follow the chains from this rank to the ranks that wait for nobody.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    where : str
-        Where it waits.
-    awaited : sequence of int
-        The ranks that it waits for.
-    sightings : mapping
-        What is known about all other ranks.
-    sequence : int
-        The number of collectives that this rank has called.
-    is_collective : bool
-        Whether it waits in one of them; ranks that have called fewer are then absent.
+    ``sequence`` is the number of collectives that this rank has called, and ``is_collective`` whether it waits in one
+    of them; ranks that have called fewer are then absent. ``sightings`` are of all other ranks.
     """
     reached_from: dict[int, int] = dict.fromkeys(awaited, rank)
     ends: defaultdict[str, list[int]] = defaultdict(list)  # of the chains, by kind

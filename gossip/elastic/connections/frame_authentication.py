@@ -20,13 +20,7 @@ TAG_BYTES = 16
 
 
 class Authenticator:
-    """The key of one direction of a connection, and how many frames went that way.
-
-    Parameters
-    ----------
-    key : bytes
-        The key, for this direction of this connection alone.
-    """
+    """The key of one direction of one connection, and how many frames went that way."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod=_DIGEST)
@@ -51,16 +45,7 @@ def make_authenticators(
 ) -> tuple[Authenticator, Authenticator]:
     """Return the authenticators of what this end sends, and of what it receives.
 
-    Parameters
-    ----------
-    secret : bytes
-        What all members know.
-    own, other : (int, bytes)
-        The member at either end, and its nonce.
-    is_caller : bool
-        Whether this end has called the other one.
-    authenticates_all : bool
-        Whether they authenticate all frames, and not only the greeting.
+    ``own`` and ``other`` are the member at either end, and its nonce.
     """
     caller, answerer = (own, other) if is_caller else (other, own)
     transcript = _TRANSCRIPT.pack(caller[0], answerer[0], authenticates_all) + caller[1] + answerer[1]

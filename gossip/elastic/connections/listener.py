@@ -30,16 +30,7 @@ class Listener(Watched):
     """Accepts connections. Those that have not yet said who they are have a deadline, and are few.
 
     A connection that would leave too few descriptors to the rest of this process is not accepted: it waits in the
-    kernel's queue. All times are those of ``time.monotonic()``.
-
-    Parameters
-    ----------
-    member : int
-        This rank, for the log.
-    host : str
-        The address on which to listen.
-    connect : callable
-        Makes a connection from an accepted socket.
+    kernel's queue. All times are those of ``time.monotonic()``. ``connect`` makes a connection from an accepted socket.
     """
 
     def __init__(self, member: int, host: str, connect: Callable[[socket.socket], PeerConnection]) -> None:

@@ -56,14 +56,12 @@ class Mesh:
     ----------
     member : int
         The number of this process among those that it is connected to.
-    secret : bytes
-        What both ends of a connection must know; the same for all members, and otherwise secret.
+    secret, authenticate
+        See :class:`gossip.elastic.connections.peer_connection.Identity`.
     host : str
         The address on which to listen.
     timeout : timedelta
         How long to wait for connections.
-    authenticate : bool
-        Whether every frame is authenticated, and not only the connection; the same for all members.
 
     Attributes
     ----------
@@ -141,13 +139,6 @@ class Mesh:
         """Connect to all of these members that precede this one, and wait until the others have connected.
 
         Members for which ``is_gone`` returns True, because they never will connect, are lost.
-
-        Raises
-        ------
-        ExchangeError
-            Members could not be reached, or did not connect in time; the text names them.
-        GossipError
-            The thread that serves the connections has failed.
         """
         self.call({member: address for member, address in addresses.items() if member < self.member})
         deadline = time.monotonic() + self.timeout.total_seconds()

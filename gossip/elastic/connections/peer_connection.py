@@ -184,13 +184,7 @@ class ConnectionLost(Exception):
 
 @contextlib.contextmanager
 def reading(frame: Frame) -> Iterator[None]:
-    """Within the block, the content of a frame is read: whatever is raised there is the fault of its sender.
-
-    Raises
-    ------
-    ConnectionLost
-        The content is not what frames of this kind contain.
-    """
+    """Within the block, the content of a frame is read: whatever is raised there is ConnectionLost by its sender."""
     try:
         yield
     except Exception as error:
@@ -207,14 +201,10 @@ class PeerConnection(Watched):
 
     Parameters
     ----------
-    connection : socket
-        The connection.
     timeout : timedelta
         The time without an acknowledgement after which the kernel considers the other host cut off.
     make_buffer : callable
         Returns memory for a payload of the given size.
-    own : Identity
-        This end.
     called : int, optional
         The member that was called.
 
@@ -337,13 +327,7 @@ class PeerConnection(Watched):
         return self._is_ready or self._key is not None
 
     def send(self) -> bool:
-        """Send what the socket accepts, and return whether everything has been sent.
-
-        Raises
-        ------
-        ConnectionLost
-            Nothing can be sent any more.
-        """
+        """Send what the socket accepts, and return whether everything has been sent."""
         with self._sending:
             while self.outgoing:
                 frame = self.outgoing[0]
@@ -358,13 +342,7 @@ class PeerConnection(Watched):
             return True
 
     def receive(self, take: Callable[[Frame], None]) -> None:
-        """Read what has arrived, and pass on every complete frame.
-
-        Raises
-        ------
-        ConnectionLost
-            Nothing can be received any more; complete frames that arrived before have been passed on.
-        """
+        """Read what has arrived, and pass on every complete frame, also before ConnectionLost is raised."""
         for _ in range(_MOST_READS):
             try:
                 num_bytes, *_ = self.socket.recvmsg_into(self._targets)

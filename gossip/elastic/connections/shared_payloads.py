@@ -6,8 +6,7 @@ import collections
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -18,14 +17,6 @@ from gossip.elastic.connections.peer_connection import Frame, Key, Kind, reading
 _PLACE = struct.Struct("<QQ")  # the number of the buffer, and the reader's place in it
 _MOST_READERS = 64  # per message; further readers get it in frames
 _PAUSE_S = 0.0005
-
-
-class Wait(Protocol):
-    """The signature of :meth:`gossip.elastic.failure_detector.FailureDetector.wait_until`."""
-
-    def __call__(
-        self, look: Callable[[], bool], awaited: Callable[[], Sequence[int]], where: str, *, looks_every_s: float
-    ) -> None: ...
 
 
 class _Slot:
@@ -61,17 +52,10 @@ class SharedPayloads:
     Every connected member is told where this rank's memory is, and replies if it can read it. From then on a message in
     this memory is sent as a frame that states its place, and the receiver may read it until it gives it back. The frame
     is sent after the message has been written as a whole, so a message that a rank had written in part when it died is
-    never read.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        The connections to the other ranks.
-    wait : callable
-        Waits for other ranks.
+    never read. ``wait`` is :meth:`gossip.elastic.failure_detector.FailureDetector.wait_until`.
     """
 
-    def __init__(self, mesh: Mesh, wait: Wait) -> None:
+    def __init__(self, mesh: Mesh, wait: Callable[..., None]) -> None:
         self._mesh, self._wait = mesh, wait
         self._arena, address = Arena.make(_MOST_READERS)
         self._machine = machine()
@@ -103,21 +87,8 @@ class SharedPayloads:
     def take(self, place: object, like: torch.Tensor, where: str) -> torch.Tensor:
         """Return memory like a tensor that no rank reads any more.
 
-        A rank that is ahead need not wait for one that is still reading: it takes another piece, of up to three.
-
-        Parameters
-        ----------
-        place : hashable
-            Identifies the purpose of the memory.
-        like : Tensor
-            A tensor of the required shape and dtype.
-        where : str
-            Where this rank is, for error texts.
-
-        Raises
-        ------
-        ExchangeError
-            This rank cannot continue.
+        A rank that is ahead need not wait for one that is still reading: it takes another piece, of up to three of a
+        ``place``, which is hashable. ``where`` is for error texts.
         """
         slots = self._slots[place, like.nbytes]
         found: list[_Slot] = []

@@ -127,8 +127,7 @@ def fail_when_another_rank_dies(folder: str) -> tuple[str, int, tuple[int, ...]]
 
 
 def test_a_save_that_has_failed_has_failed_for_all_who_are_left(tmp_path: Path) -> None:
-    with unsupervised.started(fail_when_another_rank_dies, str(tmp_path), world_size=4) as ranks:
-        *told, _ = ranks.results(silent=(3,))
+    *told, _ = unsupervised.results_of(fail_when_another_rank_dies, str(tmp_path), world_size=4, silent=(3,))
     for text, step, members in told:
         assert "part.state_dict() failed: KeyError: 'position'" in text
         assert (step, members) == (4, (0, 1, 2))

@@ -81,8 +81,7 @@ def train(place: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("place", rest_is_slow(PLACES, 2))
 def test_a_rank_ends_with_what_its_thread_raised_and_the_other_goes_on(place: str) -> None:
-    with unsupervised.started(train, place, world_size=2) as ranks:
-        (text, trace), (lost, _) = ranks.results()
+    (text, trace), (lost, _) = unsupervised.results_of(train, place, world_size=2)
     assert text == "rank 0: a thread that replies to other ranks has failed: InjectedError('a bug')"
     assert 'raise InjectedError("a bug")' in trace, "where it happened"
     assert lost.startswith("{0: ")

@@ -186,8 +186,7 @@ def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
 
 def test_a_rank_that_ends_while_all_save_is_left_out(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
-    with unsupervised.started(save_with_a_death, folder, world_size=4) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(save_with_a_death, folder, world_size=4)
     assert [rank for rank, result in enumerate(results) if result is None] == [2]
     assert all(
         result[1] == [".lock", "step_0000000004"] or result[1] == ["step_0000000004"] for result in results if result

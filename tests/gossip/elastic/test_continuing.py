@@ -85,8 +85,7 @@ def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> No
     options = {"topology": "ring", "timeout": timedelta(seconds=3)}
     faults = {1: Fault("lose", step=5, peers=(2,))}
     arguments = str(tmp_path), NUMEL, NUM_STEPS, faults, (), options
-    with unsupervised.started(stay_or_be_given_up, *arguments, world_size=4) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(stay_or_be_given_up, *arguments, world_size=4)
     left = [one for one in results if isinstance(one, Stay)]
     assert len(left) == 3, "one of the two that cannot hear each other"
     assert all("continued without this rank" in text for text in results if isinstance(text, str))
@@ -97,8 +96,7 @@ def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> No
 def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_path: Path) -> None:
     deaths = {0: Fault(step=3), 1: Fault(step=3)}
     arguments = str(tmp_path), NUMEL, NUM_STEPS, deaths, (), {"topology": "ring"}
-    with unsupervised.started(stay_or_be_given_up, *arguments, world_size=4) as ranks:
-        texts = ranks.results()
+    texts = unsupervised.results_of(stay_or_be_given_up, *arguments, world_size=4)
     for rank in (2, 3):
         assert texts[rank].startswith(
             f"rank {rank}: 2 of 4 ranks remain (ranks 2, 3), fewer than min_ranks=3; missing: rank 0: "

@@ -41,8 +41,7 @@ def train_unevenly(num_batches: tuple[tuple[int, ...], ...], fault: Fault) -> tu
 def test_those_left_end_together_when_the_one_with_most_batches_dies(place: Any, step: int) -> None:
     """It dies having told only one of the others of its step ("telling"): that step is made by all or by none."""
     num_batches = (3, 4, 5, 20), (2, 2, 2, 2)
-    with unsupervised.started(train_unevenly, num_batches, Fault(place=place, step=step), world_size=4) as ranks:
-        *left, dead = ranks.results()
+    *left, dead = unsupervised.results_of(train_unevenly, num_batches, Fault(place=place, step=step), world_size=4)
     assert dead is None
     (first, last), _, mean = left[0]
     assert first in (max(5, step), max(5, step + 1))
@@ -61,9 +60,7 @@ def train_in_join() -> tuple[int, tuple[int, ...]]:
 
 
 def test_a_rank_that_joins_has_batches_of_its_own() -> None:
-    with unsupervised.started(train_in_join, world_size=2) as ranks:
-        ranks.join(train_in_join)
-        results = ranks.results()
+    results = unsupervised.results_of(train_in_join, world_size=2, num_joining=1)
     assert {members for _, members in results} == {(0, 1, 2)}
     assert len({num_steps for num_steps, _ in results}) == 1
 
@@ -91,8 +88,8 @@ def train_scaled(fault: Fault, in_backward: bool) -> tuple[list[float], torch.Te
 @pytest.mark.parametrize(("place", "in_backward"), rest_is_slow([("telling", True), ("sending", False)]))
 def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool) -> None:
     """An overflow that a rank told one of the others before it died halves the scales of all, or of none."""
-    with unsupervised.started(train_scaled, Fault(place=place, step=5), in_backward, world_size=4) as ranks:
-        results = [result for result in ranks.results() if result is not None]
+    told = unsupervised.results_of(train_scaled, Fault(place=place, step=5), in_backward, world_size=4)
+    results = [result for result in told if result is not None]
     assert len(results) == 3
     scales, mean = results[0]
     assert mean.isfinite().all()

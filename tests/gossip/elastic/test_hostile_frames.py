@@ -211,6 +211,5 @@ def test_a_message_of_the_wrong_size_ends_the_connection_and_not_the_rank(
     options: dict[str, Any], averages: bool, text: str
 ) -> None:
     function = functools.partial(train_beside_one_that_sends_too_little, options, averages=averages)
-    with unsupervised.started(function, world_size=2) as ranks:
-        lost, _ = ranks.results()
+    lost, _ = unsupervised.results_of(function, world_size=2)
     assert text in lost

@@ -119,9 +119,7 @@ def wait_longer_than_the_timeout(frozen: int) -> tuple[int, ...]:
 
 @pytest.mark.slow
 def test_one_that_joins_drops_nobody_who_waits_together_with_others() -> None:
-    with unsupervised.started(wait_longer_than_the_timeout, 2, world_size=3) as ranks:
-        ranks.join(wait_longer_than_the_timeout, 2)
-        told = ranks.results(silent=(2,))
+    told = unsupervised.results_of(wait_longer_than_the_timeout, 2, world_size=3, num_joining=1, silent=(2,))
     assert told == [(0, 1, 3), (0, 1, 3), None, (0, 1, 3)]
 
 
@@ -157,9 +155,8 @@ def measure_and_save_after_each_step(folder: str) -> tuple[int, list[tuple[int, 
 
 
 def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path) -> None:
-    with unsupervised.started(measure_and_save_after_each_step, str(tmp_path), world_size=3) as ranks:
-        ranks.join(measure_and_save_after_each_step, str(tmp_path))
-        told = [one for one in ranks.results(silent=(2,)) if one is not None]
+    function = measure_and_save_after_each_step, str(tmp_path)
+    told = [one for one in unsupervised.results_of(*function, world_size=3, num_joining=1, silent=(2,)) if one]
     remaining = 0, 1, 3
     assert len(told) == len(remaining)
     joining_at, of_joining, _, expected = told[-1]
@@ -187,8 +184,9 @@ def average_while_rank_2_trains() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_an_average_is_repeated_without_one_that_went_on_and_left() -> None:
-    with unsupervised.started(average_while_rank_2_trains, world_size=3) as ranks:
-        (before, average), (before_on_1, average_on_1), _ = ranks.results()
+    (before, average), (before_on_1, average_on_1), _ = unsupervised.results_of(
+        average_while_rank_2_trains, world_size=3
+    )
     assert torch.equal(average, average_on_1)
     assert torch.allclose(average, (before + before_on_1) / 2, rtol=1e-12)
 

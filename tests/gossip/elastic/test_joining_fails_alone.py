@@ -109,9 +109,9 @@ def train(kept: str, breaks: dict[int, str], options: dict[str, Any]) -> Told | 
 
 def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: Any) -> tuple[list[Told], Any]:
     """What the ranks that train tell, and the joining rank."""
-    with unsupervised.started(train, kept, breaks or {}, options, world_size=JOINS_AS) as ranks:
-        ranks.join(train, kept, breaks or {}, options)
-        *told, joining_rank = ranks.results()
+    *told, joining_rank = unsupervised.results_of(
+        train, kept, breaks or {}, options, world_size=JOINS_AS, num_joining=1
+    )
     for one in told:
         assert torch.equal(one.mean, told[0].mean)
     return told, joining_rank
@@ -260,9 +260,7 @@ def train_with_a_function() -> tuple[list[str], float, float]:
 
 
 def test_a_joining_rank_keeps_options_of_its_own_that_cannot_be_given() -> None:
-    with unsupervised.started(train_with_a_function, world_size=JOINS_AS) as ranks:
-        ranks.join(train_with_a_function)
-        *told, error = ranks.results()
+    *told, error = unsupervised.results_of(train_with_a_function, world_size=JOINS_AS, num_joining=1)
     assert error == ([], 0.05, 1.0)
     assert [len(lines) for lines, _, _ in told] == [2, 0, 0]
     for line, key in zip(told[0][0], ("scale", "late"), strict=True):
@@ -290,8 +288,7 @@ def come_back() -> str | None:
 
 @pytest.mark.slow
 def test_a_rank_that_nobody_can_give_a_state_does_not_try_to_come_back_for_ever() -> None:
-    with unsupervised.started(come_back, world_size=JOINS_AS) as ranks:
-        told = ranks.results()
+    told = unsupervised.results_of(come_back, world_size=JOINS_AS)
     assert told[0] is told[2] is None
     assert re.match(
         r"rank 1: .*; this rank could not rejoin them: rank 3: joining: no rank gave .* cannot: the state of", told[1]

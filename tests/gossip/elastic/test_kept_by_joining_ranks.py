@@ -120,17 +120,14 @@ BY_HAND = {"scales": True, "step_in_backward": False}
     ),
 )
 def test_one_that_joins_has_what_the_others_have_in_every_step(name: str, options: dict[str, Any]) -> None:
-    with unsupervised.started(train, name, 4, None, options, world_size=3) as ranks:
-        ranks.join(train, name, 4, None, options)
-        check(ranks.results())
+    check(unsupervised.results_of(train, name, 4, None, options, world_size=3, num_joining=1))
 
 
 @pytest.mark.slow
 def test_one_that_comes_back_has_what_the_others_have_in_every_step() -> None:
     fault = Fault("freeze", step=5, duration_s=8.0)
     options = {"timeout": timedelta(seconds=3), "partition_timeout": 30} | BY_HAND
-    with unsupervised.started(train, "exponential", 4, fault, options, world_size=4) as ranks:
-        check(ranks.results())
+    check(unsupervised.results_of(train, "exponential", 4, fault, options, world_size=4))
 
 
 # ---------------------------------------------------------------------- ranks that do not make their steps together
@@ -157,9 +154,7 @@ def train_on_their_own(folder: str) -> list[tuple[int, float, int]]:
 
 
 def test_one_that_joins_ranks_that_are_not_in_step_continues_where_its_source_is(tmp_path: Path) -> None:
-    with unsupervised.started(train_on_their_own, str(tmp_path), world_size=2) as ranks:
-        ranks.join(train_on_their_own, str(tmp_path))
-        *_, told = ranks.results()
+    *_, told = unsupervised.results_of(train_on_their_own, str(tmp_path), world_size=2, num_joining=1)
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = SCHEDULERS["sequential"](optimizer)
     rates = []
@@ -207,9 +202,7 @@ OTHERS = {
 def test_another_or_a_failing_object_ends_the_rank_that_joins_and_no_other(case: str) -> None:
     joins, trains, text = OTHERS[case]
     kept = {"joins": joins, "trains": trains}
-    with unsupervised.started(keep_something_else, kept, world_size=3) as ranks:
-        ranks.join(keep_something_else, kept)
-        *others, (error, _, _) = ranks.results()
+    *others, (error, _, _) = unsupervised.results_of(keep_something_else, kept, world_size=3, num_joining=1)
     assert re.search(text, error), error
     assert all(raised == "" and num_members == 3 for raised, _, num_members in others)
     warnings = [line for _, lines, _ in others for line in lines if "'failing'" in line]
@@ -250,9 +243,7 @@ def lose_the_source(options: dict[str, Any]) -> str:
 def test_the_loss_of_the_source_before_the_first_step_is_an_error_that_says_what_to_do(
     options: dict[str, Any], text: str
 ) -> None:
-    with unsupervised.started(lose_the_source, options, world_size=4) as ranks:
-        ranks.join(lose_the_source, options)
-        *others, error = ranks.results()
+    *others, error = unsupervised.results_of(lose_the_source, options, world_size=4, num_joining=1)
     assert sorted(others, key=str) == ["", "", "", None]
     assert re.search(
         rf"^rank 4: rank \d, whose state it takes, .*{text}: .*; start this rank again \(restart=", error

@@ -156,8 +156,7 @@ def start_with(keys: list[str | None]) -> str:
 
 @pytest.mark.parametrize("keys", [[KEY, None], [KEY, OTHER_KEY]])
 def test_ranks_that_do_not_have_the_same_key_do_not_begin(keys: list[str | None]) -> None:
-    with unsupervised.started(start_with, keys, world_size=2) as ranks:
-        told = ranks.results()
+    told = unsupervised.results_of(start_with, keys, world_size=2)
     for rank, key in enumerate(keys):
         text = "this one has none" if key is None else "that no rank with this GOSSIP_KEY has written"
         assert re.match(

@@ -121,47 +121,29 @@ def only_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerConnection, "_send_first", lambda _self, _kind: False)
 
 
-@pytest.mark.parametrize(
-    ("change", "num_arriving"),
-    [
-        (same, 3),
-        (bit_of(4), 1),
-        (bit_of(5), 1),
-        (bit_of(29), 1),
-        (bit_of(36), 1),
-        (bit_of(HEADER_BYTES), 1),
-        (bit_of(HEADER_BYTES + TAG_BYTES), 1),
-        (bit_of(HEADER_BYTES + TAG_BYTES + PAYLOAD.nbytes - 1), 1),
-        (bit_of(-1), 1),
-        (bit_of(-1, number=2), 2),
-        (other_payload, 0),
-        (invented, 0),
-        (lambda frames: [frames[0], *frames], 1),
-        (lambda frames: [*frames, frames[0]], 3),
-        (lambda frames: [frames[0], frames[2], frames[1]], 1),
-        (lambda frames: frames[1:], 0),
-        (lambda frames: [*frames[:1], frames[1][: -2 * TAG_BYTES], frames[2]], 1),
-    ],
-    ids=[
-        "nothing",
-        "the kind",
-        "the step",
-        "the length",
-        "an absurd length",
-        "the header's code",
-        "the payload's beginning",
-        "the payload's end",
-        "the payload's code",
-        "a small payload's code",
-        "the payload of another frame",
-        "an invented frame",
-        "a frame twice",
-        "a frame again later",
-        "two frames in another order",
-        "one left out",
-        "one cut short",
-    ],
-)
+CHANGES: dict[str, tuple[Change, int]] = {
+    "nothing": (same, 3),
+    "the kind": (bit_of(4), 1),
+    "the step": (bit_of(5), 1),
+    "the length": (bit_of(29), 1),
+    "an absurd length": (bit_of(36), 1),
+    "the header's code": (bit_of(HEADER_BYTES), 1),
+    "the payload's beginning": (bit_of(HEADER_BYTES + TAG_BYTES), 1),
+    "the payload's end": (bit_of(HEADER_BYTES + TAG_BYTES + PAYLOAD.nbytes - 1), 1),
+    "the payload's code": (bit_of(-1), 1),
+    "a small payload's code": (bit_of(-1, number=2), 2),
+    "the payload of another frame": (other_payload, 0),
+    "an invented frame": (invented, 0),
+    "a frame twice": (lambda frames: [frames[0], *frames], 1),
+    "a frame again later": (lambda frames: [*frames, frames[0]], 3),
+    "two frames in another order": (lambda frames: [frames[0], frames[2], frames[1]], 1),
+    "one left out": (lambda frames: frames[1:], 0),
+    "one cut short": (lambda frames: [*frames[:1], frames[1][: -2 * TAG_BYTES], frames[2]], 1),
+}
+"""What is changed, and how many of the messages arrive all the same."""
+
+
+@pytest.mark.parametrize(("change", "num_arriving"), CHANGES.values(), ids=CHANGES)
 def test_what_was_not_sent_ends_the_connection(change: Change, num_arriving: int) -> None:
     with relayed(change) as (first, second, third):
         payloads = [torch.ones(8, dtype=torch.uint8), PAYLOAD, torch.zeros(8, dtype=torch.uint8)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from datetime import timedelta
 
@@ -13,7 +12,6 @@ from meshes import SECRET, TIMEOUT, await_frame, await_loss, await_that, connect
 from gossip import ExchangeError
 from gossip.elastic.connections import mesh as module
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing
 from gossip.elastic.connections.selector import READ
 
 
@@ -35,34 +33,6 @@ def test_who_says_goodbye_has_left() -> None:
         await_loss(second, 0)
         assert second.left == {0}
         assert await_frame(second, 0, message(0)).nbytes == 2**22
-
-
-def greeting(kind: Kind = Kind.HELLO, nonce: bytes = b"n" * 16) -> bytes:
-    return bytes(Outgoing(Key(kind, 1, True))._left[0][:-8]) + len(nonce).to_bytes(8, "little") + nonce
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100,
-        greeting(nonce=b"n" * 15),
-        greeting(nonce=b"n" * 2**16),
-        greeting(Kind.MESSAGE),
-        greeting() + bytes(53),
-    ],
-    ids=["another protocol", "a short nonce", "a long one", "no greeting", "no proof"],
-)
-def test_a_stranger_is_hung_up_on(sent: bytes) -> None:
-    with connected(2) as members:
-        with socket.create_connection(members[0].address) as stranger:
-            stranger.sendall(sent)
-            stranger.settimeout(60)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(64):  # its greeting, which it sends everybody
-                    pass
-        members[1].send(0, message(0))
-        await_frame(members[0], 1, message(0))
-        assert members[0].lost == {}
 
 
 def test_who_does_not_come_is_named() -> None:

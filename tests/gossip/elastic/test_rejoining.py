@@ -92,8 +92,7 @@ def run(
     is_astray: bool = False,
     **options: Any,
 ) -> list[Any]:
-    with unsupervised.started(train, expected, faults, awaited, measures, is_astray, options, world_size=4) as ranks:
-        return ranks.results()
+    return unsupervised.results_of(train, expected, faults, awaited, measures, is_astray, options, world_size=4)
 
 
 @pytest.mark.parametrize(

@@ -29,35 +29,22 @@ def of(member: int, number: int, num_bytes: int = LARGE, quiet_s: float = 0.0) -
     return UnderWay(number, member, num_bytes, False, quiet_s)
 
 
-@pytest.mark.parametrize(
-    ("messages", "members"),
-    [
-        ([], []),
-        ([to(1, 0)], [1]),
-        ([to(2, 5), to(1, 4)], [1]),
-        ([to(1, 4), to(1, 5), to(2, 6)], [1]),
-        ([to(1, 4, 100), to(2, 6)], [1, 2]),
-        ([to(1, 4, 100), to(1, 5), to(2, 6)], [1]),
-        ([of(3, 4), to(2, 6)], []),
-        ([of(3, 4, 100), to(2, 6)], [2]),
-        ([of(3, 8), to(2, 6)], [2]),
-        ([to(1, 4, quiet_s=QUIET), to(2, 6)], [1, 2]),
-        ([of(3, 4, quiet_s=QUIET), to(2, 6)], [2]),
-    ],
-    ids=[
-        "nothing",
-        "one",
-        "the-older-one",
-        "all-of-the-older-ones",
-        "small-ones-together",
-        "not-past-what-waits-behind-a-small-one",
-        "not-before-an-older-one-has-come",
-        "unless-it-is-small",
-        "what-comes-later-is-not-awaited",
-        "nor-who-takes-nothing",
-        "nor-who-sends-nothing",
-    ],
-)
+TURNS: dict[str, tuple[list[UnderWay], list[int]]] = {
+    "nothing": ([], []),
+    "one": ([to(1, 0)], [1]),
+    "the-older-one": ([to(2, 5), to(1, 4)], [1]),
+    "all-of-the-older-ones": ([to(1, 4), to(1, 5), to(2, 6)], [1]),
+    "small-ones-together": ([to(1, 4, 100), to(2, 6)], [1, 2]),
+    "not-past-what-waits-behind-a-small-one": ([to(1, 4, 100), to(1, 5), to(2, 6)], [1]),
+    "not-before-an-older-one-has-come": ([of(3, 4), to(2, 6)], []),
+    "unless-it-is-small": ([of(3, 4, 100), to(2, 6)], [2]),
+    "what-comes-later-is-not-awaited": ([of(3, 8), to(2, 6)], [2]),
+    "nor-who-takes-nothing": ([to(1, 4, quiet_s=QUIET), to(2, 6)], [1, 2]),
+    "nor-who-sends-nothing": ([of(3, 4, quiet_s=QUIET), to(2, 6)], [2]),
+}
+
+
+@pytest.mark.parametrize(("messages", "members"), TURNS.values(), ids=TURNS)
 def test_older_exchanges_go_first(messages: list[UnderWay], members: list[int]) -> None:
     assert whose_turn(messages) == whose_turn(messages[::-1]) == members
 

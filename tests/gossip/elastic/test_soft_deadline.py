@@ -83,8 +83,7 @@ def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> 
 
 
 def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course]:
-    with unsupervised.started(train, num_steps, faults, options, world_size=4) as ranks:
-        results: list[Course] = ranks.results()
+    results: list[Course] = unsupervised.results_of(train, num_steps, faults, options, world_size=4)
     return results
 
 
@@ -199,10 +198,8 @@ def load_saved(folder: str) -> torch.Tensor:
 
 def test_a_checkpoint_holds_what_was_late(tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoints")
-    with unsupervised.started(save_late, folder, world_size=4) as ranks:
-        saved = ranks.results()
-    with unsupervised.started(load_saved, folder, world_size=4) as ranks:
-        loaded = ranks.results()
+    saved = unsupervised.results_of(save_late, folder, world_size=4)
+    loaded = unsupervised.results_of(load_saved, folder, world_size=4)
     expected = torch.stack([total for _, total in saved]).mean(0)
     for (mean, _), again in zip(saved, loaded, strict=True):
         torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)

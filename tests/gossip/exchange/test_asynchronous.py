@@ -177,8 +177,7 @@ def leave_early(rank_that_leaves: int) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def test_a_rank_may_leave() -> None:
-    with unsupervised.started(leave_early, 1, world_size=4) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(leave_early, 1, world_size=4)
     assert [members for _, members in results] == [(0, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2, 3)]
     for values, _ in results[2:]:
         torch.testing.assert_close(values, results[0][0], rtol=0, atol=0)
@@ -221,8 +220,7 @@ def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[in
 
 
 def test_an_export_is_the_exact_mean_and_all_that_is_sent_is_counted(tmp_path: Any) -> None:
-    with unsupervised.started(export_and_count, str(tmp_path), world_size=3) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(export_and_count, str(tmp_path), world_size=3)
     exported = safetensors.torch.load_file(tmp_path / "mean.safetensors")
     mean = torch.stack([total for total, _ in results]).mean(0)
     torch.testing.assert_close(torch.stack([exported["first"], exported["second"]]), mean, rtol=0, atol=1e-12)
@@ -233,8 +231,7 @@ def test_an_export_is_the_exact_mean_and_all_that_is_sent_is_counted(tmp_path: A
 
 
 def test_a_checkpoint_keeps_every_rank_at_its_own_step(tmp_path: Any) -> None:
-    with unsupervised.started(save_and_go_on, str(tmp_path / "checkpoints"), [4, 9, 6], world_size=3) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(save_and_go_on, str(tmp_path / "checkpoints"), [4, 9, 6], world_size=3)
     assert [step for step, _, _ in results] == [4, 9, 6]
     for _, saved, loaded in results:
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
@@ -328,8 +325,7 @@ def test_ranks_join() -> None:
 def test_a_rank_that_was_given_up_comes_back(kind: Any, step: int) -> None:
     """In its own process and within its loop: it does what all do together as the others do, from then on."""
     faults, options = {1: Fault(kind, step=step, duration_s=6.0)}, {"partition_timeout": 30, "timeout": RETURN_TIMEOUT}
-    with unsupervised.started(stay, faults, 4, options, world_size=4) as ranks:
-        results: list[Stay] = ranks.results()
+    results: list[Stay] = unsupervised.results_of(stay, faults, 4, options, world_size=4)
     assert [each.member for each in results] == [0, 4, 2, 3]
     for each in results:
         torch.testing.assert_close(each.mean, results[0].mean, rtol=0, atol=0)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gossip.launching.joining import find_placement
-from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, first_host, step_of, tasks_per_node
+from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, first_host, step_of
 
 TASK = {
     "SLURM_JOB_ID": "17",
@@ -94,10 +94,6 @@ def test_step_of_refuses_what_makes_no_sense(name: str, value: str, text: str) -
 )
 def test_first_host_of_a_node_list(node_list: str, expected: str) -> None:
     assert first_host(node_list) == expected
-
-
-def test_tasks_per_node() -> None:
-    assert tasks_per_node("2(x3),1,4") == [2, 2, 2, 1, 4]
 
 
 def test_port_differs_between_steps_at_the_same_time() -> None:

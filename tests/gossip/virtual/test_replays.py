@@ -78,8 +78,7 @@ class Rows(Pair):
 @pytest.mark.parametrize(("optimizer", "rests"), [("plain sgd", False), ("sgd", True), ("adamw", False)])
 def test_a_replay_is_the_run(optimizer: str, rests: bool) -> None:
     num_steps = [6, 25, 11, 40]
-    with unsupervised.started(train, num_steps, optimizer, rests, world_size=4) as ranks:
-        results = ranks.results()
+    results = unsupervised.results_of(train, num_steps, optimizer, rests, world_size=4)
     recording = Recording([average for history, _ in results for average in history], num_steps)
     assert any(average.is_read for average in recording.averages if average.entered < 6) or not rests
     found = replay(recording, optimizer)
