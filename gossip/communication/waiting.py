@@ -80,13 +80,13 @@ def wait_for(
     ranks: Callable[[], Sequence[int]],
     sequence: int | None = None,
 ) -> Failure | None:
-    """Wait until ``awaited`` has ended, or it is known which rank prevents this. Can be interrupted by Ctrl-C.
+    """Wait until ``awaited`` has ended, or it is known which rank prevents this; None if it has ended successfully.
 
     A long wait is reported to the others in a note, which this rank renews for as long as it waits and lives, and this
     rank reads the notes of the others. So every rank can follow the chain to the rank that waits for nobody. When a
     rank has given up, the waits for it end at once. A rank that has not been heard from is allowed a fifth more than
-    ``timeout``, or a moment: an outage may have ended in time (``communication.sockets``), or that rank may only just
-    have started to wait.
+    ``timeout``, or a moment: an outage may have ended in time (``host.tcp_options``), or that rank may only just
+    have started to wait. Can be interrupted by Ctrl-C.
 
     Parameters
     ----------

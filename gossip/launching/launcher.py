@@ -200,10 +200,8 @@ def launch(
     try:
         for rank in range(world_size):
             start(rank)
-        if on_peer_loss == "continue":
-            results = collect(workers, channels, restart=restart, start=functools.partial(start, joins=True))
-        else:
-            results = collect(workers, channels)
+        start_again = functools.partial(start, joins=True) if on_peer_loss == "continue" else None
+        results = collect(workers, channels, start_again, restart)
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported, so its work is done whatever has happened since
                 channel.send_bytes(b"leave")

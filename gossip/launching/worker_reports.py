@@ -45,14 +45,13 @@ def pickled(content: Any) -> bytes:
 def collect(
     workers: Sequence[ForkServerProcess],
     channels: Sequence[Connection],
-    *,
-    restart: int | None = None,
-    start: Callable[[int], None] | None = None,
+    start: Callable[[int], None] | None,
+    restart: int,
 ) -> list[Any]:
     """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it.
 
-    With ``restart`` the other ranks continue: failures are logged, and raised only if all ranks failed. ``start`` then
-    starts the worker of a rank again, so many times, and appends it and its channel.
+    With ``start`` the other ranks continue: failures are logged, and raised only if all ranks failed. It starts the
+    worker of a rank again, ``restart`` times, and appends it and its channel.
     """
     waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
     results: list[Any] = [None] * len(workers)
@@ -61,9 +60,9 @@ def collect(
     deadline: float | None = None
     while waiting:
         patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(waiting), timeout=patience_s if restart is None else _GLANCE_S)
+        ready = wait(list(waiting), timeout=patience_s if start is None else _GLANCE_S)
         # When the others have ended, no report can be expected of suspended ones.
-        if not ready and (restart is None or all(is_suspended(worker.pid or 0) for _, worker in waiting.values())):
+        if not ready and (start is None or all(is_suspended(worker.pid or 0) for _, worker in waiting.values())):
             break
         for channel in ready:
             assert isinstance(channel, Connection)
@@ -74,7 +73,7 @@ def collect(
                 failures.pop(rank, None)
                 continue
             failures[rank] = report
-            if restart is None or start is None:
+            if start is None:
                 deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
                 continue
             num_starts[rank] += 1
@@ -90,7 +89,7 @@ def collect(
             )
             start(rank)
             waiting[channels[-1]] = rank, workers[-1]
-    if failures and (restart is None or len(failures) == len(results)):
+    if failures and (start is None or len(failures) == len(results)):
         raise _first_cause(failures, dict(waiting.values()))
     return results
 

@@ -238,21 +238,6 @@ def test_a_rank_that_fails_again_and_again_is_left_out_in_the_end(tmp_path: Path
     assert (tmp_path / "lives_of_1").read_text() == "xxx"
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"restart": 1},
-            r"restart=1 needs other ranks that continue and can be joined; pass on_peer_loss=\"continue\"",
-        ),
-        ({"restart": True, "on_peer_loss": "continue"}, "restart must be the number of times .*, got True"),
-    ],
-)
-def test_restarts_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        gossip.launch(len, world_size=2, **options)
-
-
 # ---------------------------------------------------------------------- what cannot be joined
 
 
