@@ -93,21 +93,20 @@ class Browser:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a page, as wide as told; complaints and requests begin anew."""
+    def open(self, path: Path, *, width: int = 1280) -> None:
+        """Load a page, as wide as told, in the light scheme; complaints and requests begin anew."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 600
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
         self.complaints, self.requests, self._loaded = [], [], False
         self.call("Page.navigate", url=path.as_uri())
         while not self._loaded:
             self._receive()
 
-    def open_report(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
+    def open_report(self, path: Path, *, width: int = 1280) -> None:
         """Load the page of a report, and wait for its charts."""
-        self.open(path, width=width, dark=dark)
+        self.open(path, width=width)
         self.wait_for(CHARTS_ARE_DRAWN)
 
     def evaluate(self, expression: str) -> Any:

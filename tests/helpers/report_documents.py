@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
+
+from gossip.lab.report import Document, write_report
 
 TOPOLOGIES = {
     # messages sent per step; how fast disagreements shrink with 16 ranks, and with what power of their number
@@ -121,6 +125,14 @@ def document(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         "drawings": {},
         **changes,
     }
+
+
+def read(whole: dict[str, Any]) -> Document:
+    return Document.model_validate_json(json.dumps(whole))
+
+
+def write(whole: dict[str, Any], folder: Path) -> None:
+    write_report(read(whole), folder)
 
 
 def comparison(world_sizes: tuple[int, ...] = (16, 25, 64), **changes: Any) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Charts as Vega-Lite specifications.
 
-Colours are variables of the page's style sheet, such as ``var(--c0)``: charts.js substitutes their values in the page's
-colour scheme, and the rows of one panel for the named data of a layer, ``curves`` or ``ends``. It also sets two
-parameters: ``shown``, the indices of the rows that pass the filters and the legend, and ``brought``, the name that is
-highlighted, or null.
+Colours are variables of the page's style sheet, such as ``var(--c0)``. charts.js substitutes the rows of one panel for
+the named data of a layer, ``curves`` or ``ends``. It also sets two parameters: ``shown``, the indices of the rows that
+pass the filters and the legend, and ``brought``, the name that is highlighted, or null.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gossip.lab.report.charts import Chart
@@ -51,7 +50,7 @@ CONFIG: Spec = {
 def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share."""
     every = [series for panel in panels for series in panel.series]
-    has_band = any(is_measured(series.row, f"{chart.y_curve}_low") for series in every)
+    has_band = any(_is_measured(series.row, f"{chart.y_curve}_low") for series in every)
     levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]
     named = list({series.name: series for series in every}.values())
     return {
@@ -101,24 +100,21 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
     return ends
 
 
-def make_curves(every: Sequence[Series], names: Iterable[str]) -> list[Spec]:
-    """Return the curves with these names, rounded to five significant digits."""
+def make_curves(every: Sequence[Series]) -> list[Spec]:
+    """Return all curves by their names, which are the same for each row, rounded to five significant digits."""
+    known = [(series, series.row.curves) for series in every if series.row.curves is not None]
+    names = dict.fromkeys(name for _, curves in known for name in curves.model_dump())
     return [
         {
             "index": series.index,
             "name": series.name,
-            **{
-                name: [None if value is None else float(f"{value:.5g}") for value in series.row.curves.named(name)]
-                for name in names
-            },
+            **{name: [None if y is None else float(f"{y:.5g}") for y in curves.named(name)] for name in names},
         }
-        for series in every
-        if series.row.curves is not None
+        for series, curves in known
     ]
 
 
-def is_measured(row: Row, name: str) -> bool:
-    """Whether a row has any number of a curve."""
+def _is_measured(row: Row, name: str) -> bool:
     return row.curves is not None and any(value is not None for value in row.curves.named(name))
 
 

@@ -2,7 +2,6 @@
 (async () => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const { title, config, curves, charts } = JSON.parse(await unpack(document.getElementById("chart-data").textContent));
-  const figures = document.getElementById("figures");
   const entries = all(".legend button[data-name]");
   const toggleAll = document.getElementById("toggle-all");
   const rowsOf = (entry) => entry.closest("li").dataset.rows.split(" ").map(Number);
@@ -17,12 +16,7 @@
   }
   const panels = charts.flatMap((chart) => chart.panels);
 
-  // Specifications: colours are the page's, data those of a panel.
-  function coloured(spec) {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (text) => text.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
-    return JSON.parse(JSON.stringify(spec), (_, value) => (typeof value === "string" ? colour(value) : value));
-  }
+  // Specifications: colours are variables of the page's style sheet, data those of a panel.
   function layersOf(panel, layers) {
     const inside = (row) => panel.rows.includes(row.index);
     const data = { curves: curves.filter(inside), ends: panel.chart.ends.filter(inside) };
@@ -36,48 +30,32 @@
   const parameters = () => [{ name: "shown", value: shownRows() }, { name: "brought", value: state.brought }];
   // The expressions of a specification are interpreted: the page allows no code from text.
   const embed = (host, spec) =>
-    vegaEmbed(host, { ...spec, config: coloured(config) }, { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "page" } });
+    vegaEmbed(host, { config, ...spec }, { mode: "vega-lite", renderer: "svg", actions: false, ast: true, tooltip: { theme: "page" } });
 
   async function draw(panel) {
-    const spec = coloured(panel.chart.spec);
-    const width = Math.max(panel.plot.clientWidth, 200);
-    spec.layer = layersOf(panel, spec.layer);
-    panel.drawn?.finalize();
-    panel.drawn = await embed(panel.plot, { ...spec, width, description: panel.description, params: parameters() });
+    const { spec } = panel.chart;
+    const layer = layersOf(panel, spec.layer);
+    const own = { layer, width: "container", description: panel.description, params: parameters() };
+    panel.drawn = await embed(panel.plot, { ...spec, ...own });
     const { view } = panel.drawn;
     // What is pointed at is an end point, or the cell around the nearest point of a curve.
     view.addEventListener("pointerover", (_, item) => bringOut((item?.datum?.datum ?? item?.datum)?.name ?? null));
     view.addEventListener("pointerout", () => bringOut(null));
-    const follow = () => zoomTo(panel.chart, { zoom_x: view.signal("zoom_x"), zoom_y: view.signal("zoom_y") }, panel);
     for (const signal of ["zoom_x", "zoom_y"])
-      view.addSignalListener(signal, () => panel.chart.moved === panel && view.runAfter(follow));
+      view.addSignalListener(signal, () => panel.chart.moved === panel && view.runAfter(() => lead(panel)));
   }
 
   // The panels of a chart move together: the others follow the one that was moved last.
   const drawnOf = (list) => list.filter((panel) => panel.drawn).map((panel) => panel.drawn.view);
-  function zoomTo(chart, domains, mover = null) {
-    const followers = chart.panels.filter((panel) => panel.drawn && panel !== mover);
-    for (const panel of followers)
-      panel.zoomed = Promise.resolve(panel.zoomed).then(() => {
-        const { view } = panel.drawn;
-        for (const [signal, domain] of Object.entries(domains)) view.signal(signal, domain);
-        return view.runAsync();
-      });
-    return Promise.all(followers.map((panel) => panel.zoomed));
+  function lead(mover) {
+    for (const view of drawnOf(mover.chart.panels.filter((panel) => panel !== mover))) {
+      for (const signal of ["zoom_x", "zoom_y"]) view.signal(signal, mover.drawn.view.signal(signal));
+      view.runAsync();
+    }
   }
   for (const panel of panels)
     for (const kind of ["pointerdown", "wheel"])
       panel.plot.addEventListener(kind, () => (panel.chart.moved = panel), { capture: true, passive: true });
-  function zoomBy(chart, factor) {
-    const [view] = drawnOf(chart.panels);
-    const zoomed = (name) => {
-      const scale = view.scale(name);
-      const [from, to] = scale.range();
-      const margin = ((factor - 1) * (to - from)) / 2;
-      return [from - margin, to + margin].map(scale.invert);
-    };
-    return zoomTo(chart, { zoom_x: zoomed("x"), zoom_y: zoomed("y") });
-  }
 
   // What is shown and what is brought out is the same in all charts.
   function bringOut(name) {
@@ -98,6 +76,7 @@
     for (const panel of panels) panel.element.hidden = !panel.rows.some((row) => rows.has(row));
     for (const chart of charts) chart.figure.hidden = chart.panels.every((panel) => panel.element.hidden);
     drawnOf(panels).forEach((view) => view.signal("shown", shownRows()).runAsync());
+    dispatchEvent(new Event("resize")); // of what was hidden
   }
   document.addEventListener("rows", show);
   for (const entry of entries) {
@@ -114,20 +93,20 @@
     show();
   });
 
-  // A file has all panels that are shown as they are zoomed, and the legend.
+  // A file has all panels that are shown as they are zoomed, the legend, and the values of the colours.
+  function coloured(spec) {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (text) => text.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
+    return JSON.parse(JSON.stringify(spec), (_, value) => (typeof value === "string" ? colour(value) : value));
+  }
   function figureOf(chart) {
     const spec = coloured(chart.spec);
     const rows = shownRows();
     const shown = chart.panels.filter((panel) => !panel.element.hidden);
-    const names = new Set(chart.ends.filter((end) => rows.includes(end.index)).map((end) => end.name));
-    const legend = { title: null, orient: "bottom", columns: 3, symbolType: "stroke" };
-    const keep = ({ domain, range }) => {
-      const kept = domain.flatMap((name, index) => (names.has(name) ? [index] : []));
-      return { domain: kept.map((index) => domain[index]), range: kept.map((index) => range[index]) };
-    };
+    const values = [...new Set(chart.ends.filter((end) => rows.includes(end.index)).map((end) => end.name))];
+    const legend = { title: null, orient: "bottom", columns: 3, symbolType: "stroke", values };
     for (const encoding of [spec.encoding, ...spec.layer.map((layer) => layer.encoding)])
-      for (const channel of ["color", "strokeDash", "shape"])
-        if (encoding[channel]?.scale) encoding[channel] = { ...encoding[channel], scale: keep(encoding[channel].scale), legend };
+      for (const channel of ["color", "strokeDash", "shape"]) if (encoding[channel]) encoding[channel].legend = legend;
     for (const name of ["x", "y"]) spec.encoding[name].scale.domain = drawnOf(shown)[0].scale(name).domain();
     // Without what is there for pointing and zooming.
     const layers = spec.layer.filter((layer) => layer.params?.[0].name !== "nearest").map(({ params, ...layer }) => layer);
@@ -136,7 +115,7 @@
     }));
     const shared = { color: "shared", shape: "shared", strokeDash: "shared" };
     return {
-      title: { text: chart.title, subtitle: title }, params: parameters(), concat, columns: 3,
+      config: coloured(config), title: { text: chart.title, subtitle: title }, params: parameters(), concat, columns: 3,
       resolve: { scale: shared, legend: shared }, padding: 16,
     };
   }
@@ -148,39 +127,14 @@
     link.click();
     finalize();
   }
-  const tools = {
-    "zoom-in": (chart) => zoomBy(chart, 1 / 2),
-    "zoom-out": (chart) => zoomBy(chart, 2),
-    reset: (chart) => zoomTo(chart, { zoom_x: null, zoom_y: null }),
-    svg: (chart) => save(chart, "svg"),
-    png: (chart) => save(chart, "png"),
-  };
-  let used = Promise.resolve(); // one after the other: what is zoomed is what the one before has left
   for (const chart of charts)
-    for (const button of all("[data-tool]", chart.figure))
-      button.addEventListener("click", () => {
-        chart.moved = null;
-        used = used.then(() => tools[button.dataset.tool](chart));
-      });
+    for (const button of all("[data-format]", chart.figure))
+      button.addEventListener("click", () => save(chart, button.dataset.format));
 
-  async function drawAll() {
-    figures.setAttribute("aria-busy", "true");
-    for (const panel of panels) await draw(panel);
-    show(); // what was filtered and hidden meanwhile
-    figures.setAttribute("aria-busy", "false");
-  }
-  let drawing = Promise.resolve();
-  const redraw = () => (drawing = drawing.then(drawAll));
-  const resized = new ResizeObserver((changes) => {
-    for (const { target } of changes) {
-      const view = panels.find((panel) => panel.plot === target).drawn?.view;
-      if (view && target.clientWidth > 0 && view.width() !== target.clientWidth) view.width(target.clientWidth).runAsync();
-    }
-  });
-  panels.forEach((panel) => resized.observe(panel.plot));
   const libraries = document.createElement("script");
   libraries.textContent = await unpack(document.getElementById("libraries").textContent);
   document.head.append(libraries);
-  redraw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  for (const panel of panels) await draw(panel);
+  show(); // what was filtered and hidden meanwhile
+  document.getElementById("figures").setAttribute("aria-busy", "false");
 })();

@@ -90,10 +90,6 @@ class Chart:
         return [(x, y) for x, y in line if x is not None and y is not None]
 
 
-def _around(end: End) -> list[float]:
-    return [end.y - end.spread, end.y + end.spread] if end.spread else []
-
-
 def charts(document: Document) -> list[Chart]:
     """The charts of a page, whether or not there is anything to draw in them."""
     metric = document.metric

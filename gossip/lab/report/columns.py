@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Row, Setting
-from gossip.lab.report.series import setting, varying
+from gossip.lab.report.series import DIVIDING, setting, varying
 
 SETTINGS = {
     name: "Ranks" if name == "world_size" else name.capitalize()
@@ -15,7 +15,6 @@ SETTINGS = {
     if name not in ("label", "method")
 }
 """The titles of the settings besides the label, which has the topology with its options already."""
-_FACETS = ("world_size", "partition", "condition")
 TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
 """For each metric, the value that compares a row with all-reduce."""
 _COSTS = ("predicted_time_to_target_s", "bytes_to_target", "predicted_step_time_s", "bytes_per_step")
@@ -35,6 +34,11 @@ class Column:
     quantity: Quantity | None = None
     better: str | None = None
     among: tuple[str, ...] = ("gossip", "ddp")
+
+    @property
+    def heading(self) -> str:
+        """Its title and explanation in one line."""
+        return f"{self.title} {self.explanation}".strip().lower()
 
     def text(self, row: Row) -> str | None:
         """Return what the column shows of a row; None if there is nothing."""
@@ -116,7 +120,7 @@ def best(rows: Sequence[Row], column: Column) -> set[int]:
     for index, row in enumerate(rows):
         mean = row.mean(column.name)
         if column.better is not None and mean is not None and row.method in column.among:
-            groups.setdefault(tuple(setting(row, name) for name in _FACETS), {})[index] = mean
+            groups.setdefault(tuple(setting(row, name) for name in DIVIDING), {})[index] = mean
     found: set[int] = set()
     for means in groups.values():
         if len(set(means.values())) > 1:

@@ -1,4 +1,9 @@
 "use strict";
+/** What report_page.py has packed: text compressed by gzip, as base64; a promise of the text. */
+async function unpack(packed) {
+  const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 
@@ -7,7 +12,6 @@
     unpack(picture.dataset.packed).then((svg) => (picture.src = URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }))));
 
   const table = document.getElementById("results-table");
-  if (!table) return;
   const bodies = all("tbody", table);
 
   // Sorting: rows without a value come last in both directions; equal ones keep the order of the document.
@@ -64,21 +68,6 @@
       const details = document.getElementById(toggle.getAttribute("aria-controls"));
       details.hidden = !details.hidden;
       toggle.setAttribute("aria-expanded", String(!details.hidden));
-    });
-  }
-  for (const button of all(".copy", table)) {
-    button.addEventListener("click", async () => {
-      const commands = button.parentElement.querySelector("pre");
-      getSelection().selectAllChildren(commands);
-      let copied = false;
-      try {
-        await navigator.clipboard.writeText(all("code", commands).map((code) => code.textContent).join("\n"));
-        copied = true;
-      } catch {
-        copied = document.execCommand("copy");
-      }
-      const said = button.parentElement.querySelector(".copied");
-      said.textContent = copied ? "Copied." : "Selected: copy it with Ctrl+C.";
     });
   }
 })();

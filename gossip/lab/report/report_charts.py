@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossip.lab.report.chart_specs import CONFIG, is_measured, make_curves, make_ends, make_spec
+from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
 from gossip.lab.report.charts import Chart, charts
 from gossip.lab.report.report_document import Document
 from gossip.lab.report.scales import Scale
@@ -56,13 +56,10 @@ def chart_data(document: Document, divided: Sequence[Panel], drawn: Sequence[Dra
     """Return the data of the charts as JSON, with each curve and each chart specification once."""
     # Baselines come last, so that they are drawn on top of the rows that are compared with them.
     every = sorted(_every(divided), key=lambda series: series.row.method != "gossip")
-    drawn_curves = dict.fromkeys(name for each in drawn for name in (each.chart.x_curve, each.chart.y_curve))
-    bands = [f"{name}_{end}" for name in drawn_curves for end in ("low", "high")]
-    names = ["step", *drawn_curves, *(name for name in bands if any(is_measured(each.row, name) for each in every))]
     data = {
         "title": document.title,
         "config": CONFIG,
-        "curves": make_curves(every, names),
+        "curves": make_curves(every),
         "charts": [
             {
                 "identifier": each.chart.identifier,

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
-from xml.etree import ElementTree
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Field,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     computed_field,
-    model_validator,
 )
 
-from gossip.lab.experiments.validated_models import Model, read
+from gossip.lab.experiments.validated_models import Model
 
-#: The key of the cluster under which a sentence describes it.
-DESCRIPTION = "description"
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_plain(entry)}" for name, entry in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _plain(value) for name, value in values.items() if value is not None}
-
-
-def _svg(text: str) -> str:
-    """Return the markup of one svg element, with the namespace that it needs as a separate image."""
-    markup = re.sub(r"^\s*<svg(?![^>]*\sxmlns=)", '<svg xmlns="http://www.w3.org/2000/svg"', text)
-    try:
-        tag = ElementTree.fromstring(markup.strip()).tag
-    except ElementTree.ParseError as error:
-        raise ValueError(f"not well-formed SVG, but {error}") from error
-    if tag != "{http://www.w3.org/2000/svg}svg":
-        raise ValueError(f"not an <svg> element, but <{tag}>")
-    return markup
-
-
-Texts = Annotated[dict[str, Any], AfterValidator(_texts)]
-"""Texts by name; numbers and other plain data are formatted as text, null is omitted."""
 Numbers = tuple[float | None, ...]
 
 
 class Part(Model):
-    """A part of a document; what it has besides the fields is only in results.json."""
+    """A part of a document, made of what the fields name in a mapping that may have more."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -152,13 +117,6 @@ class Curves(Part):
         found: Numbers = getattr(self, name, (None,) * len(self.step))
         return found
 
-    @model_validator(mode="after")
-    def _are_of_one_length(self) -> Curves:
-        lengths = {name: len(numbers) for name, numbers in self.model_dump().items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"curves must hold lists of one length, got {lengths}; use null for what is missing")
-        return self
-
 
 class Setting(Part):
     """What distinguishes a row; fields that do not apply to its method are None.
@@ -207,26 +165,26 @@ class Row(Setting):
 
 
 class Metric(Part):
-    """The metric of the comparison: ``accuracy`` or ``loss`` of the averaged model, and the target to reach."""
+    """The metric of the averaged model by which runs are compared, and the target; ``sweep`` of a configuration."""
 
-    name: Literal["accuracy", "loss"]
-    higher_is_better: bool
-    target: float | None = None
+    name: Literal["accuracy", "loss"] = Field(alias="metric")
+    target: float | None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the higher of two values is the better one."""
+        return self.name == "accuracy"
 
 
 class Document(Part):
-    """The results of a sweep: ``drawings`` maps titles to SVG."""
+    """The results of a sweep, with one or more rows; ``drawings`` maps titles to SVG, and the cluster is described."""
 
     title: str
     description: str | None = None
-    settings: Texts = Field(default_factory=dict)
+    settings: dict[str, str] = Field(default_factory=dict)
     metric: Metric
-    cluster: Texts = Field(default_factory=dict)
-    environment: Texts = Field(default_factory=dict)
+    cluster: dict[str, Any] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)
     rows: tuple[Row, ...]
-    drawings: dict[str, Annotated[str, AfterValidator(_svg)]] = Field(default_factory=dict)
-
-
-def read_document(document: Mapping[str, Any]) -> Document:
-    """Validate a document with the content of results.json; raises ValueError with the place of what is wrong."""
-    return read(Document, document, whole="the document")
+    drawings: dict[str, str] = Field(default_factory=dict)

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.report.columns import value_names
-from gossip.lab.report.report_document import Document, Row, Setting, read_document
+from gossip.lab.report.report_document import Document, Row, Setting
 from gossip.lab.report.report_markdown import markdown
 from gossip.lab.report.report_page import render_page
 
 PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
 
 
-def write_report(document: Mapping[str, Any], folder: Path) -> Document:
-    """Write report.html, results.csv, results.json and results.md of a sweep, replacing files; return the document.
-
-    The document is plain JSON data, with finite numbers only; :class:`Document` says what it must have. A malformed one
-    raises ValueError, and nothing is written then. The folder is created if it does not exist.
-    """
-    checked = read_document(document)
-    page = render_page(checked)
-    plain = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+def write_report(document: Document, folder: Path) -> None:
+    """Write report.html, results.csv, results.json and results.md of a sweep into a new or an old folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PAGE_FILE).write_text(page, encoding="utf-8")
-    (folder / DOCUMENT_FILE).write_text(plain + "\n", encoding="utf-8")
-    (folder / MARKDOWN_FILE).write_text(markdown(checked), encoding="utf-8")
-    _write_table(checked, folder / TABLE_FILE)
-    return checked
+    (folder / PAGE_FILE).write_text(render_page(document), encoding="utf-8")
+    (folder / DOCUMENT_FILE).write_text(document.model_dump_json(indent=1, exclude_unset=True) + "\n", encoding="utf-8")
+    (folder / MARKDOWN_FILE).write_text(markdown(document), encoding="utf-8")
+    _write_table(document, folder / TABLE_FILE)
 
 
 def _write_table(document: Document, path: Path) -> None:

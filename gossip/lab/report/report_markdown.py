@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from gossip.lab.report.columns import columns, text_columns
+from gossip.lab.report.columns import VALUE_NAMES, Column, columns, text_columns
 from gossip.lab.report.report_document import Document
 from gossip.lab.report.verdict import verdict
 
@@ -17,26 +17,21 @@ CHIEF = (
 LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
 
 
-def texts(document: Document, shown: Container[str]) -> list[dict[str, str]]:
-    """Return the cells of each row by their headings: settings in which rows differ, these of the values, and bars."""
+def texts(document: Document, shown: Container[str] = VALUE_NAMES) -> tuple[list[Column], list[list[str]]]:
+    """Return the columns (settings in which rows differ, these values, bars), and each row's label and cells."""
     settings, outcomes = text_columns(document.rows)
     tuned = [column for column in outcomes if column.name != "bars"]
     values = [column for column in columns(document) if column.name in shown]
     every = [*settings, *tuned, *values, *outcomes[len(tuned) :]]
-    headings = [f"{column.title} {column.explanation}".strip().lower() for column in every]
-    return [
-        {"setting": row.label, **{title: each.text(row) or "-" for title, each in zip(headings, every, strict=True)}}
-        for row in document.rows
-    ]
+    return every, [[row.label, *(column.text(row) or "-" for column in every)] for row in document.rows]
 
 
 def markdown(document: Document) -> str:
     """Return the verdict, and the table below a line that explains its numbers."""
-    found = texts(document, CHIEF)
-    headings = list(found[0]) if found else ["setting"]
-    of_values = {f"{column.title} {column.explanation}".strip().lower() for column in columns(document)}
-    alignment = ["---:" if heading in of_values else "---" for heading in headings]
-    lines = [headings, alignment, *(list(cells.values()) for cells in found)]
+    every, rows = texts(document, CHIEF)
+    headings = ["setting", *(column.heading for column in every)]
+    alignment = ["---", *("---" if column.quantity is None else "---:" for column in every)]
+    lines = [headings, alignment, *rows]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
     sentences = "".join(f"- {sentence}\n" for sentence in verdict(document))
     return "\n\n".join(filter(None, (sentences.rstrip(), f"{document.title}: {LEGEND}", table))) + "\n"

@@ -12,24 +12,14 @@ from typing import Any, NamedTuple
 from gossip.lab.report.charts import quantity_of
 from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns
 from gossip.lab.report.report_charts import chart_data, draw_charts, legend_of
-from gossip.lab.report.report_document import DESCRIPTION, Document, Row
+from gossip.lab.report.report_document import Document, Row
 from gossip.lab.report.series import panels, setting, varying
 from gossip.lab.report.verdict import verdict
 
-_CLUSTER = {
-    "num_nodes": "nodes",
-    "local_size": "ranks per node",
-    "latency_us": "latency, µs",
-    "bandwidth_gbps": "bandwidth, Gbit/s",
-    "local_latency_us": "latency within a node, µs",
-    "local_bandwidth_gbps": "bandwidth within a node, Gbit/s",
-    "compute_us_per_sample": "computation per sample, µs",
-}
 #: The libraries with which charts.js draws, in the order of their dependencies.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 _NOTHING = "–"  # noqa: RUF001
 _NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
-_MOST_DRAWINGS = 6  # in one gallery
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
 
 
@@ -50,7 +40,6 @@ def render_page(document: Document) -> str:
     environment = Environment(
         loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters["attribute"] = lambda name: name.replace("_", "-")
     # A label may wrap after an underscore and before a bracket.
     environment.filters["breakable"] = lambda label: Markup(re.sub(r"(?<=_)(?=.)|(?=\()", "<wbr>", escape(label)))
     divided = panels(document.rows)
@@ -60,7 +49,7 @@ def render_page(document: Document) -> str:
         document=document,
         asset=lambda *place: Markup(_asset(*place)),
         sentences=list(verdict(document)),
-        table=_table(document) if document.rows else {},
+        table=_table(document),
         is_number=lambda column: "number" if column.quantity or column.name == "world_size" else None,
         nothing=_NOTHING,
         drawn=drawn,
@@ -68,15 +57,19 @@ def render_page(document: Document) -> str:
         legend=legend_of(divided, drawn),
         chart_data=pack(chart_data(document, divided, drawn)) if drawn else "",
         libraries=pack(";\n".join(_asset("vendored", name) for name in _LIBRARIES)) if drawn else "",
-        galleries=_galleries(document),
+        drawings={title: _packed_drawing(svg) for title, svg in document.drawings.items()},
         common=_common(document),
-        cluster={_CLUSTER.get(name, name): text for name, text in document.cluster.items() if name != DESCRIPTION},
-        cluster_sentence=document.cluster.get(DESCRIPTION),
+        cluster={
+            name: f"{value:g}" if isinstance(value, float) else value
+            for name, value in document.cluster.items()
+            if name != "description" and value is not None
+        },
+        cluster_sentence=document.cluster.get("description"),
     )
 
 
 def pack(text: str) -> str:
-    """Compress a text to a third, as characters that are safe in an attribute or a script; unpack.js reverses it."""
+    """Compress a text to a third, as characters that are safe in an attribute or a script; report.js reverses it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")
 
 
@@ -137,17 +130,12 @@ def _facts(row: Row, settings: Sequence[Column]) -> Iterator[str]:
             yield text
 
 
-def _galleries(document: Document) -> dict[str, dict[str, str]]:
-    """Return packed drawings by title in one gallery, or for many one per number of ranks, the last part of titles.
+def _packed_drawing(svg: str) -> str:
+    """Return what report.js passes to an image as a file: its styles, ids and scripts affect nothing outside of it.
 
-    report.js passes a drawing to its image as a file: its styles, ids and scripts do not affect anything outside of it.
     Its numbers have four digits, which makes it a third smaller.
     """
-    galleries: dict[str, dict[str, str]] = {}
-    for title, svg in document.drawings.items():
-        group = title.rpartition(", ")[2] if len(document.drawings) > _MOST_DRAWINGS else ""
-        galleries.setdefault(group, {})[title] = pack(_LONG_NUMBER.sub(lambda number: f"{float(number[0]):.4g}", svg))
-    return galleries
+    return pack(_LONG_NUMBER.sub(lambda number: f"{float(number[0]):.4g}", svg))
 
 
 def _common(document: Document) -> dict[str, str]:

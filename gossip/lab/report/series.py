@@ -10,7 +10,8 @@ from gossip.lab.report.report_document import Row
 NUM_COLOURS = 8
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
-_DIVIDING = ("world_size", "partition", "condition")
+DIVIDING = ("world_size", "partition", "condition")
+"""The settings by which rows are compared, and drawn, apart."""
 _TOLD_APART = ("algorithm", "compression", "engine")
 
 
@@ -68,7 +69,7 @@ def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Divide the rows into panels by ranks, partition and condition; the names tell the other settings apart."""
-    dividing = varying(rows, _DIVIDING)
+    dividing = varying(rows, DIVIDING)
     divided: dict[tuple[str | None, ...], list[Series]] = {}
     for series in _named(rows, varying(rows, _TOLD_APART)):
         divided.setdefault(tuple(setting(series.row, name) for name in dividing), []).append(series)

@@ -1,4 +1,4 @@
-"""The result document of a sweep, as plain JSON: rows, curves, common settings and drawings."""
+"""The result document of a sweep: rows, curves, common settings and drawings."""
 
 from __future__ import annotations
 
@@ -8,36 +8,33 @@ from typing import Any
 
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.experiment_build import make_topology
-from gossip.lab.experiments.records import without_non_finite
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
-from gossip.lab.report.report_document import Setting
+from gossip.lab.report.report_document import Document, Metric, Setting
 from gossip.lab.sweeps.sweep_jobs import Job, topology_label
 from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
-from gossip.lab.sweeps.sweep_rows import Metric, Result, make_rows, read_curve
+from gossip.lab.sweeps.sweep_rows import Result, make_rows, read_curve
 
 _MAX_DRAWN_WORLD_SIZE = 64
 _MOST_NAMED = 4
 
 
-def make_document(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Build the document that :func:`gossip.lab.report.write_report` takes from the files of the runs, at least one."""
+def make_document(plan: Plan, folder: Path) -> Document:
+    """Build the document of a report from the files of the runs, of which there is at least one."""
     config = plan.jobs[0].config
     metric = make_metric(config)
-    document = {
-        "title": _title(plan),
-        "description": " ".join([str(value_of(config, "sweep.description")), *(f"{line}." for line in plan.left_out)]),
-        "settings": _common_settings([job.config for job in plan.jobs]),
-        "metric": {"name": metric.name, "higher_is_better": metric.higher_is_better, "target": metric.target},
-        "cluster": _cluster(plan.jobs),
-        "environment": run_folder.versions(),
-        "rows": make_rows(_results(plan.jobs, folder), metric),
-        "drawings": _drawings(plan.jobs),
-    }
-    plain: dict[str, Any] = without_non_finite(document)
-    return plain
+    return Document(
+        title=_title(plan),
+        description=" ".join([str(value_of(config, "sweep.description")), *(f"{line}." for line in plan.left_out)]),
+        settings=_common_settings([job.config for job in plan.jobs]),
+        metric=metric,
+        cluster=_cluster(plan.jobs),
+        environment=run_folder.versions(),
+        rows=make_rows(_results(plan.jobs, folder), metric),
+        drawings=_drawings(plan.jobs),
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -77,7 +74,7 @@ def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
     for job in jobs:
         summary = job.summary(folder)
         if summary["status"] != "completed":
-            results.append(Result(job, summary, [], None))
+            results.append(Result(job, summary, [], 0.0))
             continue
         if job.setting not in step_times_s:  # the prediction does not depend on the seed
             step_times_s[job.setting] = predict_step_time_s(job.config, summary)

@@ -26,29 +26,13 @@ def option(arguments: Sequence[str]) -> list[str]:
         return []
     if {_OPTION, "experiment"} & {override.key_or_group for override in overrides}:
         return []
-    parts = {}
+    by_key = {}
     for override in overrides:
         key = override.get_key_element().lstrip("+~")
         if key.partition(".")[0].partition("/")[0] not in _NOT_OF_THE_NAME:
             is_swept = override.is_sweep_override()
-            parts[key] = key if is_swept else f"{key}={override.get_value_element_as_str()}"
-    return [f"{_OPTION}=${{output_root}}/sweeps/{name(list(parts.values()))}"]
-
-
-def name(parts: Sequence[str]) -> str:
-    """Return a folder name for the swept keys and the ``key=value`` of the others, independent of their order.
-
-    Examples
-    --------
-    >>> name(["topology", "launch.world_size=8"]) == name(["launch.world_size=8", "topology"])
-    True
-    >>> name(["topology", "launch.world_size=8"])
-    'world_size-8_topology_4b9e824c'
-    """
-    parts = sorted(parts)
-    short = [
-        f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in (part.partition("=") for part in parts)
-    ]
-    slug = "_".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in short) or "defaults"
+            by_key[key] = key if is_swept else f"{key}={override.get_value_element_as_str()}"
+    parts = sorted(by_key.values())
+    slug = "_".join(re.sub(r"[^\w.]+", "-", re.sub(r"^[^=]*\.", "", part)).strip("-") for part in parts) or "defaults"
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-    return f"{slug[:80]}_{digest}"
+    return [f"{_OPTION}=${{output_root}}/sweeps/{slug[:80]}_{digest}"]

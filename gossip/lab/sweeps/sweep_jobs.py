@@ -45,17 +45,10 @@ def expand(
 ) -> list[Run]:
     """Expand the axes of a sweep into its runs.
 
-    Every combination of the axes is a run. The baselines do not depend on topology, algorithm and compression: for each
-    combination of the other axes (ranks, partition, seed, ...) there is one run of each baseline.
-
-    Parameters
-    ----------
-    axes : mapping of key to sequence of str
-        For each key, the overrides ``key=value`` to combine.
-    method : str
-        The method of a run without an override of ``method``.
-    variants : sequence of sequence of str
-        Groups of overrides, each of which gossip combines with every combination of the axes.
+    Every combination of the axes, which have the overrides ``key=value`` of each key, is a run, of this method unless
+    ``method`` is among them; gossip combines it with each variant, a group of overrides. The baselines do not depend on
+    topology, algorithm and compression: for each combination of the other axes (ranks, partition, seed, ...) there is
+    one run of each baseline.
 
     Examples
     --------
@@ -97,10 +90,7 @@ _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "clust
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, with its resolved configuration and the setting that identifies its row.
-
-    The choice is that of the tuning, and None if the run is not tuned; without a value the run cannot be made.
-    """
+    """One run of a sweep, with its resolved configuration, the setting that identifies its row, and its tuning."""
 
     run: Run
     config: Mapping[str, Any]
@@ -165,10 +155,9 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
 
 def make_setting(run: Run, config: Mapping[str, Any], choices: Mapping[str, str], other: Sequence[str]) -> Setting:
-    """Return the setting that a configuration describes.
+    """Return the setting of a configuration, for which these files of the config groups are selected.
 
-    ``choices`` are the selected files of the config groups, and ``other`` the keys of axes and variants that
-    distinguish rows without being a field of theirs.
+    ``other`` are the keys of axes and variants that distinguish rows without being a field of theirs.
     """
     method = str(value_of(config, "method"))
     is_gossip = method == "gossip"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
+from gossip.lab.report.report_document import Bar, Value
 
 Summary = Mapping[str, Any]
 
@@ -28,7 +29,7 @@ _ROUNDING = 1e-9
 """The tolerance for rounding errors within which a mean that equals a bar meets it."""
 
 
-def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, dict[str, Any] | None]:
+def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, Value | None]:
     """Compare a setting with the final model of all-reduce on the test split.
 
     The pairs are the summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks
@@ -36,16 +37,16 @@ def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[s
     and, if the metric is accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where
     all-reduce is more accurate. Each value has an interval, as of :func:`aggregate`.
     """
-    of_pairs: dict[str, list[float | None]] = {}
-    if metric == "accuracy":
-        of_pairs["average_difference"] = [_points(run["averaged_test_accuracy"], other) for run, other in pairs]
-        of_pairs["worst_difference"] = [_points(run["local_test_accuracy_worst"], other) for run, other in pairs]
-    of_pairs["loss_ratio"] = [_ratio(run["averaged_test_loss"], other) for run, other in pairs]
-    of_pairs["worst_loss_ratio"] = [_ratio(run["local_test_loss_worst"], other) for run, other in pairs]
-    return {name: aggregate(values, with_interval=True) for name, values in of_pairs.items()}
+    compared = {"average_difference": "averaged_test_accuracy", "worst_difference": "local_test_accuracy_worst"}
+    compared = compared if metric == "accuracy" else {}
+    compared |= {"loss_ratio": "averaged_test_loss", "worst_loss_ratio": "local_test_loss_worst"}
+    return {
+        name: aggregate([_compared(key, run, other) for run, other in pairs], with_interval=True)
+        for name, key in compared.items()
+    }
 
 
-def aggregate(values: Sequence[float | None], *, with_interval: bool = False) -> dict[str, Any] | None:
+def aggregate(values: Sequence[float | None], *, with_interval: bool = False) -> Value | None:
     """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
 
     A mean over only those seeds that reached the target would make a bad setting look good. The 95 % confidence
@@ -56,13 +57,14 @@ def aggregate(values: Sequence[float | None], *, with_interval: bool = False) ->
         return None
     mean, count = statistics.fmean(present), len(present)
     spread = statistics.stdev(present) if count > 1 else None
-    found: dict[str, Any] = {"mean": mean, "spread": spread, "count": count}
-    if with_interval:
-        from scipy.stats import t
+    if not with_interval:
+        return Value(mean=mean, spread=spread, count=count)
+    from scipy.stats import t
 
-        reach = None if spread is None else float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
-        found["interval"] = None if reach is None else [mean - reach, mean + reach]
-    return found
+    reach = None if spread is None else float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    return Value(
+        mean=mean, spread=spread, count=count, interval=None if reach is None else (mean - reach, mean + reach)
+    )
 
 
 def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
@@ -78,21 +80,20 @@ def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
     return read(_Bars, bars, "sweep.bars").model_dump(exclude_none=True)
 
 
-def judge(bars: Mapping[str, float], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, for each bar, its value ``bar`` and whether the mean has ``met`` it; None if there is no mean."""
-    judged: dict[str, dict[str, Any]] = {}
+def judge(bars: Mapping[str, float], values: Mapping[str, Value | None]) -> dict[str, Bar]:
+    """Return, for each bar, whether the mean has met it; None if there is no mean."""
+    judged = {}
     for name, bar in bars.items():
         value = values.get(_AT_LEAST.get(name, name))
         sign = 1 if name in _AT_LEAST else -1
-        judged[name] = {"bar": bar, "met": None if value is None else sign * (value["mean"] - bar) >= -_ROUNDING}
+        judged[name] = Bar(bar=bar, met=None if value is None else sign * (value.mean - bar) >= -_ROUNDING)
     return judged
 
 
-def _points(accuracy: float | None, reference: Summary) -> float | None:
-    other = reference["averaged_test_accuracy"]
-    return None if accuracy is None or other is None else 100 * (accuracy - other)
-
-
-def _ratio(loss: float | None, reference: Summary) -> float | None:
-    other = reference["averaged_test_loss"]
-    return loss / other if loss is not None and other else None
+def _compared(key: str, run: Summary, reference: Summary) -> float | None:
+    is_loss = "loss" in key
+    value: float | None = run[key]
+    other: float | None = reference["averaged_test_loss" if is_loss else "averaged_test_accuracy"]
+    if value is None or other is None or (is_loss and not other):
+        return None
+    return value / other if is_loss else 100 * (value - other)

@@ -54,11 +54,8 @@ def make_plan(
 ) -> Plan:
     """Expand the axes, compose the configuration of each run and leave out impossible combinations.
 
-    Axes and variants are those of :func:`gossip.lab.sweeps.sweep_jobs.expand`. ``compose`` maps overrides to the
-    configuration and the selected file of each config group; it raises for keys and files that do not exist.
-    ``choose`` returns the choice of the tuning for a run; None if there is none.
-
-    Raises ConfigurationError if two runs are the same, or a setting is out of range.
+    ``compose`` maps overrides to the configuration and the selected file of each config group, and ``choose`` a run to
+    the choice of its tuning. Raises ConfigurationError if two runs are the same, or a setting is out of range.
     """
     base, chosen = compose([overrides[0] for overrides in axes.values()])
     import_modules(base)

@@ -18,7 +18,7 @@ from gossip.lab.experiments.run_folder import SUMMARY_FILE
 def told(
     names: Sequence[str], folder: Path, *, pause_s: float = 10.0, say: Callable[[str], object] = logger.info
 ) -> Iterator[None]:
-    """Report every ``pause_s``, within the block, how many of these runs have ended, to ``say``.
+    """Report every ``pause_s``, within the block, how many of these runs have ended, and the time left at that pace.
 
     A run has ended once its folder, ``folder / name``, holds a summary.
     """
@@ -30,7 +30,8 @@ def told(
         while not is_over.wait(pause_s):
             num_ended = sum((folder / name / SUMMARY_FILE).exists() for name in names)
             if num_said < num_ended < len(names):
-                say(line(num_ended, len(names), time.monotonic() - began_at))
+                left_min = (time.monotonic() - began_at) / num_ended * (len(names) - num_ended) / 60
+                say(f"{num_ended} of {len(names)} runs have ended, about {left_min:.3g} min left")
                 num_said = num_ended
 
     def failed(error: Exception) -> None:
@@ -42,9 +43,3 @@ def told(
     finally:
         is_over.set()
         thread.join()
-
-
-def line(num_ended: int, num_runs: int, elapsed_s: float) -> str:
-    """Return a message such as "3 of 12 runs have ended, about 6 min left", extrapolated from the pace so far."""
-    left_min = elapsed_s / num_ended * (num_runs - num_ended) / 60
-    return f"{num_ended} of {num_runs} runs have ended, about {left_min:.3g} min left"

@@ -7,30 +7,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import ConfigDict, Field
+from typing import Any
 
 from gossip.lab.experiments.records import read_jsonl, record_files
-from gossip.lab.experiments.validated_models import Model
-from gossip.lab.report.report_document import Setting
+from gossip.lab.report.report_document import Curves, Metric, Row, Setting
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
 from gossip.lab.sweeps.sweep_pairs import aggregate, differences, judge, read_bars
-
-
-class Metric(Model):
-    """The metric of the averaged model by which runs are compared, and the target, from the section ``sweep``."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    name: Literal["accuracy", "loss"] = Field(alias="metric")
-    target: float | None
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether the higher of two values is the better one."""
-        return self.name == "accuracy"
-
 
 Point = Mapping[str, Any]
 """A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
@@ -70,29 +52,27 @@ def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
     return None
 
 
-def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float | None) -> dict[str, Any] | None:
-    """Average curves of runs that differ in their seed, as lists of equal length; None without any run.
+def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float) -> Curves:
+    """Average curves of runs, at least one, that differ in their seed.
 
     They are averaged at the steps that all of them have, and of several runs there are the lowest and the highest value
     too. A measurement that one run lacks is None: a mean over fewer runs would make the curve jump.
     """
     by_step = [{point["step"]: point for point in curve} for curve in curves]
-    if not by_step:
-        return None
     steps = sorted(set.intersection(*(set(points) for points in by_step)))
     ways: dict[str, Callable[[Sequence[float]], float]] = {"": statistics.fmean}
     if len(by_step) > 1:
         ways |= {"_low": min, "_high": max}
     found: dict[str, Any] = {
-        "step": steps,
-        "time_s": [None if step_time_s is None else step * step_time_s for step in steps],
+        "step": tuple(steps),
+        "time_s": tuple(step * step_time_s for step in steps),
     }
     for key in ("bytes", *_MEASURED):
         points = [[of_run[step][key] for of_run in by_step] for step in steps]
         name = "metric" if key == metric.name else key
         for suffix, way in ways.items() if key != "bytes" else [("", statistics.fmean)]:
-            found[f"{name}{suffix}"] = [None if None in values else way(values) for values in points]
-    return found
+            found[f"{name}{suffix}"] = tuple(None if None in values else way(values) for values in points)
+    return Curves(**found)
 
 
 _FROM_SUMMARY = {
@@ -113,12 +93,12 @@ _FROM_SUMMARY = {
 
 @dataclass(frozen=True)
 class Result:
-    """A run with its summary, its curve and the predicted time per step; the latter are empty and None if it failed."""
+    """A run with its summary, its curve and the predicted time per step; the latter are empty and 0 if it failed."""
 
     job: Job
     summary: Mapping[str, Any]
     curve: Sequence[Point]
-    step_time_s: float | None
+    step_time_s: float
 
     @property
     def is_completed(self) -> bool:
@@ -126,7 +106,7 @@ class Result:
         return bool(self.summary["status"] == "completed")
 
 
-def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]:
+def make_rows(results: Sequence[Result], metric: Metric) -> tuple[Row, ...]:
     """Build one row per setting, in order of appearance; the seeds of a setting are aggregated.
 
     Each run is compared with the all-reduce run of the same seed, ranks and data, if both have completed.
@@ -135,7 +115,7 @@ def make_rows(results: Sequence[Result], metric: Metric) -> list[dict[str, Any]]
     for result in results:
         by_setting.setdefault(result.job.setting, []).append(result)
     summaries = {result.job.run.overrides: result.summary for result in results if result.is_completed}
-    return [_row(setting, of_setting, summaries, metric) for setting, of_setting in by_setting.items()]
+    return tuple(_row(setting, of_setting, summaries, metric) for setting, of_setting in by_setting.items())
 
 
 def _row(
@@ -143,10 +123,9 @@ def _row(
     results: Sequence[Result],
     summaries: Mapping[tuple[str, ...], Mapping[str, Any]],
     metric: Metric,
-) -> dict[str, Any]:
+) -> Row:
     completed = [result for result in results if result.is_completed]
     failed = [result for result in results if not result.is_completed]
-    step_time_s = completed[0].step_time_s if completed else None
     by_run = [_values(result, metric) for result in completed]
     values = {name: aggregate([of_run[name] for of_run in by_run]) for name in by_run[0]} if by_run else {}
     if completed and setting.method != REFERENCE:
@@ -154,23 +133,24 @@ def _row(
         pairs = [(result.summary, reference) for result, reference in references if reference is not None]
         values |= differences(pairs, metric.name)
     job = results[0].job
-    return {
+    return Row(
         **setting.model_dump(),
-        "seeds": [result.job.seed for result in results],
-        "num_failed": len(failed),
-        "status": "completed" if not failed else "partly failed" if completed else "failed",
-        "reasons": [f"seed {result.job.seed}: {result.summary['reason']}" for result in failed],
-        "commands": [f"gossip train {shlex.join(result.job.overrides)}" for result in results],
-        "values": values,
-        "bars": judge(read_bars(job.config), values) if setting.method == "gossip" else {},
-        "tuning": None if job.choice is None else job.choice.model_dump(),
-        "curves": mean_curve([result.curve for result in completed], metric, step_time_s),
-    }
+        seeds=tuple(result.job.seed for result in results),
+        num_failed=len(failed),
+        status="completed" if not failed else "partly failed" if completed else "failed",
+        reasons=tuple(f"seed {result.job.seed}: {result.summary['reason']}" for result in failed),
+        commands=tuple(f"gossip train {shlex.join(result.job.overrides)}" for result in results),
+        values=values,
+        bars=judge(read_bars(job.config), values) if setting.method == "gossip" else {},
+        tuning=job.choice,
+        curves=(
+            mean_curve([result.curve for result in completed], metric, completed[0].step_time_s) if completed else None
+        ),
+    )
 
 
 def _values(result: Result, metric: Metric) -> dict[str, float | None]:
     """Return the values that one run contributes to its row."""
-    assert result.step_time_s is not None
     reached = steps_to_target(result.curve, metric)
     return {
         **{name: result.summary.get(key) for name, key in _FROM_SUMMARY.items()},

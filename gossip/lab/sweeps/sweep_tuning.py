@@ -9,9 +9,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
-from gossip.lab.report.report_document import Choice, Number, Trial
+from gossip.lab.report.report_document import Choice, Metric, Number, Trial
 from gossip.lab.sweeps.sweep_jobs import Job, Run, is_gossip_only
-from gossip.lab.sweeps.sweep_rows import Metric
 
 Axes = Mapping[str, Sequence[str]]
 

@@ -15,7 +15,7 @@ from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report import Document
 from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, TABLE_FILE, write_report
-from gossip.lab.report.report_markdown import CHIEF, LEGEND, texts
+from gossip.lab.report.report_markdown import LEGEND, texts
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_PRINTED = (
-    *CHIEF, "predicted_step_time_s", "local_accuracy_mean", "consensus_distance", "consensus_distance_relative",
-    "rounds_to_target", "bytes_to_target", "predicted_time_to_target_s",
-)  # fmt: skip
 _MOST_CHARACTERS = 20  # of a cell in one line, so that 80 characters have room for bytes and time
 
 
@@ -107,13 +103,9 @@ class GridSweeper:
                 self._launch(waiting)
                 return
             except BrokenProcessPool:
-                ended = {job.name for job in waiting if (folder / job.name / run_folder.SUMMARY_FILE).exists()}
-                interrupted = [
-                    job
-                    for job in waiting
-                    if job.name not in ended and (folder / job.name / run_folder.CONFIG_FILE).exists()
-                ]
-                if not ended and not interrupted:
+                left = [job for job in waiting if not (folder / job.name / run_folder.SUMMARY_FILE).exists()]
+                interrupted = [job for job in left if (folder / job.name / run_folder.CONFIG_FILE).exists()]
+                if left == waiting and not interrupted:
                     raise  # the processes end before they begin a run, so another attempt would not help
                 logger.error("a process was killed; {} runs begin again, one by one", len(interrupted))
                 for job in interrupted:
@@ -122,7 +114,7 @@ class GridSweeper:
                         self._launch([job])
                     except BrokenProcessPool:
                         logger.error("{}: its process was killed", job.name)
-                waiting = [job for job in waiting if job.name not in ended and job not in interrupted]
+                waiting = [job for job in left if job not in interrupted]
 
     def _launch(self, jobs: Sequence[Job]) -> None:
         self._launcher.launch([[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs], initial_job_idx=0)
@@ -164,7 +156,8 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
             "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
             "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", num_left_out, folder,
         )  # fmt: skip
-    _print(write_report(document, folder), folder)
+    write_report(document, folder)
+    _print(document, folder)
     return summaries
 
 
@@ -172,12 +165,12 @@ def _print(document: Document, folder: Path) -> None:
     """Print the rows, then the reason of each failure, the verdict and the path of the report."""
     from rich.table import Table
 
-    rows = texts(document, _PRINTED)
+    columns, rows = texts(document)
     table = Table("setting", title=f"{document.title}: {LEGEND}")
-    for heading in [*rows[0]][1:]:
-        table.add_column(heading, justify="right", max_width=_MOST_CHARACTERS)
+    for column in columns:
+        table.add_column(column.heading, justify="right", max_width=_MOST_CHARACTERS)
     for cells in rows:
-        table.add_row(*cells.values())
+        table.add_row(*cells)
     if num_left_out := print_table(table):
         print(f"{num_left_out} more columns are in {TABLE_FILE} and {PAGE_FILE}: the terminal has no room for them")
     for row in document.rows:
@@ -189,11 +182,11 @@ def _print(document: Document, folder: Path) -> None:
     print(f"report: {folder / PAGE_FILE}")
 
 
-def _num_left_out(document: Mapping[str, Any], folder: Path) -> int:
+def _num_left_out(document: Document, folder: Path) -> int:
     """Return the number of runs in the existing report that are not in the new one."""
-    earlier = run_folder.read_json(folder / DOCUMENT_FILE)
-    had, has = ({text for row in each.get("rows", ()) for text in row["commands"]} for each in (earlier, document))
-    return len(had - has)
+    earlier = run_folder.read_json(folder / DOCUMENT_FILE).get("rows", ())
+    had = {command for row in earlier for command in row["commands"]}
+    return len(had.difference(*(row.commands for row in document.rows)))
 
 
 def register() -> None:

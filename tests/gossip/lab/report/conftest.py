@@ -8,6 +8,7 @@ from typing import Any
 
 import browser
 import pytest
+from report_documents import write
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +20,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
 @pytest.fixture(scope="module")
 def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The module's DOCUMENTS as pages."""
-    from gossip.lab.report import write_report
-
     documents: dict[str, dict[str, Any]] = request.module.DOCUMENTS
     folder = tmp_path_factory.mktemp("reports")
     for name, whole in documents.items():
-        write_report(whole, folder / name)
+        write(whole, folder / name)
     return {name: folder / name / "report.html" for name in documents}

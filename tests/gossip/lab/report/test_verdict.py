@@ -8,9 +8,6 @@ import pytest
 import report_documents
 
 from gossip.lab.report.columns import best, columns
-from gossip.lab.report.report_document import read_document
-from gossip.lab.report.report_markdown import markdown
-from gossip.lab.report.report_page import render_page
 from gossip.lab.report.verdict import verdict
 
 
@@ -22,7 +19,7 @@ def compared(label: str, mean: float, ends: list[float] | None, name: str = "ave
 
 
 def sentences(rows: list[dict[str, Any]], **changes: Any) -> list[str]:
-    return list(verdict(read_document(report_documents.document(rows, **changes))))
+    return list(verdict(report_documents.read(report_documents.document(rows, **changes))))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def test_each_number_of_ranks_partition_and_condition_has_a_sentence_and_is_rank
     ]
     (sentence,) = sentences(rows[:1])
     assert sentence.startswith("ring, 96.3 %, 1.0 points below all-reduce (")
-    document = read_document(report_documents.document(rows))
+    document = report_documents.read(report_documents.document(rows))
     (column,) = (each for each in columns(document) if each.name == "average_difference")
     assert best(document.rows, column) == {0, 3, 4, 7}
 
@@ -93,10 +90,3 @@ def test_a_loss_is_better_below_one() -> None:
     (sentence,) = sentences(rows, metric=metric)
     said = "3.0 % below all-reduce (95 % interval -5.0 to -1.0; significantly better)"
     assert sentence.startswith(f"Best of 2: ring, loss 0.175, {said}. ")
-
-
-def test_page_and_markdown_begin_with_the_verdict() -> None:
-    document = read_document(report_documents.document([compared("ring", -0.1, [-0.2, 0.1])]))
-    (sentence,) = verdict(document)
-    assert sentence in render_page(document).replace("&#39;", "'")
-    assert markdown(document).startswith(f"- {sentence}\n\n")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.report.report_document import Bar, Value
 from gossip.lab.sweeps.sweep_pairs import aggregate, differences, judge, read_bars
 
 ACCURACIES = [0.95, 0.97, 0.94, 0.99, 0.96]
@@ -35,16 +36,18 @@ def pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ("values", "mean", "spread", "interval"),
     [
         # The quantile of Student's t with 2 degrees of freedom at 97.5 % is 4.30265.
-        ([1.0, 2.0, 6.0], 3.0, 7**0.5, [3 - 4.30265273 * (7 / 3) ** 0.5, 3 + 4.30265273 * (7 / 3) ** 0.5]),
+        ([1.0, 2.0, 6.0], 3.0, 7**0.5, (3 - 4.30265273 * (7 / 3) ** 0.5, 3 + 4.30265273 * (7 / 3) ** 0.5)),
         ([0.5], 0.5, None, None),
     ],
 )
 def test_aggregate_is_mean_spread_and_interval(
-    values: list[float | None], mean: float, spread: float | None, interval: list[float] | None
+    values: list[float | None], mean: float, spread: float | None, interval: tuple[float, float] | None
 ) -> None:
-    wanted = {"mean": mean, "spread": pytest.approx(spread), "count": len(values)}
-    assert aggregate(values) == wanted
-    assert aggregate(values, with_interval=True) == {**wanted, "interval": pytest.approx(interval)}
+    found = aggregate(values, with_interval=True)
+    assert found is not None
+    assert (found.mean, found.spread, found.count) == (mean, pytest.approx(spread), len(values))
+    assert found.interval == (None if interval is None else pytest.approx(interval))
+    assert aggregate(values) == found.model_copy(update={"interval": None})
 
 
 def test_aggregate_without_a_value_of_every_run_is_none() -> None:
@@ -62,7 +65,7 @@ def test_differences_are_from_the_averaged_model_of_all_reduce() -> None:
     for name, mean in wanted.items():
         value = found[name]
         assert value is not None
-        assert value["mean"] == pytest.approx(mean), name
+        assert value.mean == pytest.approx(mean), name
 
 
 def test_differences_without_pairs_or_with_a_loss_that_is_not_finite_are_none() -> None:
@@ -72,10 +75,10 @@ def test_differences_without_pairs_or_with_a_loss_that_is_not_finite_are_none() 
     assert found["average_difference"] is not None
 
 
-VALUES: dict[str, Any] = {
-    "average_difference": {"mean": -0.2},
-    "worst_difference": {"mean": -2.5},
-    "loss_ratio": {"mean": 1.04},
+VALUES = {
+    "average_difference": Value(mean=-0.2, count=1),
+    "worst_difference": Value(mean=-2.5, count=1),
+    "loss_ratio": Value(mean=1.04, count=1),
     "worst_loss_ratio": None,
 }
 
@@ -92,7 +95,7 @@ VALUES: dict[str, Any] = {
     ],
 )
 def test_bar_is_met_by_the_mean(name: str, bar: float, met: bool | None) -> None:
-    assert judge({name: bar}, VALUES) == {name: {"bar": bar, "met": met}}
+    assert judge({name: bar}, VALUES) == {name: Bar(bar=bar, met=met)}
 
 
 def config(bars: Any, metric: str = "accuracy") -> dict[str, Any]:
@@ -108,16 +111,8 @@ def test_bars_are_read() -> None:
 @pytest.mark.parametrize(
     ("bars", "metric", "message"),
     [
-        (
-            -0.2,
-            "accuracy",
-            r"sweep\.bars must be a mapping of .*average.*, got -0\.2",
-        ),
-        (
-            {"average": -0.2},
-            "loss",
-            r"sweep\.bars\.average is a bar of sweep\.metric=accuracy, not of sweep\.metric=loss",
-        ),
+        (-0.2, "accuracy", r"sweep\.bars must be a mapping of .*average.*, got -0\.2"),
+        ({"average": -0.2}, "loss", r"sweep\.bars\.average is a bar of sweep\.metric=accuracy, not of .*=loss"),
     ],
 )
 def test_bars_that_are_none_are_refused(bars: Any, metric: str, message: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 from pathlib import Path
+from unittest import mock
 
 from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.sweeps.sweep_progress import line, told
+from gossip.lab.sweeps import sweep_progress
 
 TIMEOUT_S = 30
 
@@ -18,11 +19,12 @@ def test_runs_that_have_ended_are_counted_until_all_have(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         (tmp_path / name / SUMMARY_FILE).touch()
 
-    with told(["a", "b", "c"], tmp_path, pause_s=0.001, say=said.put):
+    clock = mock.Mock(**{"monotonic.side_effect": [0.0, 300.0, 360.0]})
+    telling = sweep_progress.told(["a", "b", "c"], tmp_path, pause_s=0.001, say=said.put)
+    with mock.patch.object(sweep_progress, "time", clock), telling:
         end("a")
-        assert said.get(timeout=TIMEOUT_S).startswith("1 of 3 runs")
+        assert said.get(timeout=TIMEOUT_S) == "1 of 3 runs have ended, about 10 min left"
         end("b")
-        assert said.get(timeout=TIMEOUT_S).startswith("2 of 3 runs")
+        assert said.get(timeout=TIMEOUT_S) == "2 of 3 runs have ended, about 3 min left"
         end("c")
     assert said.empty(), "that all have ended is what the report says"
-    assert line(3, 12, 300.0) == "3 of 12 runs have ended, about 15 min left"

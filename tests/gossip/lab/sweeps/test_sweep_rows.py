@@ -9,8 +9,9 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
+from gossip.lab.report import Metric, Value
 from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting
-from gossip.lab.sweeps.sweep_rows import Metric, Point, Result, make_rows, mean_curve, read_curve, steps_to_target
+from gossip.lab.sweeps.sweep_rows import Point, Result, make_rows, mean_curve, read_curve, steps_to_target
 
 ACCURACY = Metric(metric="accuracy", target=0.9)
 SPLIT = "data.partition={scheme:dirichlet,alpha:0.1}"
@@ -67,49 +68,50 @@ def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
 def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
     curves = [[point(1, 0.5), point(2, 0.5), point(3, None)], [point(1, 0.7), point(3, 0.9)]]
     found = mean_curve(curves, ACCURACY, 0.5)
-    assert found is not None
-    assert (found["metric_low"], found["metric_high"]) == ([0.5, None], [0.7, None])
-    assert {name: curve for name, curve in found.items() if not name.endswith(("_low", "_high"))} == {
-        "step": [1, 3],
-        "bytes": [100.0, 300.0],
-        "time_s": [0.5, 1.5],
-        "metric": [pytest.approx(0.6), None],
-        "loss": [None, None],
-        "consensus": [0.5, 0.5],
-        "consensus_absolute": [5.0, 5.0],
+    assert (found.named("metric_low"), found.named("metric_high")) == ((0.5, None), (0.7, None))
+    assert {name: curve for name, curve in found.model_dump().items() if not name.endswith(("_low", "_high"))} == {
+        "step": (1, 3),
+        "bytes": (100.0, 300.0),
+        "time_s": (0.5, 1.5),
+        "metric": (pytest.approx(0.6), None),
+        "loss": (None, None),
+        "consensus": (0.5, 0.5),
+        "consensus_absolute": (5.0, 5.0),
     }
-    assert mean_curve([], ACCURACY, None) is None
     of_one = mean_curve(curves[:1], Metric(metric="loss", target=None), 0.5)
-    assert {*(of_one or ())} == {"step", "bytes", "time_s", "metric", "accuracy", "consensus", "consensus_absolute"}
+    assert of_one.model_dump().keys() == {
+        "step",
+        "bytes",
+        "time_s",
+        "metric",
+        "accuracy",
+        "consensus",
+        "consensus_absolute",
+    }
 
 
 def test_rows_put_seeds_together() -> None:
     results = [result(0, [0.8, 0.92]), result(0, [0.95], method="ddp"), result(1, [0.91, 0.94])]
     gossip, ddp = make_rows(results, ACCURACY)
-    assert (gossip["label"], gossip["seeds"], gossip["num_failed"]) == ("one_peer_exponential", [0, 1], 0)
-    assert (ddp["label"], ddp["seeds"], ddp["topology"]) == ("all-reduce", [0], None)
-    assert gossip["values"]["averaged_accuracy"]["mean"] == pytest.approx(0.93)
-    assert gossip["values"]["rounds_to_target"] == {"mean": 15.0, "spread": pytest.approx(50**0.5), "count": 2}
-    assert gossip["values"]["bytes_to_target"]["mean"] == 1500.0
-    assert gossip["values"]["predicted_time_to_target_s"]["mean"] == 7.5
-    assert gossip["values"]["predicted_total_time_s"]["mean"] == 10.0
-    assert gossip["values"]["local_accuracy_mean"] is None
-    assert gossip["commands"] == [f"gossip train method=gossip '{SPLIT}' seed={seed}" for seed in (0, 1)]
-    assert gossip["curves"]["metric"] == [pytest.approx(0.855), pytest.approx(0.93)]
+    assert (gossip.label, gossip.seeds, gossip.num_failed) == ("one_peer_exponential", (0, 1), 0)
+    assert (ddp.label, ddp.seeds, ddp.topology) == ("all-reduce", (0,), None)
+    assert gossip.mean("averaged_accuracy") == pytest.approx(0.93)
+    assert gossip.values["rounds_to_target"] == Value(mean=15.0, spread=50**0.5, count=2)
+    assert gossip.mean("bytes_to_target") == 1500.0
+    assert gossip.mean("predicted_time_to_target_s") == 7.5
+    assert gossip.mean("predicted_total_time_s") == 10.0
+    assert gossip.mean("local_accuracy_mean") is None
+    assert gossip.commands == tuple(f"gossip train method=gossip '{SPLIT}' seed={seed}" for seed in (0, 1))
+    assert gossip.curves is not None
+    assert gossip.curves.metric == (pytest.approx(0.855), pytest.approx(0.93))
 
 
 def test_rows_name_the_seeds_that_failed() -> None:
-    partly, failed = make_rows(
-        [
-            result(0, [0.95]),
-            result(1, [], status="failed"),
-            result(0, [], status="failed", method="local"),
-        ],
-        ACCURACY,
-    )
-    assert (partly["status"], partly["num_failed"], partly["reasons"]) == ("partly failed", 1, ["seed 1: because"])
-    assert partly["values"]["averaged_accuracy"]["count"] == 1
-    assert (failed["status"], failed["values"], failed["curves"]) == ("failed", {}, None)
+    results = [result(0, [0.95]), result(1, [], status="failed"), result(0, [], status="failed", method="local")]
+    partly, failed = make_rows(results, ACCURACY)
+    assert (partly.status, partly.num_failed, partly.reasons) == ("partly failed", 1, ("seed 1: because",))
+    assert partly.values["averaged_accuracy"] == Value(mean=0.95, count=1)
+    assert (failed.status, failed.values, failed.curves) == ("failed", {}, None)
 
 
 def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_well() -> None:
@@ -122,11 +124,9 @@ def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_we
     gossip, all_reduce = make_rows(
         [*(result(seed, [value]) for seed, value in accuracies.items()), *of_all_reduce], ACCURACY
     )
-    difference = gossip["values"]["average_difference"]
-    assert (difference["mean"], difference["count"]) == (
-        pytest.approx(-6.0),
-        2,
-    )  # seed 2 failed there, seed 3 is none there
-    assert "average_difference" not in all_reduce["values"]
+    difference = gossip.values["average_difference"]
+    assert difference is not None
+    assert (difference.mean, difference.count) == (pytest.approx(-6.0), 2)  # seed 2 failed there, seed 3 is none there
+    assert "average_difference" not in all_reduce.values
     alone, _ = make_rows([result(2, [0.7]), result(2, [], status="failed", method="ddp")], ACCURACY)
-    assert alone["values"]["average_difference"] is None
+    assert alone.values["average_difference"] is None

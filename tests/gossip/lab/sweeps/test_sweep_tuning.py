@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.report.report_document import Choice, Setting
+from gossip.lab.report.report_document import Choice, Metric, Setting
 from gossip.lab.sweeps.sweep_jobs import Job, Run, expand
-from gossip.lab.sweeps.sweep_rows import Metric
 from gossip.lab.sweeps.sweep_tuning import Tuning, read_tuning
 
 ACCURACY, LOSS = Metric(metric="accuracy", target=None), Metric(metric="loss", target=None)
