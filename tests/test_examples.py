@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
+import topologies
 from topologies.family_registry import FAMILIES
 
 
@@ -33,6 +34,6 @@ def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_of_a_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = doctest.testmod(importlib.import_module(name))
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"topologies": topologies})
     assert result.attempted > 0
     assert result.failed == 0

@@ -4,6 +4,8 @@
 >>> topology = topologies.build("one_peer_exponential", 8)
 >>> topology.round(1).neighbours(0)
 {2: 0.5}
+
+The examples of its modules, too, begin after ``import topologies``.
 """
 
 from topologies import analysis, families

@@ -16,7 +16,7 @@ from typing import Any
 from topologies.command_lines import Parser
 from topologies.drawing import draw, draw_comparison
 from topologies.drawing.gallery import write_gallery
-from topologies.drawing.picture_files import picture_path
+from topologies.drawing.picture_files import output_path
 from topologies.family_registry import available, family, options_of
 from topologies.reports.comparing import compare
 from topologies.reports.family_table import markdown_table, update_table
@@ -164,7 +164,7 @@ def _draw(parsed: argparse.Namespace) -> str:
 
 def _compare(parsed: argparse.Namespace) -> str:
     if parsed.output:
-        picture_path(parsed.output)
+        output_path(parsed.output)
     comparison = compare(
         parsed.names or None,
         world_size=parsed.world_size,

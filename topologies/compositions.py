@@ -36,7 +36,6 @@ def every(topology: ScheduleT, k: int) -> ScheduleT:
 
     Examples
     --------
-    >>> import topologies
     >>> local_sgd = topologies.build("complete", 4).every(3)
     >>> [local_sgd.round(t).is_identity for t in range(6)]
     [True, True, False, True, True, False]
@@ -60,7 +59,6 @@ def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
     --------
     All-reduce for 100 rounds, then a ring:
 
-    >>> import topologies
     >>> topologies.build("complete", 8).then(topologies.build("ring", 8), after=100)
     Topology('complete.then(ring, after=100)', world_size=8, warmup=100, period=1)
     """
@@ -102,7 +100,6 @@ def interleave(topology: ScheduleT, other: ScheduleT) -> ScheduleT:
 
     Examples
     --------
-    >>> import topologies
     >>> rings = topologies.build("one_peer_ring", 8).interleave(topologies.build("one_peer_hypercube", 8))
     >>> rings.period, rings.round(3).neighbours(0)
     (12, {2: 0.5})
@@ -146,7 +143,6 @@ def averaged_every(topology: ScheduleT, k: int) -> ScheduleT:
 
     Examples
     --------
-    >>> import topologies
     >>> ring = topologies.build("ring", 6).averaged_every(4)
     >>> [ring.round(t).uniform_groups is not None for t in range(8)], ring.exact_after
     ([False, False, False, True, False, False, False, True], 4)
@@ -197,32 +193,21 @@ def permuted(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("ring", 4).permuted([0, 2, 1, 3]).round(0).peers(0)
     (2, 3)
     """
-    if not isinstance(topology.make_round, Composition):
-        return _permuted_phase(topology, order)
-    return _compose(
-        type(topology),
-        (replace(phase, topology=_permuted_phase(phase.topology, order)) for phase in topology.phases),
-    )
-
-
-def _permuted_phase(topology: ScheduleT, order: Sequence[int]) -> ScheduleT:
-    permutation = Permutation(topology, _check_order(order, topology.world_size))
+    ranks = rank_array("order", order, topology.world_size)
+    if not np.array_equal(np.sort(ranks), np.arange(topology.world_size)):
+        raise ValueError(
+            f"order must name every rank from 0 to {topology.world_size - 1} once, got {reprlib.repr(order)}; "
+            f"order[place] is the rank that takes that place"
+        )
+    if isinstance(topology.make_round, Composition):
+        parts = (replace(phase, topology=permuted(phase.topology, order)) for phase in topology.phases)
+        return _compose(type(topology), parts)
+    permutation = Permutation(topology, tuple(ranks.tolist()))
     name = f"{expression_text(topology)}.permuted"
     return replace(topology, make_round=permutation, name=name, options={}, registered=False)
-
-
-def _check_order(order: Sequence[int], world_size: int) -> tuple[int, ...]:
-    ranks = rank_array("order", order, world_size)
-    if not np.array_equal(np.sort(ranks), np.arange(world_size)):
-        raise ValueError(
-            f"order must name every rank from 0 to {world_size - 1} once, got {reprlib.repr(order)}; order[place] is "
-            f"the rank that takes that place"
-        )
-    return tuple(ranks.tolist())
 
 
 def _relabelled(round_: Round, order: tuple[int, ...]) -> Round:
@@ -234,12 +219,7 @@ def _relabelled(round_: Round, order: tuple[int, ...]) -> Round:
     def readers(rank: int) -> tuple[int, ...]:
         return tuple(sorted(order[other] for other in round_.targets(int(place_of[rank]))))
 
-    def whole() -> Round:
-        if round_.uniform_groups is not None:
-            return Round.from_groups(len(order), [[order[rank] for rank in group] for group in round_.groups])
-        return Round.from_rows([row(rank) for rank in range(len(order))])
-
-    return Round.from_formula(len(order), row, readers=readers, whole=whole)
+    return Round.from_formula(len(order), row, readers=readers)
 
 
 @dataclass(frozen=True)
@@ -264,7 +244,6 @@ def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
     --------
     Three machines in a ring; the two ranks of each work as one:
 
-    >>> import topologies
     >>> topology = topologies.build("ring", 3).product(topologies.build("complete", 2))
     >>> topology.world_size, topology.round(0).self_weight(0)
     (6, 0.16666666666666666)
@@ -286,7 +265,6 @@ def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
 
 def _kronecker(machines: Round, local: Round) -> Round:
     local_size = local.world_size
-    world_size = machines.world_size * local_size
 
     def row(rank: int) -> dict[int, float]:
         machine, place = divmod(rank, local_size)
@@ -303,17 +281,7 @@ def _kronecker(machines: Round, local: Round) -> Round:
         inner = [*local.targets(place), *[place] * bool(local.self_weight(place))]
         return tuple(sorted({other * local_size + there for other in outer for there in inner} - {rank}))
 
-    def whole() -> Round:
-        if machines.uniform_groups is not None and local.uniform_groups is not None:
-            groups = [
-                [machine * local_size + place for machine in outer for place in inner]
-                for outer in machines.uniform_groups
-                for inner in local.uniform_groups
-            ]
-            return Round.from_groups(world_size, groups)
-        return Round.from_rows([row(rank) for rank in range(world_size)])
-
-    return Round.from_formula(world_size, row, readers=readers, whole=whole)
+    return Round.from_formula(machines.world_size * local_size, row, readers=readers)
 
 
 def _compose(kind: type[ScheduleT], phases: Iterable[Phase[ScheduleT]]) -> ScheduleT:

@@ -49,7 +49,6 @@ def register(name: str, *, variants: Variants | None = None) -> Callable[[_Famil
 
     Examples
     --------
-    >>> import topologies
     >>> @register("pairs")
     ... def pairs(world_size: int) -> topologies.Topology:
     ...     couples = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]

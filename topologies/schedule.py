@@ -9,11 +9,10 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
-from topologies.plain_data import frozen
 from topologies.round import Round, check_sums
 from topologies.validation import Stochasticity, check_integer, check_stochasticity, check_world_size
 
@@ -67,7 +66,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "options", MappingProxyType({key: frozen(value) for key, value in self.options.items()})
+            self, "options", MappingProxyType({key: _frozen(value) for key, value in self.options.items()})
         )
         check_world_size(self.world_size)
         check_stochasticity(self.stochasticity)
@@ -310,6 +309,28 @@ class Composition(Expression):
         phase = self.phases[bisect.bisect_right(self.phases, t, key=lambda phase: phase.start) - 1]
         exchange, local_steps = divmod(t - phase.start + 1, phase.every)
         return _identity(phase.topology.world_size) if local_steps else phase.topology.round(exchange - 1)
+
+
+class FrozenDict(dict[str, Any]):
+    """A dictionary that refuses to change; JSON, copies, pickles and comparisons take it for a dictionary."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a topology and its options are read-only; build another one with other options")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+
+def _frozen(value: Any) -> Any:
+    """Return the data with read-only mappings, and tuples for lists."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: _frozen(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return value
 
 
 @functools.lru_cache

@@ -102,7 +102,6 @@ def resized(topology: ScheduleT, world_size: int) -> ScheduleT:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("one_peer_exponential", 8).every(2).resized(5).name
     'one_peer_exponential.every(2)'
     """

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from topologies import compositions, serialization
 from topologies.analysis import description
 from topologies.analysis.exactness import known_exact_after
 from topologies.family_registry import build_family, choices_of
-from topologies.graphs.graph_files import read_graph
+from topologies.graphs.graph_files import GraphSource, read_graph
 from topologies.schedule import Schedule
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 
 class Topology(Schedule):
@@ -28,7 +24,6 @@ class Topology(Schedule):
 
     Examples
     --------
-    >>> import topologies
     >>> ring = topologies.build("ring", 8)
     >>> ring.round(3).neighbours(0)
     {1: 0.3333333333333333, 7: 0.3333333333333333}
@@ -44,9 +39,7 @@ class Topology(Schedule):
     describe = description.describe
 
     @classmethod
-    def from_graph(
-        cls, graph: nx.Graph | str | os.PathLike[str] | Mapping[str, Any], weights: str = "metropolis"
-    ) -> Topology:
+    def from_graph(cls, graph: GraphSource, weights: str = "metropolis") -> Topology:
         """Return the topology that exchanges along a graph in every round.
 
         The graph is a networkx graph, node-link data or a file. The same as ``build("graph", n, graph=graph,

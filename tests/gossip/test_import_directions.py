@@ -15,7 +15,6 @@ import gossip
 
 ROOMS_OF_TOPOLOGIES = (
     "integers",
-    "plain_data",
     "standard_output",
     "command_lines",
     "version",
@@ -31,7 +30,6 @@ ROOMS_OF_TOPOLOGIES = (
     "family_registry",
     "serialization",
     "topology",
-    "building",
     "families",
     "reports",
     "drawing",

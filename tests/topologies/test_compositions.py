@@ -127,7 +127,8 @@ def test_nothing_enumerates_long_schedules(tmp_path: Path) -> None:
     assert topology.round(million**2 + 10**15 * million + million - 1) == family("one_peer_exponential").round(0)
     assert topology.round(7 * million - 1) == drawn.round(6)
     found = topology.describe()
-    assert (found.num_rounds, found.mean_messages) == (2 * million, 1 / million)
+    assert (found.num_rounds, found.mean_messages, found.bytes_per_rank) == (2 * million, 1 / million, 1 / million)
+    assert (found.rounds_to_tolerance, found.beta, found.diameter) == (2 * million, 0.0, 2)
     draw(topology, tmp_path / "long.svg")
     assert set(built) <= {*range(16)}
 

@@ -20,19 +20,12 @@ MAX_DIAMETER_WORLD_SIZE = 2048
 SAMPLED_ROUNDS = 16
 
 
-def repeated_rounds(topology: Schedule) -> list[Round]:
-    """Return the exchanges of one period after the warm-up, or the first 16 without a period; no local steps."""
-    check_schedule("topology", topology)
-    last = topology.phases[-1]
-    return [last.topology.round(exchange) for exchange in range(last.num_distinct(sampled=SAMPLED_ROUNDS))]
-
-
-def distinct_rounds(topology: Schedule) -> list[Round]:
+def distinct_rounds(topology: Schedule, *, warmup: bool = True) -> list[Round]:
     """Return the exchanges of the warm-up and of one period, 16 of a part without a period; no local steps."""
     check_schedule("topology", topology)
     return [
         phase.topology.round(exchange)
-        for phase in topology.phases
+        for phase in (topology.phases if warmup else topology.phases[-1:])
         for exchange in range(phase.num_distinct(sampled=SAMPLED_ROUNDS))
     ]
 
@@ -65,11 +58,10 @@ def degrees(topology: Schedule) -> Degrees:
 
     Examples
     --------
-    >>> import topologies
     >>> degrees(topologies.build("star", 5))
     Degrees(max_sends=4, max_receives=4, mean=1.6)
     """
-    rounds, repeated = distinct_rounds(topology), repeated_rounds(topology)
+    rounds, repeated = distinct_rounds(topology), distinct_rounds(topology, warmup=False)
     return Degrees(
         max_sends=max(int(round_.num_targets().max()) for round_ in rounds),
         max_receives=max(int(round_.num_sources().max()) for round_ in rounds),
@@ -82,7 +74,6 @@ def connected(topology: Schedule) -> bool:
 
     Examples
     --------
-    >>> import topologies
     >>> connected(topologies.build("one_peer_ring", 6))
     True
     """
@@ -91,7 +82,7 @@ def connected(topology: Schedule) -> bool:
     n = topology.world_size
     edges = [
         all_reduce_rings(round_.uniform_groups)[:2] if round_.uniform_groups is not None else round_.edges()[:2]
-        for round_ in repeated_rounds(topology)
+        for round_ in distinct_rounds(topology, warmup=False)
     ]
     ends = tuple(np.concatenate(ranks) for ranks in zip(*edges, strict=True))
     graph = sparse.coo_array((np.ones(len(ends[0])), ends), shape=(n, n))
@@ -122,7 +113,6 @@ def diameter(topology: Schedule) -> int | None:
 
     Examples
     --------
-    >>> import topologies
     >>> diameter(topologies.build("ring", 9)), diameter(topologies.build("one_peer_hypercube", 8))
     (4, 3)
     """
@@ -131,7 +121,7 @@ def diameter(topology: Schedule) -> int | None:
         raise ValueError(
             f"the diameter of {n} ranks is not computed, at most that of {MAX_DIAMETER_WORLD_SIZE} is; use fewer ranks"
         )
-    rounds = repeated_rounds(topology)
+    rounds = distinct_rounds(topology, warmup=False)
     if n == 1 or not connected(topology):
         return 0 if n == 1 else None
     within = [np.eye(n, dtype=np.float32)]  # of each pair of ranks, whether 2^k edges are enough

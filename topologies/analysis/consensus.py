@@ -61,7 +61,6 @@ def slem(of: Schedule | Round | npt.ArrayLike) -> float:
 
     Examples
     --------
-    >>> import topologies
     >>> round(slem(topologies.build("ring", 6)), 12)
     0.666666666667
     """
@@ -93,7 +92,6 @@ def beta(of: Schedule | Round | npt.ArrayLike, num_rounds: int | None = None, *,
 
     Examples
     --------
-    >>> import topologies
     >>> one_peer = topologies.build("one_peer_exponential", 8)
     >>> round(beta(one_peer, 1), 4), beta(one_peer)
     (0.9239, 0.0)
@@ -116,7 +114,6 @@ def consensus_errors(topology: Schedule, num_rounds: int, *, start: int = 0) -> 
 
     Examples
     --------
-    >>> import topologies
     >>> consensus_errors(topologies.build("hyper_cuboid", 6, factors=(2, 3)), 3).round(3)
     array([1., 1., 0., 0.])
     """
@@ -135,7 +132,6 @@ def consensus_rate(topology: Schedule) -> float:
 
     Examples
     --------
-    >>> import topologies
     >>> round(consensus_rate(topologies.build("ring", 6)), 12)
     0.666666666667
     """
@@ -173,7 +169,6 @@ def rounds_to(topology: Schedule, tolerance: float, *, start: int | None = None)
 
     Examples
     --------
-    >>> import topologies
     >>> rounds_to(topologies.build("ring", 16), 0.01), rounds_to(topologies.build("hypercube", 16), 0.01)
     (89, 10)
     """

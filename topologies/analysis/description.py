@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.analysis.connectivity import MAX_DIAMETER_WORLD_SIZE, distinct_rounds, repeated_rounds
+from topologies.analysis.connectivity import MAX_DIAMETER_WORLD_SIZE, distinct_rounds
 from topologies.analysis.exactness import known_exact_after
 from topologies.schedule import Schedule, options_text
 from topologies.validation import Stochasticity, check_measured_size
@@ -121,13 +121,10 @@ class Description:
 
 
 def describe(topology: Schedule) -> Description:
-    """Return what can be measured of a topology of at most a million ranks; ``str()`` of it is one page of text.
-
-    It is measured over its warm-up, if it has one, and one period, or 16 exchanges if it has none.
-    """
+    """Return what can be measured of a topology of at most a million ranks; ``str()`` of it is one page of text."""
     check_measured_size(topology.world_size)
     last = topology.phases[-1]
-    repeated, all_rounds = repeated_rounds(topology), distinct_rounds(topology)
+    repeated, all_rounds = distinct_rounds(topology, warmup=False), distinct_rounds(topology)
     sums, degrees, traffic = analysis.sums(all_rounds), analysis.degrees(topology), analysis.traffic(topology)
     deviations = {"doubly": max(sums.rows, sums.columns), "row": sums.rows, "column": sums.columns}
     slem = analysis.slem(last.topology) if topology.period == 1 else None

@@ -34,7 +34,6 @@ def exact_after(topology: Schedule, *, start: int | None = None) -> int | None:
 
     Examples
     --------
-    >>> import topologies
     >>> topology = topologies.build("alternating_exp_ring", 8, local_size=2)
     >>> exact_after(topology), exact_after(topology, start=1)
     (4, 5)
@@ -118,7 +117,6 @@ def sums(of: Schedule | Iterable[Round]) -> Sums:
 
     Examples
     --------
-    >>> import topologies
     >>> sums(topologies.build("star", 5)).proven
     'doubly'
     """

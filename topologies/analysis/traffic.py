@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topologies.analysis.connectivity import all_reduce_rings, repeated_rounds
+from topologies.analysis.connectivity import all_reduce_rings, distinct_rounds
 from topologies.analysis.consensus import consensus_rate
 from topologies.integers import divisors, listed
 from topologies.matrix_storage import FloatArray, IntArray
@@ -74,11 +74,6 @@ class Traffic:
         return self._mean([round_.sent.mean() for round_ in self.rounds])
 
     @property
-    def max_bytes_per_rank(self) -> float:
-        """Bytes that the busiest rank sends in its busiest round."""
-        return self.message_bytes * max(float(round_.sent.max()) for round_ in self.rounds)
-
-    @property
     def network_bytes(self) -> float:
         """Bytes that all nodes together put on the network per round, the mean over rounds."""
         return self._mean([round_.sent_by_node.sum() for round_ in self.rounds])
@@ -116,14 +111,13 @@ def traffic(topology: Schedule, *, message_bytes: float = 1.0, local_size: int =
 
     Examples
     --------
-    >>> import topologies
     >>> found = traffic(topologies.build("ring", 8), message_bytes=100.0, local_size=4)
     >>> found.bytes_per_rank, found.max_node_bytes, found.network_bytes
     (200.0, 200.0, 400.0)
     """
     message_bytes = check_real("message_bytes", message_bytes, "at least 0 and finite", example=100e6)
     local_size = check_local_size(local_size, topology.world_size)
-    rounds = repeated_rounds(topology)
+    rounds = distinct_rounds(topology, warmup=False)
     return Traffic(
         rounds=tuple(round_traffic(round_, local_size) for round_ in rounds),
         every=topology.phases[-1].every,
@@ -139,7 +133,6 @@ def rate_per_byte(topology: Schedule, *, message_bytes: float = 1.0) -> float:
 
     Examples
     --------
-    >>> import topologies
     >>> ring, exponential = topologies.build("ring", 64), topologies.build("exponential", 64)
     >>> rate_per_byte(exponential) < rate_per_byte(ring)
     True

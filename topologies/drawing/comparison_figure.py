@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from topologies import analysis
-from topologies.drawing.picture_files import picture_path, save, settings
+from topologies.drawing.picture_files import output_path, save, settings
 from topologies.matrix_storage import FloatArray
 from topologies.reports.comparing import Comparison
 from topologies.reports.units import bytes_text
@@ -35,7 +35,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
 
     The path ends in .svg or .png.
     """
-    target = picture_path(path)
+    target = output_path(path)
     with settings("path"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

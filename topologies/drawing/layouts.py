@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 
+from topologies.analysis.connectivity import distinct_rounds
 from topologies.family_registry import available
+from topologies.matrix_storage import FloatArray
 from topologies.topology import build
 
 if TYPE_CHECKING:
     from topologies.topology import Topology
 
-FloatArray = npt.NDArray[np.float64]
-
 _LARGEST_RADIUS = 0.12
 #: Radius of a rank as a share of the distance to the nearest one: many need the place for their numbers.
 _RADIUS_SHARE, _RADIUS_SHARE_OF_MANY, _MANY = 0.34, 0.42, 24
-#: Rounds of a schedule without a period whose edges are looked at.
-_SAMPLED_ROUNDS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +119,8 @@ def _springs(topology: Topology) -> Layout:
     if isinstance(topology.options.get("graph"), Mapping):
         graph.add_edges_from((edge["source"], edge["target"]) for edge in topology.options["graph"]["edges"])
     else:
-        for t in range(topology.period or _SAMPLED_ROUNDS):
-            graph.add_edges_from((i, j) for i in range(n) for j in topology.round(t).neighbours(i))
+        for round_ in distinct_rounds(topology, warmup=False):
+            graph.add_edges_from((i, j) for i in range(n) for j in round_.neighbours(i))
     start = dict(enumerate(_on_circle(np.arange(n) / n).tolist()))
     found = nx.kamada_kawai_layout(graph, pos=start, weight=None)
     places = np.array([found[rank] for rank in range(n)])

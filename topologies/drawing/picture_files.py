@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 
-def picture_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path, which ends in .svg or .png and lies in a folder that exists."""
-    return output_path(path, (".svg", ".png"))
-
-
-def output_path(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
-    """Return the path, which ends in one of the suffixes and lies in a folder that exists."""
+def output_path(path: str | os.PathLike[str], suffixes: tuple[str, ...] = (".svg", ".png")) -> Path:
+    """Return the path, which ends in one of the suffixes, by default a picture's, and lies in a folder that exists."""
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"path must end in {' or '.join(suffixes)}, got {str(path)!r}; change the suffix")

@@ -39,11 +39,7 @@ class _Line(NamedTuple):
 
 
 def draw_round(axes: Any, round_: Round, layout: Layout, *, side: float) -> None:
-    """Draw one round into a square panel of matplotlib, ``side`` points wide.
-
-    Every group has a colour, a rank that is alone is grey. The width of a line is its weight, a dashed one is
-    negative. An arrow points to the rank that reads; a line without one has the same weight in both directions.
-    """
+    """Draw one round, as ``topologies.draw`` describes it, into a square panel of matplotlib, ``side`` points wide."""
     from matplotlib.patches import Circle
 
     axes.set_axis_off()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from topologies.analysis import product
 from topologies.analysis.description import count
 from topologies.drawing.layouts import layout_of
-from topologies.drawing.mixing_panels import draw_curve, draw_matrix
-from topologies.drawing.picture_files import picture_path, save, settings
+from topologies.drawing.mixing_panels import FAINT, FONT, INK, draw_curve, draw_matrix
+from topologies.drawing.picture_files import output_path, save, settings
 from topologies.drawing.round_pictures import caption, draw_round
 from topologies.schedule import options_text
 from topologies.validation import check_integer
@@ -38,9 +38,7 @@ _EXCHANGES_OF_A_LARGE_CURVE = 16
 _WIDTH = 9.6
 _TITLE_LINE, _LINE, _CAPTION, _PANELS = 0.24, 0.2, 0.28, 2.7
 _AROUND_PANELS = {"left": 0.55, "right": 0.2, "top": 0.35, "bottom": 0.45, "wspace": 0.45, "hspace": 0.45}
-_FONT = 7.5
 _POINTS_PER_INCH = 72
-_INK, _FAINT = "#1f2933", "#5f6b76"
 
 
 def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = None) -> None:
@@ -70,7 +68,7 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     ImportError
         If matplotlib is missing.
     """
-    path = picture_path(path)
+    path = output_path(path)
     _check_world_size(topology)
     if rounds is None:
         numbers: Sequence[int] = _exchanges(topology, _DEFAULT_ROUNDS)
@@ -111,9 +109,9 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     ratios = [part for part in (header, rounds, body) if part]
     head, *parts = figure.subfigures(len(ratios), 1, height_ratios=ratios)
     style = {"x": 0.15 / figure.get_figwidth(), "va": "top"}
-    head.text(y=1 - 0.12 / header, s="\n".join(title), fontsize=11.5, color=_INK, weight="bold", **style)
+    head.text(y=1 - 0.12 / header, s="\n".join(title), fontsize=11.5, color=INK, weight="bold", **style)
     below = 0.12 + _TITLE_LINE * len(title)
-    head.text(y=1 - below / header, s="\n".join(lines), fontsize=8.5, color=_FAINT, linespacing=1.5, **style)
+    head.text(y=1 - below / header, s="\n".join(lines), fontsize=8.5, color=FAINT, linespacing=1.5, **style)
     panels = parts[-1]
     if layout is not None:
         if beside:
@@ -121,9 +119,9 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
         _draw_rounds(parts[0], topology, numbers, layout, columns, side, font_size=8.0)
     axes = _grid(panels, num_rows, 3 if len(matrices) > 1 else 2, **_AROUND_PANELS)
     for (matrix, matrix_title), panel in zip(matrices, axes, strict=False):
-        draw_matrix(panel, matrix, matrix_title, font_size=_FONT)
+        draw_matrix(panel, matrix, matrix_title)
     at_most = _EXCHANGES_OF_THE_CURVE if layout is not None else _EXCHANGES_OF_A_LARGE_CURVE
-    draw_curve(axes[len(matrices)], topology, at_most=at_most, font_size=_FONT)
+    draw_curve(axes[len(matrices)], topology, at_most=at_most)
     for unused in axes[len(matrices) + 1 :]:
         unused.remove()
     return figure
@@ -143,13 +141,13 @@ def _compact_figure(topology: Topology) -> Any:
     if layout is not None:
         upper, panels = figure.subfigures(2, 1, height_ratios=(above, figure.get_figheight() - above))
         rounds, aside = upper.subfigures(1, 2) if beside else (upper, upper)
-        _draw_rounds(rounds, topology, numbers, layout, len(numbers), side, font_size=_FONT, separator="\n")
+        _draw_rounds(rounds, topology, numbers, layout, len(numbers), side, font_size=FONT, separator="\n")
     if beside:
         (first,), (curve,) = _grid(aside, 1, 1, 0.5, 0.6, 0.35, 0.45), _grid(panels, 1, 1, **_AROUND_PANELS)
     else:
         first, curve = _grid(panels, 1, 2, **_AROUND_PANELS | {"wspace": 0.6})
-    draw_matrix(first, matrix, title, font_size=_FONT)
-    draw_curve(curve, topology, at_most=32, font_size=_FONT, title="share of a disagreement left")
+    draw_matrix(first, matrix, title)
+    draw_curve(curve, topology, at_most=32, title="share of a disagreement left")
     return figure
 
 
@@ -183,7 +181,7 @@ def _draw_rounds(
     for t, panel in zip(numbers, axes, strict=False):
         round_ = topology.round(t)
         panel.set_aspect("equal")
-        panel.set_title(f"round {t}{separator}{caption(round_)}", fontsize=font_size, color=_INK, pad=2)
+        panel.set_title(f"round {t}{separator}{caption(round_)}", fontsize=font_size, color=INK, pad=2)
         draw_round(panel, round_, layout, side=side * _POINTS_PER_INCH)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from topologies.families.uniform_groups import fewest_factors, hyper_hypercube, strided_groups
 from topologies.family_registry import register
-from topologies.integers import prime_factors
+from topologies.integers import powers, prime_factors
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer
@@ -52,7 +52,6 @@ def simple_base(world_size: int, *, k: int = 1) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("simple_base", 5).round(2).neighbours(4)
     {0: 0.8}
     """
@@ -98,7 +97,6 @@ def base(world_size: int, *, k: int = 1) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> [topologies.build(name, 6).period for name in ("base", "simple_base")]
     [4, 5]
     """
@@ -216,17 +214,12 @@ class _Schedule:
 
 def _blocks(world_size: int, base: int) -> list[_Block]:
     """Return one block per digit of the number of ranks that is not 0, the highest first."""
-    size = 1
-    while size * base <= world_size:
-        size *= base
     blocks = []
     start = 0
-    while size:
-        count = (world_size - start) // size
-        if count:
+    for size in reversed(powers(base, world_size)):
+        if count := (world_size - start) // size:
             blocks.append(_Block(start, size, count, base))
             start = blocks[-1].stop
-        size //= base
     return blocks
 
 

@@ -39,19 +39,13 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> round_ = topologies.build("de_bruijn", 8).round(0)
     >>> round_.neighbours(3), round_.targets(3)
     ({6: 0.5, 7: 0.5}, (1, 5))
     """
     p = check_integer("p", p, minimum=2)
-    check_served(
-        "de_bruijn",
-        world_size,
-        f"a power of p = {p}",
-        lambda size: _exponent(size, p) is not None,
-        sparse=powers(p, MAX_WORLD_SIZE),
-    )
+    served = powers(p, MAX_WORLD_SIZE)
+    check_served("de_bruijn", world_size, f"a power of p = {p}", served.__contains__, sparse=served)
     weight = 1.0 / p
 
     def row(rank: int) -> dict[int, float]:
@@ -72,13 +66,4 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
         return Round.from_edges(world_size, targets[~loops], sources[~loops], weight, kept)
 
     round_ = Round.from_formula(world_size, row, readers=readers, whole=whole)
-    return Topology(world_size, lambda _: round_, 1, promised_exact_after=_exponent(world_size, p))
-
-
-def _exponent(number: int, base: int) -> int | None:
-    """Return t if the number is base^t, else ``None``."""
-    exponent = 0
-    while number % base == 0:
-        number //= base
-        exponent += 1
-    return exponent if number == 1 else None
+    return Topology(world_size, lambda _: round_, 1, promised_exact_after=served.index(world_size))

@@ -47,7 +47,6 @@ def equi_static(world_size: int, *, m: int | None = None, seed: int = 0, directe
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("equi_static", 5, m=1, directed=True).round(0).neighbours(0)
     {4: 0.8}
     """
@@ -95,7 +94,6 @@ def equi_dyn(world_size: int, *, seed: int = 0, directed: bool = False, eta: flo
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("equi_dyn", 5, directed=True).round(0).neighbours(0)
     {4: 0.4}
     """

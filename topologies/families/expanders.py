@@ -42,7 +42,6 @@ def margulis(world_size: int, *, weights: str = "metropolis") -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("margulis", 16).round(0).peers(0)
     (1, 3, 4, 12)
     """
@@ -88,7 +87,6 @@ def chordal(world_size: int, *, weights: str = "metropolis") -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("chordal", 7).round(0).peers(3)
     (2, 4, 5)
     """
@@ -126,7 +124,6 @@ def paley(world_size: int, *, weights: str = "metropolis") -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("paley", 13).round(0).peers(0)
     (1, 3, 4, 9, 10, 12)
     """

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -14,17 +10,15 @@ import numpy.typing as npt
 
 from topologies.analysis.exactness import sums
 from topologies.family_registry import register
-from topologies.graphs.edge_weights import weighted_round
-from topologies.graphs.graph_files import clean_graph, read_graph
+from topologies.graphs.edge_weights import warn_if_values_circulate, weighted_round
+from topologies.graphs.graph_files import GraphSource, clean_graph, read_graph
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import SUM_TOLERANCE
 
 
 @register("graph", variants=lambda world_size, _: [{"graph": nx.wheel_graph(world_size)}])
-def graph(
-    world_size: int, *, graph: str | os.PathLike[str] | nx.Graph | Mapping[str, Any], weights: str = "metropolis"
-) -> Topology:
+def graph(world_size: int, *, graph: GraphSource, weights: str = "metropolis") -> Topology:
     """A graph as it is, in every round; rank r is the node with the r-th label in sorted order.
 
     With d_i the number of others that rank i reads, L the Laplacian of the graph and W[i, j] the weight of the edge
@@ -119,21 +113,5 @@ def _given_round(graph: nx.Graph) -> Round:
             "weights, remove the self-loops (a rank then keeps what the others leave), or use a scheme such as "
             "weights='uniform'"
         )
-    if _never_settles(round_):
-        warnings.warn(
-            "weights='given' never converges on this graph (every self weight is 0, and the lengths of all paths from "
-            "a rank back to itself have a common divisor: the values circulate forever); scale the edge weights down",
-            UserWarning,
-            stacklevel=2,
-        )
+    warn_if_values_circulate(round_, "given")
     return round_
-
-
-def _never_settles(round_: Round) -> bool:
-    """Whether a strongly connected W with positive edges is periodic, and so has other eigenvalues of size 1."""
-    if any(round_.self_weight(rank) > SUM_TOLERANCE for rank in range(round_.world_size)):
-        return False
-    readers, senders, _ = round_.edges()
-    graph = nx.DiGraph()
-    graph.add_edges_from(zip(senders.tolist(), readers.tolist(), strict=True))
-    return bool(len(graph)) and not nx.is_aperiodic(graph)

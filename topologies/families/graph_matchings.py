@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from topologies.family_registry import available, register
 from topologies.graphs.edge_colouring import edge_colouring
-from topologies.graphs.graph_files import clean_graph, read_graph
+from topologies.graphs.graph_files import GraphSource, clean_graph, read_graph
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.matrix_storage import IntArray
 from topologies.round import Round
 from topologies.topology import Topology, build
 from topologies.validation import check_integer, check_real, check_stored
-
-GraphOption: TypeAlias = str | os.PathLike[str] | nx.Graph | Mapping[str, Any]
 
 _GRAPHS = ("ring", "torus")
 
@@ -30,7 +26,7 @@ _MOST_COLOURED = 300_000
 
 
 @register("matchings", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])
-def matchings(world_size: int, *, graph: GraphOption) -> Topology:
+def matchings(world_size: int, *, graph: GraphSource) -> Topology:
     """The matchings of a graph's edge colouring in turn: every edge is used once per period, with weight 1/2.
 
     The edges of the graph are split into m matchings M_0 .. M_(m-1), see
@@ -60,7 +56,6 @@ def matchings(world_size: int, *, graph: GraphOption) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topology = topologies.build("matchings", 5, graph="ring")
     >>> [topology.round(t).groups for t in range(topology.period)]
     [((0, 1), (2, 3), (4,)), ((0, 4), (1, 2), (3,)), ((0,), (1,), (2,), (3, 4))]
@@ -77,7 +72,7 @@ def matchings(world_size: int, *, graph: GraphOption) -> Topology:
 
 
 @register("matcha", variants=lambda *_: [{"graph": graph} for graph in _GRAPHS])
-def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: int = 0) -> Topology:
+def matcha(world_size: int, *, graph: GraphSource, budget: float = 0.5, seed: int = 0) -> Topology:
     """Each matching of a graph is used with its own probability, so that few rounds mix like the whole graph.
 
     The edges of the graph are split into m matchings with Laplacians L_j. In round t matching j is used (B_j = 1) with
@@ -114,7 +109,6 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
 
     Examples
     --------
-    >>> import topologies
     >>> topology = topologies.build("matcha", 6, graph="complete", budget=0.5)
     >>> found = topology.make_round.activation
     >>> found.probabilities.tolist(), found.alpha
@@ -133,7 +127,7 @@ def matcha(world_size: int, *, graph: GraphOption, budget: float = 0.5, seed: in
     )
 
 
-def _edges(family: str, world_size: int, graph: GraphOption) -> tuple[IntArray, str | dict[str, Any]]:
+def _edges(family: str, world_size: int, graph: GraphSource) -> tuple[IntArray, str | dict[str, Any]]:
     """Return the edges of a connected graph on n ranks, shape ``[edges, 2]``, and what to record as the option."""
     is_complete = isinstance(graph, str) and graph == "complete"
     fewest = world_size * (world_size - 1) / 2.0 if is_complete else world_size - 1.0

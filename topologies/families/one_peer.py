@@ -1,4 +1,4 @@
-"""Families in which a rank sends to one other and reads one other in every round."""
+"""Families in which a rank sends to one other, at most, and reads one other in every round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topologies.family_registry import register
 from topologies.integers import is_power_of_two
 from topologies.round import Round
 from topologies.topology import Topology
-from topologies.validation import check_served
+from topologies.validation import check_integer, check_served, check_stored
 
 
 @register("one_peer_ring")
@@ -34,21 +34,13 @@ def one_peer_ring(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("one_peer_ring", 6).round(1).groups
     ((0, 5), (1, 2), (3, 4))
     """
     check_served("one_peer_ring", world_size, "even", lambda size: size % 2 == 0)
 
     def matching(t: int) -> Round:
-        def row(rank: int) -> dict[int, float]:
-            return {(((rank + t) ^ 1) - t) % world_size: 0.5}
-
-        def whole() -> Round:
-            pairs = ((np.arange(world_size) - t) % world_size).reshape(-1, 2)
-            return Round.from_groups(world_size, pairs.tolist())
-
-        return Round.from_formula(world_size, row, whole=whole)
+        return Round.from_formula(world_size, lambda rank: {(((rank + t) ^ 1) - t) % world_size: 0.5})
 
     # On two ranks both matchings are the same pair.
     return Topology(world_size, matching, 1 if world_size == 2 else 2)
@@ -77,7 +69,6 @@ def one_peer_exponential(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> [topologies.build("one_peer_exponential", 6).round(t).neighbours(3) for t in range(3)]
     [{4: 0.5}, {5: 0.5}, {1: 0.5}]
     """
@@ -112,7 +103,6 @@ def one_peer_hypercube(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("one_peer_hypercube", 8).round(1).groups
     ((0, 2), (1, 3), (4, 6), (5, 7))
     """
@@ -121,3 +111,50 @@ def one_peer_hypercube(world_size: int) -> Topology:
     return Topology(
         world_size, lambda t: strided_groups(world_size, 1 << t, 2), num_bits, promised_exact_after=num_bits
     )
+
+
+@register("random_matching")
+def random_matching(world_size: int, *, seed: int = 0) -> Topology:
+    """A uniformly random perfect matching in every round, weights 1/2; with an odd number one rank is idle.
+
+    Neighbours in a random order of the ranks are a pair.
+
+    Properties
+    ----------
+    sizes : any n
+    degree : at most 1
+    period : none (random)
+    exact : not promised
+    rate : expected squared distance times (n - 2) / (2 (n - 1)) in a round for even n, 1/2 for odd n
+    weights : 1/2, symmetric, pairs
+
+    Parameters
+    ----------
+    seed
+        At least 0; the matching of round t follows from (seed, t).
+
+    References
+    ----------
+    Lian et al., "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD), 2018.
+
+    Examples
+    --------
+    >>> sorted(len(group) for group in topologies.build("random_matching", 5, seed=1).round(7).groups)
+    [1, 2, 2]
+    """
+    seed = check_integer("seed", seed, minimum=0)
+    check_stored("random_matching", world_size, float(world_size))
+
+    def matching(_: int, generator: np.random.Generator) -> Round:
+        order = generator.permutation(world_size)
+        pairs = order[: world_size - world_size % 2].reshape(-1, 2)
+        partner = np.arange(world_size)
+        partner[pairs] = pairs[:, ::-1]
+
+        def row(rank: int) -> dict[int, float]:
+            other = int(partner[rank])
+            return {other: 0.5} if other != rank else {}
+
+        return Round.from_formula(world_size, row, whole=lambda: Round.from_groups(world_size, pairs.tolist()))
+
+    return Topology.from_function(matching, seed=seed, symmetric=True)

@@ -59,7 +59,6 @@ def random_regular(
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("random_regular", 8, seed=1).round(0).num_sources().tolist()
     [3, 3, 3, 3, 3, 3, 3, 3]
     """
@@ -126,7 +125,6 @@ def erdos_renyi(
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("erdos_renyi", 4, probability=1).round(0).neighbours(0)
     {1: 0.25, 2: 0.25, 3: 0.25}
     """
@@ -181,7 +179,6 @@ def watts_strogatz(
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("watts_strogatz", 8, neighbours=2, probability=0).round(0).peers(0)
     (1, 7)
     """
@@ -245,7 +242,6 @@ def barabasi_albert(
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("barabasi_albert", 8, attachments=1).round(0).num_sources().sum().item()
     14
     """

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from topologies.family_registry import DEFAULT, register
 from topologies.graphs.edge_weights import weighted_round
-from topologies.integers import divisors, is_power_of_two, listed
+from topologies.integers import divisors, is_power_of_two, listed, powers
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_served, check_stored
@@ -37,7 +37,6 @@ def complete(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("complete", 4).round(0).groups
     ((0, 1, 2, 3),)
     """
@@ -66,7 +65,6 @@ def ring(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("ring", 5).round(0).neighbours(0)
     {1: 0.3333333333333333, 4: 0.3333333333333333}
     """
@@ -94,7 +92,6 @@ def directed_ring(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("directed_ring", 5).round(0).neighbours(4)
     {0: 0.5}
     """
@@ -123,7 +120,6 @@ def path(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("path", 4).round(0).neighbours(0)
     {1: 0.3333333333333333}
     """
@@ -154,7 +150,6 @@ def star(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> star = topologies.build("star", 4).round(0)
     >>> star.neighbours(3), star.self_weight(3)
     ({0: 0.25}, 0.75)
@@ -191,7 +186,6 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("grid", 6, shape=(2, 3)).round(0).peers(1)
     (0, 2, 4)
     """
@@ -229,7 +223,6 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("torus", 9).round(0).neighbours(0)
     {1: 0.2, 2: 0.2, 3: 0.2, 6: 0.2}
     """
@@ -262,7 +255,6 @@ def hypercube(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("hypercube", 8).round(0).neighbours(5)
     {1: 0.25, 4: 0.25, 7: 0.25}
     """
@@ -296,11 +288,10 @@ def exponential(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("exponential", 8).round(0).neighbours(6)
     {0: 0.25, 2: 0.25, 7: 0.25}
     """
-    return _repeat(circulant(world_size, powers_of_two(world_size)))
+    return _repeat(circulant(world_size, powers(2, world_size - 1)))
 
 
 @register("undirected_exponential")
@@ -325,17 +316,11 @@ def undirected_exponential(world_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("undirected_exponential", 8).round(0).peers(0)
     (1, 2, 4, 6, 7)
     """
-    hops = powers_of_two(world_size)
+    hops = powers(2, world_size - 1)
     return _repeat(circulant(world_size, (*hops, *(-hop for hop in hops))))
-
-
-def powers_of_two(world_size: int) -> tuple[int, ...]:
-    """Return 2^j for all j < tau = ceil(log2 n): all powers of two below n."""
-    return tuple(1 << exponent for exponent in range((world_size - 1).bit_length()))
 
 
 def circulant(world_size: int, hops: Iterable[int]) -> Round:

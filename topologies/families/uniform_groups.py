@@ -47,7 +47,6 @@ def hyper_cuboid(world_size: int, *, factors: Sequence[int]) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("hyper_cuboid", 6, factors=(2, 3)).round(1).groups
     ((0, 2, 4), (1, 3, 5))
     """
@@ -99,7 +98,6 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("hyper_hypercube", 12, k=3).describe().exact_after
     2
     """
@@ -148,7 +146,6 @@ def local_global(world_size: int, *, local_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> [topologies.build("local_global", 6, local_size=3).round(t).groups for t in range(2)]
     [((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))]
     """
@@ -193,7 +190,6 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
 
     Examples
     --------
-    >>> import topologies
     >>> topologies.build("alternating_exp_ring", 8, local_size=2).round(0).groups
     ((0, 1), (2, 3), (4, 5, 6, 7))
     """
@@ -217,8 +213,10 @@ def alternating_exp_ring(world_size: int, *, local_size: int) -> Topology:
     def pairs_at(t: int) -> Round:
         hop, second = divmod(t, 2)
         groups: list[range | tuple[int, ...]] = []
-        for number, (one, other) in enumerate(_node_pairs(num_nodes, hop), start=hop * num_nodes // 2):
-            nodes = [range(node * local_size, (node + 1) * local_size) for node in (one, other)]
+        # The walk's pairs begin at the nodes without bit ``hop``.
+        first_nodes = (node for node in range(num_nodes) if not node >> hop & 1)
+        for number, one in enumerate(first_nodes, start=hop * num_nodes // 2):
+            nodes = [range(node * local_size, (node + 1) * local_size) for node in (one, one + (1 << hop))]
             if number % 2 == second:
                 groups.extend(nodes)
             else:
@@ -250,18 +248,6 @@ def _node_sizes(world_size: int, local_size: int) -> list[dict[str, int]]:
     if local_size > 1:
         return [{"local_size": local_size}]
     return [{"local_size": max(size for size in divisors(world_size) if size * size <= world_size)}]
-
-
-def _node_pairs(num_nodes: int, hop: int) -> list[tuple[int, int]]:
-    """Return the pairs (j, (j + 2^hop) mod m) of the walk over unmatched nodes; m = 2^k of them match in m/2 pairs."""
-    matched: set[int] = set()
-    pairs = []
-    for node in range(num_nodes):
-        if node not in matched:
-            other = (node + (1 << hop)) % num_nodes
-            matched.update((node, other))
-            pairs.append((node, other))
-    return pairs
 
 
 def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:

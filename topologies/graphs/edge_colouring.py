@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +18,7 @@ from topologies.validation import MAX_WORLD_SIZE
 _ATTEMPTS = 50
 
 
-def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
+def edge_colouring(edges: npt.ArrayLike) -> list[IntArray]:
     """Return matchings, each a sorted array of pairs ``[pairs, 2]``, that hold every edge exactly once.
 
     With d the largest degree, there are at most d + 1 matchings on any graph (Vizing). There are exactly d, which is
@@ -31,8 +30,7 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
     free at v. Where it does end at u for every two colours, another path at u is swapped first. Edges that find no
     colour even so get one more colour and the fans of Misra and Gries, which never fail.
 
-    It takes a networkx graph with nodes 0 .. n-1, or its edges, shape ``[edges, 2]``, in either direction and without
-    loops.
+    It takes edges between nodes 0 .. n-1, shape ``[edges, 2]``, in either direction and without loops.
 
     References
     ----------
@@ -44,7 +42,7 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
     >>> [matching.tolist() for matching in edge_colouring([(0, 1), (1, 2), (2, 3), (0, 3)])]
     [[[0, 1], [2, 3]], [[0, 3], [1, 2]]]
     """
-    edges = _sorted_edges(graph)
+    edges = _sorted_edges(edges)
     if not len(edges):
         return []
     num_nodes = int(edges.max()) + 1
@@ -53,8 +51,7 @@ def edge_colouring(graph: nx.Graph | npt.ArrayLike) -> list[IntArray]:
     return _colour_by_paths(num_nodes, edges)
 
 
-def _sorted_edges(graph: nx.Graph | npt.ArrayLike) -> IntArray:
-    pairs = list(graph.edges()) if isinstance(graph, nx.Graph) else graph
+def _sorted_edges(pairs: npt.ArrayLike) -> IntArray:
     edges = rank_array("graph", pairs, MAX_WORLD_SIZE).reshape(-1, 2)
     loops = edges[:, 0] == edges[:, 1]
     if loops.any():

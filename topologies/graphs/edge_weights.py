@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from topologies.array_arguments import rank_array
 from topologies.graphs.spectral_weights import SPECTRAL_SCHEMES
-from topologies.matrix_storage import FloatArray, IntArray
+from topologies.matrix_storage import FloatArray
 from topologies.round import Round
-from topologies.validation import check_world_size
+from topologies.validation import SUM_TOLERANCE, check_world_size
 
 #: Weight of an edge from the number of ranks that its reader reads and from the number that read its sender, shape
 #: [edges] each, and the largest of all.
@@ -96,16 +96,29 @@ def weighted_round(
         return Round.from_edges(world_size, targets, sources, np.tile(weight, 2))
     reads = np.bincount(targets, minlength=world_size).astype(np.float64)
     is_read = np.bincount(sources, minlength=world_size).astype(np.float64)
-    if weights == "metropolis_hastings" and _swaps_for_ever(world_size, pairs, reads):
-        warnings.warn(
-            "weights='metropolis_hastings' never converges on a regular bipartite graph (every self weight is 0, "
-            "and the two halves exchange their values forever); use 'metropolis' or 'lazy'",
-            UserWarning,
-            stacklevel=2,
-        )
     weight = DEGREE_SCHEMES[weights](reads[targets], is_read[sources], float(reads.max()))
     kept = 1.0 / (1.0 + is_read) if weights == "push_sum" else None
-    return Round.from_edges(world_size, targets, sources, weight, kept)
+    round_ = Round.from_edges(world_size, targets, sources, weight, kept)
+    if weights == "metropolis_hastings":
+        warn_if_values_circulate(round_, weights)
+    return round_
+
+
+def warn_if_values_circulate(round_: Round, weights: str) -> None:
+    """Warn of a W with positive edges that is periodic, and so has other eigenvalues of modulus 1."""
+    if any(round_.self_weight(rank) > SUM_TOLERANCE for rank in range(round_.world_size)):
+        return
+    readers, senders, _ = round_.edges()
+    graph = nx.DiGraph()
+    graph.add_edges_from(zip(senders.tolist(), readers.tolist(), strict=True))
+    if len(graph) and not nx.is_aperiodic(graph):
+        warnings.warn(
+            f"weights={weights!r} never converges on this graph (every self weight is 0, and the lengths of all paths "
+            f"from a rank back to itself have a common divisor, as on a regular bipartite graph: the values circulate "
+            f"forever); use 'metropolis' or 'lazy', or scale given weights down",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def unknown_scheme(weights: object, known: Iterable[str]) -> ValueError:
@@ -117,12 +130,3 @@ def directed_graph(weights: str) -> ValueError:
         f"weights={weights!r} is defined for undirected graphs, this one is directed; use one of "
         f"{', '.join(map(repr, DIRECTED_SCHEMES))}, or graph.to_undirected()"
     )
-
-
-def _swaps_for_ever(world_size: int, pairs: IntArray, degree: FloatArray) -> bool:
-    if not len(pairs) or np.any(degree != degree[0]):
-        return False
-    graph = nx.Graph()
-    graph.add_nodes_from(range(world_size))
-    graph.add_edges_from(pairs.tolist())
-    return bool(nx.is_bipartite(graph))

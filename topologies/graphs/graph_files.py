@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import networkx as nx
 
@@ -19,8 +19,11 @@ from topologies.graphs.edge_weights import DIRECTED_SCHEMES, SCHEMES, directed_g
 from topologies.integers import listed
 from topologies.validation import check_real
 
+#: A graph as users give it: a networkx graph, a file or node-link data.
+GraphSource: TypeAlias = nx.Graph | str | os.PathLike[str] | Mapping[str, Any]
 
-def read_graph(source: str | os.PathLike[str] | nx.Graph | Mapping[str, Any]) -> nx.Graph:
+
+def read_graph(source: GraphSource) -> nx.Graph:
     """Return the graph of a file, of node-link data, or the graph itself.
 
     A path has the suffix .graphml, .gexf, .json (node-link), or .edgelist, .edges or .txt (lines ``a b``,

@@ -48,19 +48,13 @@ class Activation:
 def activation(world_size: int, matchings: Sequence[IntArray], budget: float) -> Activation:
     """Return the best probabilities and step for using a share of the matchings of a connected graph.
 
-    p maximises ``lambda_2(L)``, ``L = sum_j p_j L_j``, subject to ``sum_j p_j <= budget * m`` and ``0 <= p_j <= 1``
-    (m matchings). alpha minimises ``||I - 2 alpha L + alpha^2 (L^2 + 2 L~) - J||_2``, which is ``||E[W^T W] - J||_2``,
-    with ``L~ = sum_j p_j (1 - p_j) L_j``. Equal probabilities are kept wherever they are optimal.
+    The problems, and their source, are those of :func:`topologies.families.graph_matchings.matcha`. Equal probabilities
+    are kept wherever they are optimal.
 
     The connectivity is within 1e-9 of the optimum, relatively; above 300 ranks, where eigenvectors come from iterations
     on sparse matrices, within 1e-7. ``connectivity_bound`` proves how close it is. The search has as many unknowns as
     there are matchings. With hundreds of them on thousands of ranks (hubs) it ends after a fixed number of steps
     that can take a minute, some per cent below the bound; more than 1000 stay equally probable.
-
-    References
-    ----------
-    Wang, Sahu, Yang, Joshi and Kar, "MATCHA: Speeding up decentralized SGD via matching decomposition sampling", 2019,
-    problems (4) and (5), Theorem 2.
     """
     graph = _Matchings(world_size, matchings)
     probabilities, connectivity, bound = _best_probabilities(graph, budget)

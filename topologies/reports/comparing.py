@@ -156,19 +156,12 @@ def compare(
     chosen = list(chosen_topologies(topologies, world_size, local_size))
     if not chosen:
         raise ValueError("topologies is empty; pass names of topologies.available(), or topologies")
-    size = chosen[0].world_size
-    for topology in chosen:
-        if topology.world_size != size:
-            raise ValueError(
-                f"topologies are for {size} and for {topology.world_size} ranks ({topology.name!r}); compare those "
-                f"of one world_size"
-            )
     rows = [_compared(topology, message_bytes, local_size, tolerance) for topology in chosen]
     order = sorted(range(len(rows)), key=lambda index: _merit(rows[index]))
     return Comparison(
         topologies=tuple(chosen[index] for index in order),
         rows=tuple(rows[index] for index in order),
-        world_size=size,
+        world_size=chosen[0].world_size,
         message_bytes=message_bytes,
         local_size=local_size,
         tolerance=tolerance,
@@ -179,15 +172,25 @@ def compare(
 def chosen_topologies(
     items: Iterable[str | Topology] | None, world_size: int | None, local_size: int
 ) -> Iterator[Topology]:
-    """Yield the topologies that a user named or passed, by default the variants of all families; see compare."""
+    """Yield the topologies that a user named or passed, by default the variants of all families; see compare.
+
+    All are for one number of ranks.
+    """
     if isinstance(items, str | Topology):
         raise TypeError(f"topologies must be a list of names and topologies, got {items!r}; put it into a list")
     names_needed = items is None
     if world_size is not None:
         check_measured_size(check_world_size(world_size))
+    size = world_size
     for item in available() if items is None else items:
         if isinstance(item, Topology):
-            check_measured_size(item.world_size)
+            if size not in (None, item.world_size):
+                raise ValueError(
+                    f"topologies holds {item.name!r} for {item.world_size} ranks, world_size is {size}; build it for "
+                    f"{size}"
+                )
+            size = item.world_size
+            check_measured_size(size)
             yield item
             continue
         if not isinstance(item, str):
@@ -197,7 +200,7 @@ def chosen_topologies(
         with warnings.catch_warnings():
             if names_needed:
                 warnings.simplefilter("ignore")  # nobody has asked for this family
-            found = without_disguises(variants(item, check_world_size(world_size), local_size=local_size))
+            found = without_disguises(variants(item, world_size, local_size=local_size))
         if not found and not names_needed:
             raise ValueError(
                 f"family {item!r} serves world_size {world_size} with none of the options worth trying; build it with "

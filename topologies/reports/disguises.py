@@ -29,7 +29,6 @@ def without_disguises(topologies: Iterable[Topology]) -> list[Topology]:
 
     Examples
     --------
-    >>> import topologies
     >>> complete, ring = topologies.build("complete", 4), topologies.build("ring", 4)
     >>> one_node = topologies.build("local_global", 4, local_size=4)  # complete in every other round
     >>> without_disguises([one_node, ring, complete])

@@ -195,11 +195,6 @@ def recommend(
     ranked, chosen = [], list(chosen_topologies(topologies, world_size, network.local_size))
     candidates = without_disguises(chosen) if topologies is None else chosen
     for topology in candidates:
-        if topology.world_size != world_size:
-            raise ValueError(
-                f"topologies holds {topology.name!r} for {topology.world_size} ranks, world_size is {world_size}; "
-                f"build it for {world_size}"
-            )
         if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
             ranked.append(_recommended(topology, rounds, network))
     ranked.sort(key=lambda row: (row.seconds, row.topology.name != DEFAULT, row.rounds, title_of(row.topology)))

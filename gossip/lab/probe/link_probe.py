@@ -64,7 +64,7 @@ def matchings(world_size: int) -> list[list[list[int]]]:
     """
     n = world_size
     graph = nx.circulant_graph(n, range(1, n) if n <= _MAX_RANKS_OF_ALL_PAIRS else (1, n // 3, n // 2))
-    return [pairs.tolist() for pairs in edge_colouring(graph)]
+    return [pairs.tolist() for pairs in edge_colouring(graph.edges)]
 
 
 def _peer_in(pairs: Sequence[Sequence[int]]) -> int | None:

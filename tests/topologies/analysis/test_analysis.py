@@ -225,17 +225,6 @@ def test_another_starting_round() -> None:
         assert analysis.rounds_to(warm, 1e-6, start=start) == first
 
 
-def test_long_schedules_are_not_walked_through() -> None:
-    ring = topologies.build("ring", 8)
-    slow = topologies.build("complete", 8).then(ring.every(10**9), after=10**9)
-    assert analysis.rounds_to(slow, 0.01) == 22 * 10**9
-    assert analysis.beta(slow) == analysis.beta(ring)
-    assert analysis.diameter(slow) == 4
-    assert analysis.degrees(slow).max_sends == 7
-    assert analysis.degrees(slow).mean == 2 / 10**9
-    assert analysis.traffic(slow).bytes_per_rank == 2 / 10**9
-
-
 @pytest.mark.parametrize("topology", topologies_of(9), ids=repr)
 def test_connectivity_and_diameter(topology: Topology) -> None:
     union = nx.DiGraph()

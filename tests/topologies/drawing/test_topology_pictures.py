@@ -87,7 +87,7 @@ def test_negative_weights_are_dashed_and_the_colours_diverge(tmp_path: Path) -> 
     assert "stroke-dasharray: " in (tmp_path / "picture.svg").read_text().partition("matplotlib.axis")[0]
     assert "-1" in negative  # the scale goes below 0
     figure = Figure()
-    draw_matrix(figure.add_subplot(), np.array(matrix), "W", font_size=8)
+    draw_matrix(figure.add_subplot(), np.array(matrix), "W")
     assert figure.axes[0].images[0].get_clim() == (-1, 1)
     red, _, blue, _ = figure.axes[0].images[0].to_rgba([[-0.2]])[0, 0]
     assert red > blue

@@ -16,7 +16,7 @@ def largest_degree(graph: nx.Graph) -> int:
 
 def num_colours(graph: nx.Graph) -> int:
     """The number of matchings, after a check that they are one colouring in the promised form."""
-    matchings = edge_colouring(graph)
+    matchings = edge_colouring(graph.edges)
     found = [tuple(pair) for matching in matchings for pair in matching.tolist()]
     assert sorted(found) == sorted(tuple(sorted(edge)) for edge in graph.edges)
     for matching in matchings:
@@ -50,7 +50,7 @@ def test_edge_colouring_of_a_bipartite_graph_is_optimal(graph: nx.Graph) -> None
 @settings(max_examples=60)
 @given(graphs())
 def test_edge_colouring_by_fans_alone_needs_one_colour_more_at_most(graph: nx.Graph) -> None:
-    edges = module._sorted_edges(graph)
+    edges = module._sorted_edges(graph.edges)
     degree = largest_degree(graph)
     colouring = module._Colouring(int(edges.max()) + 1, degree + 1)
     for u, v in edges.tolist():
@@ -91,7 +91,7 @@ def test_edge_colouring_of_large_random_regular_graphs_is_optimal(degree: int) -
 def test_edge_colouring_depends_on_the_set_of_edges_alone(graph: nx.Graph, random: object) -> None:
     edges = [edge if random.random() < 0.5 else edge[::-1] for edge in graph.edges]  # type: ignore[attr-defined]
     random.shuffle(edges)  # type: ignore[attr-defined]
-    for one, other in zip(edge_colouring(graph), edge_colouring(edges), strict=True):
+    for one, other in zip(edge_colouring(graph.edges), edge_colouring(edges), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

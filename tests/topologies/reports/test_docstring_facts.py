@@ -56,7 +56,7 @@ def test_a_docstring_becomes_facts() -> None:
         rate="SLEM 0",
         weights="1/n : symmetric, one uniform group",
         sources=('Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.',),
-        example='>>> import topologies\n>>> topologies.build("complete", 4).round(0).groups\n((0, 1, 2, 3),)',
+        example='>>> topologies.build("complete", 4).round(0).groups\n((0, 1, 2, 3),)',
     )
 
 
