@@ -366,6 +366,12 @@ def expression_text(topology: Schedule) -> str:
     return f"{topology.name}({options})" if options else topology.name
 
 
+def title(name: str, options: Mapping[str, Any]) -> str:
+    """Return the name, and the options in brackets if there are any."""
+    text = options_text(options)
+    return f"{name} ({text})" if text else name
+
+
 def options_text(options: Mapping[str, Any]) -> str:
     """Return ``name=value, ..``; a graph is told by its numbers of nodes and edges, what is unset is left out.
 

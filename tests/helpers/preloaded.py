@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, process, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,22 +47,17 @@ class Program:
     """A Python program in a session of its own; as much of ``subprocess.Popen`` as is asked for.
 
     ``arguments`` begin with a script's path or :data:`TORCHRUN`; ``outputs`` are the descriptors of its standard output
-    and standard error. ``before`` is called in its process first, and holds descriptors as ``Connection``.
+    and standard error.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        outputs: tuple[int, int],
-        before: Callable[[], None] | None = None,
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, outputs: tuple[int, int]
     ) -> None:
         files = [Connection(os.dup(output), readable=False) for output in outputs]  # is sent as its descriptor
         fork_server.start(PRELOAD)
         key = getattr(forkserver._forkserver, "_forkserver_authkey", None)  # from Python 3.14 on
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(list(arguments), dict(environment), folder, files, before, key)
+            target=_run, args=(list(arguments), dict(environment), folder, files, key)
         )
         self._process.start()
         self.pid = self._process.pid
@@ -86,13 +81,10 @@ def _run(
     environment: dict[str, str],
     folder: Path,
     outputs: list[Connection],
-    before: Callable[[], None] | None,
     key: bytes | None,
 ) -> None:
     """The program's whole life."""
     gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
-    if before is not None:
-        before()
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has some blocked
     for number, output in enumerate(outputs, 1):

@@ -76,7 +76,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *arguments: str, script: Path = TRAIN, torchrun: int = 0, max_restarts: int = 0, fresh: bool = False
+    folder: Path, *arguments: str, script: Path = TRAIN, torchrun: int = 0, fresh: bool = False
 ) -> Iterator[Running]:
     """Within the block the script runs in ``folder``; afterwards its process group is killed.
 
@@ -84,8 +84,6 @@ def running(
     has been forked of one that has imported what scripts need.
     """
     launcher = [TORCHRUN, "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-    if max_restarts:
-        launcher.append(f"--max-restarts={max_restarts}")
     command = [*launcher, str(script), *arguments]
     python_path = os.pathsep.join([str(MODELS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": python_path}
@@ -119,11 +117,6 @@ def run(script: str, folder: Path, *arguments: str, **options: Any) -> Finished:
 def train(folder: Path, *overrides: str, **options: Any) -> Finished:
     """Run scripts/train.py in ``folder``."""
     return run("train.py", folder, *overrides, **options)
-
-
-def sweep(folder: Path, *overrides: str, **options: Any) -> Finished:
-    """Run scripts/sweep.py in ``folder``."""
-    return run("sweep.py", folder, *overrides, **options)
 
 
 def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) -> Finished:

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import ipykernel_launcher
 import jupytext
 import nbformat
 import pytest
-from jupyter_client.provisioning import local_provisioner
-from preloaded import Program
 from repository import REPOSITORY
 from running import run_here
 
 SCRIPT = REPOSITORY / "scripts" / "notebooks.py"
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-FRESH = "reading_a_sweep"  # runs in a fresh interpreter, as does what reads and checks it
+FRESH = "reading_a_sweep"  # is read and checked by a fresh interpreter
 TIMEOUT_S = 240
-
-
-class Kernel(Program):
-    """A kernel, forked of a process that has imported torch; as much of ``subprocess.Popen`` as jupyter_client uses."""
-
-    stdin = stdout = stderr = None
-
-    def __init__(self, command: list[str], *, env: dict[str, str], cwd: str, **_: Any) -> None:
-        options = command[command.index(ipykernel_launcher.__name__) + 1 :]
-        before = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # or it would wait for a child that has ended
-        super().__init__([ipykernel_launcher.__file__, *options], env, Path(cwd), (1, 2), before)
-        while os.getpgid(self.pid) != self.pid:  # jupyter_client sends signals to the group
-            time.sleep(0.001)
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
 
 
 @pytest.fixture
@@ -64,14 +38,13 @@ def _strange_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_strange_home")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_prints_what_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs_and_prints_what_is_written(path: Path) -> None:
     arguments = ["--check", path.with_suffix(".py")]
     if path.stem == FRESH:
         command = [sys.executable, str(SCRIPT), *arguments]
         fresh = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         status, stderr = fresh.returncode, fresh.stderr
     else:
-        monkeypatch.setattr(local_provisioner, "launch_kernel", Kernel)
         checked = run_here(SCRIPT.name, *arguments)
         status, stderr = checked.status, checked.stderr
     assert status == 0, stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from repository import REPOSITORY
-from running import sweep
+from running import run
 
 from gossip.lab.sweeps import sweeper
 
@@ -17,9 +17,9 @@ TINY = ("experiment=smoke", "launch.world_size=3", "seed=0", "training.steps=10"
 
 @pytest.mark.slow
 def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
-    run = sweep(tmp_path, *TINY, "topology=ring,hypercube", "hydra.launcher.n_jobs=2", fresh=True)
-    assert run.status == 0, run.stderr
-    assert run.stderr.count("hypercube on 3 ranks is left out: ") == 1
+    done = run("sweep.py", tmp_path, *TINY, "topology=ring,hypercube", "hydra.launcher.n_jobs=2", fresh=True)
+    assert done.status == 0, done.stderr
+    assert done.stderr.count("hypercube on 3 ranks is left out: ") == 1
     folder = tmp_path / "outputs" / "sweeps" / "smoke"
     results = json.loads((folder / "results.json").read_text())
     assert "hypercube on 3 ranks is left out: " in results["description"]
@@ -32,7 +32,7 @@ def test_sweep_smoke_runs_in_parallel_and_reports(tmp_path: Path) -> None:
         "gossip train topology=ring compression=none launch.world_size=3 seed=0 experiment=smoke training.steps=10"
     ]
     assert (folder / "report.html").stat().st_size > 10_000
-    assert run.left_running == ()
+    assert done.left_running == ()
 
 
 def test_sweep_composes_for_slurm() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from topologies import analysis
 from topologies.analysis.connectivity import MAX_DIAMETER_WORLD_SIZE, distinct_rounds
 from topologies.analysis.exactness import known_exact_after
-from topologies.schedule import Schedule, options_text
+from topologies.schedule import Schedule, title
 from topologies.validation import Stochasticity, check_measured_size
 
 #: What ranks agree to when they are said to agree: 1 % of the worst disagreement is left.
@@ -94,7 +94,7 @@ class Description:
             agreed = exact = "at once: a single rank holds the mean"
         no_slem = "only defined for period 1"
         lines = [
-            ("topology", self.name + (f" ({text})" if (text := options_text(self.options)) else "")),
+            ("topology", title(self.name, self.options)),
             ("world size", str(self.world_size)),
             ("period", period),
             ("measured over", measured),

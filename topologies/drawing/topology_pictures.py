@@ -14,7 +14,7 @@ from topologies.drawing.layouts import layout_of
 from topologies.drawing.mixing_panels import FAINT, FONT, INK, draw_curve, draw_matrix
 from topologies.drawing.picture_files import output_path, save, settings
 from topologies.drawing.round_pictures import caption, draw_round
-from topologies.schedule import options_text
+from topologies.schedule import title
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:
@@ -92,11 +92,11 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     n = topology.world_size
     layout = layout_of(topology) if n <= MAX_RANKS_WITH_LINES else None
     matrices = _matrices(topology, numbers, with_lines=layout is not None)
-    title = textwrap.wrap(_title(topology), 88)
+    title_lines = textwrap.wrap(title(topology.name, topology.options), 88)
     lines = textwrap.wrap(_subtitle(topology, numbers), 125)
     if layout is not None:
         lines.append(_legend(topology, numbers, layout))
-    header = _TITLE_LINE * len(title) + _LINE * len(lines) + 0.25
+    header = _TITLE_LINE * len(title_lines) + _LINE * len(lines) + 0.25
     num_rows = -(-(len(matrices) + 1) // 3)
     side = 2.35 if n <= 16 else 3.1 if n <= 32 else 4.65
     beside = layout is not None and len(numbers) == 1
@@ -109,8 +109,8 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     ratios = [part for part in (header, rounds, body) if part]
     head, *parts = figure.subfigures(len(ratios), 1, height_ratios=ratios)
     style = {"x": 0.15 / figure.get_figwidth(), "va": "top"}
-    head.text(y=1 - 0.12 / header, s="\n".join(title), fontsize=11.5, color=INK, weight="bold", **style)
-    below = 0.12 + _TITLE_LINE * len(title)
+    head.text(y=1 - 0.12 / header, s="\n".join(title_lines), fontsize=11.5, color=INK, weight="bold", **style)
+    below = 0.12 + _TITLE_LINE * len(title_lines)
     head.text(y=1 - below / header, s="\n".join(lines), fontsize=8.5, color=FAINT, linespacing=1.5, **style)
     panels = parts[-1]
     if layout is not None:
@@ -132,7 +132,7 @@ def _compact_figure(topology: Topology) -> Any:
     width = 4.7
     numbers = _exchanges(topology, 3)
     layout = layout_of(topology) if topology.world_size <= MAX_RANKS_WITH_LINES else None
-    matrix, title = _matrices(topology, numbers, with_lines=layout is not None)[-1]
+    matrix, matrix_title = _matrices(topology, numbers, with_lines=layout is not None)[-1]
     beside = layout is not None and len(numbers) == 1
     side = 2.15 if beside else min(0.95 * width / len(numbers), 2.2)
     above = side + 1.5 * _CAPTION if layout is not None else 0.0
@@ -146,7 +146,7 @@ def _compact_figure(topology: Topology) -> Any:
         (first,), (curve,) = _grid(aside, 1, 1, 0.5, 0.6, 0.35, 0.45), _grid(panels, 1, 1, **_AROUND_PANELS)
     else:
         first, curve = _grid(panels, 1, 2, **_AROUND_PANELS | {"wspace": 0.6})
-    draw_matrix(first, matrix, title)
+    draw_matrix(first, matrix, matrix_title)
     draw_curve(curve, topology, at_most=32, title="share of a disagreement left")
     return figure
 
@@ -192,8 +192,8 @@ def _matrices(topology: Topology, numbers: Sequence[int], *, with_lines: bool) -
     last = topology.phases[-1].topology
     num_exchanges = last.period or min(len(numbers), _APERIODIC_ROUNDS)
     if num_exchanges > 1 or topology.warmup:
-        title = "product of the period" if last.period else f"product of {num_exchanges} rounds"
-        found.append((product(last, num_exchanges), title))
+        what = "the period" if last.period else f"{num_exchanges} rounds"
+        found.append((product(last, num_exchanges), f"product of {what}"))
     return found
 
 
@@ -206,11 +206,6 @@ def _exchanges(topology: Topology, at_most: int) -> list[int]:
         for exchange in range(min(phase.num_distinct(sampled=_APERIODIC_ROUNDS), most_per_phase))
     ]
     return numbers[:at_most] or [topology.phases[-1].number_of(0)]
-
-
-def _title(topology: Topology) -> str:
-    options = options_text(topology.options)
-    return f"{topology.name} ({options})" if options else topology.name
 
 
 def _subtitle(topology: Topology, numbers: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -86,8 +87,7 @@ def repeated(round_: Round, **options: object) -> Topology:
     """Return the topology of one round that is as stochastic as its weights are."""
     # Where neither sum is 1, "doubly" makes the topology refuse its round and name the row.
     stochasticity = sums([round_]).proven or "doubly"
-    topology = Topology.from_rounds([round_], stochasticity=stochasticity)
-    return Topology(round_.world_size, topology.make_round, 1, stochasticity, options=options)
+    return replace(Topology.from_rounds([round_], stochasticity=stochasticity), options=options)
 
 
 def _given_round(graph: nx.Graph) -> Round:

@@ -9,7 +9,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -219,8 +218,7 @@ def _check_connected(graph: nx.Graph) -> None:
 def _sorted_labels(labels: list[Any]) -> list[Any]:
     """Sort labels the same way on every rank: by value, never by hash or order of insertion."""
     if all(isinstance(label, str) and re.fullmatch("-?[0-9]+", label) for label in labels):
-        # Decimal: Python refuses to make an int of thousands of digits.
-        return sorted(labels, key=lambda label: (Decimal(label), label))
+        return sorted(labels, key=lambda label: (int(label), label))
     try:
         ordered = sorted(labels)
         # Sets compare without a TypeError, but not all of them; and nothing compares with NaN.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from topologies.family_registry import family, options_of
 from topologies.reports.disguises import without_disguises
-from topologies.schedule import options_text
+from topologies.schedule import options_text, title
 from topologies.topology import Topology, variants
 from topologies.validation import check_integer
 
@@ -42,16 +42,10 @@ def sample_text(sample: Topology, world_size: int) -> str:
 
 def title_of(topology: Topology) -> str:
     """Return the name, and in brackets the options that are not the family's defaults."""
-    options = chosen_options(topology)
-    return f"{topology.name} ({options})" if options else topology.name
-
-
-def chosen_options(topology: Topology) -> str:
-    """Return the options that are not the family's defaults as text."""
     defaults = options_of(family(topology.name)) if topology.registered else {}
     chosen = {
         name: value
         for name, value in topology.options.items()
         if name not in defaults or value != defaults[name].default
     }
-    return options_text(chosen)
+    return title(topology.name, chosen)

@@ -9,7 +9,7 @@ from pathlib import Path
 from topologies.analysis.description import Description, count
 from topologies.family_registry import available
 from topologies.reports.docstring_facts import facts_of
-from topologies.reports.family_samples import chosen_options, samples
+from topologies.reports.family_samples import samples, title_of
 
 #: The lines of a file between which :func:`update_table` writes.
 BEGIN = "<!-- python -m topologies table -->"
@@ -36,10 +36,9 @@ def markdown_table(world_size: int = 16) -> str:
         for topology in samples(name, world_size):
             measured = topology.describe()
             nearest = f", {measured.world_size} ranks" if measured.world_size != world_size else ""
-            options = f" ({chosen_options(topology)})" if chosen_options(topology) else ""
             period = "none" if measured.period is None else str(measured.period)
             exact = count(measured.exact_after, "round") if measured.exact_after else "-"
-            what = f"`{name}`{options}{nearest}"
+            what = f"`{name}`{title_of(topology).removeprefix(name)}{nearest}"
             lines.append(_line((what, sizes, str(measured.max_sends), period, exact, _left(measured))))
     return "\n".join(lines)
 
