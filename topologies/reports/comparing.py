@@ -156,11 +156,11 @@ def compare(
     chosen = list(chosen_topologies(topologies, world_size, local_size))
     if not chosen:
         raise ValueError("topologies is empty; pass names of topologies.available(), or topologies")
-    rows = [_compared(topology, message_bytes, local_size, tolerance) for topology in chosen]
-    order = sorted(range(len(rows)), key=lambda index: _merit(rows[index]))
+    compared = [(_compared(topology, message_bytes, local_size, tolerance), topology) for topology in chosen]
+    rows, ordered = zip(*sorted(compared, key=lambda pair: _merit(pair[0])), strict=True)
     return Comparison(
-        topologies=tuple(chosen[index] for index in order),
-        rows=tuple(rows[index] for index in order),
+        topologies=ordered,
+        rows=rows,
         world_size=chosen[0].world_size,
         message_bytes=message_bytes,
         local_size=local_size,

@@ -1,6 +1,7 @@
 """Graphs as topologies: weight schemes, files, labels, and what is refused or put right."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import networkx as nx
@@ -129,21 +130,13 @@ def test_given_weights_are_those_of_every_edge_and_of_parallel_ones_alike() -> N
         Topology.from_graph(nx.path_graph(2), "given")
 
 
-def write(graph: nx.Graph, path: Path) -> Path:
-    match path.suffix:
-        case ".graphml":
-            nx.write_graphml(graph, path)
-        case ".gexf":
-            nx.write_gexf(graph, path)
-        case ".edgelist":
-            nx.write_edgelist(graph, path)
-        case ".txt":
-            nx.write_edgelist(graph, path, data=False)
-        case ".edges":
-            path.write_text("".join(f"{one} {other} 1.0\n" for one, other in graph.edges))
-        case ".json":
-            path.write_text(json.dumps(nx.node_link_data(graph, edges="edges")))
-    return path
+WRITE = {
+    ".graphml": nx.write_graphml,
+    ".gexf": nx.write_gexf,
+    ".edgelist": nx.write_edgelist,
+    ".txt": partial(nx.write_edgelist, data=False),
+    ".json": lambda graph, path: path.write_text(json.dumps(nx.node_link_data(graph, edges="edges"))),
+}
 
 
 LABELS = {"integers": lambda rank: 7 * rank, "texts of integers": str, "texts": lambda rank: "nmlkjihgfedcba"[rank]}
@@ -163,7 +156,8 @@ def test_files_keep_labels_and_directions(suffix: str, directed: bool, labels: s
     if not directed:
         graph = graph.to_undirected()
     graph = nx.relabel_nodes(graph, LABELS[labels])
-    path = write(graph, tmp_path / f"net{suffix}")
+    path = tmp_path / f"net{suffix}"
+    WRITE[suffix](graph, path)
     weights = "push_sum" if directed else "metropolis"
     topology = topologies.build("graph", 13, graph=path, weights=weights)
     rank_of = {label: rank for rank, label in enumerate(sorted(graph, key=int if "integers" in labels else None))}
