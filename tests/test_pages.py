@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_a_data_set_a_model_and_a_logger_of_a_users_modules(tmp_path: Path, monk
     assert "ended: completed\n" in done.stdout
 
 
-def test_datasets_of_other_libraries_are_read() -> None:
+def test_datasets_of_other_libraries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for both libraries, which have what the page uses of them."""
     transforms = SimpleNamespace(Compose=list, Resize=lambda size: size, ToTensor=lambda: None)
     torchvision, datasets = ModuleType("torchvision"), ModuleType("datasets")
@@ -100,12 +99,13 @@ def test_datasets_of_other_libraries_are_read() -> None:
     rows = {split: [{"pixels": split, "label": number} for number in range(2)] for split in ("train", "test")}
     datasets.__dict__.update(load_from_disk=lambda _: SimpleNamespace(with_format=lambda _: rows))
     found = defined("docs/experiments.md", 1)
-    with mock.patch.dict(sys.modules, torchvision=torchvision, datasets=datasets):
-        assert found["images"]() == (("images/train", (32, 32)), ("images/test", (32, 32)))
-        assert found["on_disk"]() == ([("train", 0), ("train", 1)], [("test", 0), ("test", 1)])
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    assert found["images"]() == (("images/train", (32, 32)), ("images/test", (32, 32)))
+    assert found["on_disk"]() == ([("train", 0), ("train", 1)], [("test", 0), ("test", 1)])
 
 
-def test_ray_train_reports_what_is_learned() -> None:
+def test_ray_train_reports_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for Ray, which has what the page uses of it, and one rank."""
     reported: dict[str, Any] = {}
     ray, ray_train, ray_torch = ModuleType("ray"), ModuleType("ray.train"), ModuleType("ray.train.torch")
@@ -113,9 +113,9 @@ def test_ray_train_reports_what_is_learned() -> None:
     context = SimpleNamespace(get_world_rank=lambda: 0)
     ray_train.__dict__.update(get_context=lambda: context, report=reported.update)
     ray_torch.__dict__.update(TorchConfig=None, TorchTrainer=None)
-    modules = {"ray": ray, "ray.train": ray_train, "ray.train.torch": ray_torch}
-    with mock.patch.dict(sys.modules, modules):
-        defined("docs/several_nodes.md", 1)["train"]()
+    for name, module in {"ray": ray, "ray.train": ray_train, "ray.train.torch": ray_torch}.items():
+        monkeypatch.setitem(sys.modules, name, module)  # one by one: what is imported meanwhile stays imported
+    defined("docs/several_nodes.md", 1)["train"]()
     assert reported["weights"] == [pytest.approx([1.0] * 8, abs=1e-3)]
 
 
