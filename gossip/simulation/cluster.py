@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from topologies import Topology
 from topologies.validation import check_integer, check_real
 
 
@@ -63,6 +64,14 @@ class Cluster:
     def world_size(self) -> int:
         """The number of ranks n."""
         return self.num_nodes * self.local_size
+
+    def check_topology(self, name: str, topology: Topology) -> None:
+        """Refuse the argument ``name`` if it is a topology for another number of ranks."""
+        if topology.world_size != self.world_size:
+            raise ValueError(
+                f"{name} is a topology for {topology.world_size} ranks, but the cluster has {self.num_nodes} x "
+                f"{self.local_size} = {self.world_size}; build it for {self.world_size}"
+            )
 
     @property
     def seconds_per_byte(self) -> float:

@@ -106,11 +106,7 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
     if method == "none":
         method = Topology.from_rounds([Round.identity(cluster.world_size)])
     if isinstance(method, Topology):
-        if method.world_size != cluster.world_size:
-            raise ValueError(
-                f"method is a topology for {method.world_size} ranks, but the cluster has {cluster.num_nodes} x "
-                f"{cluster.local_size} = {cluster.world_size}; build it for {cluster.world_size}"
-            )
+        cluster.check_topology("method", method)
         if isinstance(algorithm, Asynchronous):
             return AsynchronousSteps(method, cluster, workload, ratio, algorithm)
         return GossipSteps(method, cluster, workload, ratio, algorithm)

@@ -15,6 +15,7 @@ from gossip.algorithms.asynchronous import Average, Recording
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology
+from topologies.matrix_storage import FloatArray
 from topologies.validation import check_integer
 
 
@@ -77,34 +78,30 @@ def simulate_averages(
     [50, 100, 100, 100]
     """
     num_steps = check_integer("num_steps", num_steps, minimum=1)
-    if topology.world_size != cluster.world_size:
-        raise ValueError(
-            f"topology is for {topology.world_size} ranks, but the cluster has {cluster.world_size}; build it for "
-            "that number"
-        )
+    cluster.check_topology("topology", topology)
     workload.check_ranks(cluster.world_size)
-    return _Run(topology, cluster, workload, num_steps, algorithm or Asynchronous(), seconds, seed).recording()
+    algorithm = algorithm or Asynchronous()
+    draws = list(draw_steps(workload, cluster.world_size, num_steps, seed))
+    durations_s = np.stack([draw.delay_s + workload.compute_s * draw.factor for draw in draws])
+    schedule, until_s = algorithm.schedule(topology), np.inf if seconds is None else seconds
+    return _Run(schedule, algorithm.max_staleness, cluster, workload, durations_s, until_s).recording()
 
 
 class _Run:
+    """The events of a run in the order of their times; ``durations_s``, [num_steps, n], is what each step takes."""
+
     def __init__(
         self,
-        topology: Topology,
+        schedule: Topology,
+        max_staleness: int,
         cluster: Cluster,
         workload: Workload,
-        num_steps: int,
-        algorithm: Asynchronous,
-        seconds: float | None,
-        seed: int,
+        durations_s: FloatArray,
+        until_s: float,
     ) -> None:
-        n = topology.world_size
-        self._schedule = algorithm.schedule(topology)
-        self._max_staleness = algorithm.max_staleness
-        self._cluster, self._workload = cluster, workload
-        self._seconds = np.inf if seconds is None else seconds
-        draws = list(draw_steps(workload, n, num_steps, seed))
-        self._durations_s = np.stack([draw.delay_s + workload.compute_s * draw.factor for draw in draws])
-        self._ranks = [_Rank() for _ in range(n)]
+        self._schedule, self._max_staleness, self._until_s = schedule, max_staleness, until_s
+        self._cluster, self._workload, self._durations_s = cluster, workload, durations_s
+        self._ranks = [_Rank() for _ in range(cluster.world_size)]
         self._averages: list[Average] = []
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -117,7 +114,7 @@ class _Run:
             time_s, _, happen, details = heapq.heappop(self._events)
             happen(time_s, *details)
         for state in self._ranks:
-            self._enter(state, state.step, is_read=True)
+            self._enter(state, is_read=True)
         return Recording(self._averages, [state.step for state in self._ranks])
 
     def _plan(self, time_s: float, happen: Callable[..., None], *details: Any) -> None:
@@ -126,7 +123,7 @@ class _Run:
 
     def _begin_step(self, now_s: float, rank: int) -> None:
         step = self._ranks[rank].step
-        if step < len(self._durations_s) and now_s < self._seconds:
+        if step < len(self._durations_s) and now_s < self._until_s:
             self._plan(now_s + self._durations_s[step, rank], self._end_step, rank)
 
     def _end_step(self, now_s: float, rank: int) -> None:
@@ -134,7 +131,7 @@ class _Run:
         if state.asked is not None and state.asked[1] <= state.step - self._max_staleness:
             state.is_held_up = True
             return
-        self._enter(state, state.step, is_read=False)
+        self._enter(state, is_read=False)
         if state.asked is None:
             partner = next(iter(self._schedule.round(state.step).peers(rank)), None)
             has_met, state.have_asked, state.shown = partner in state.have_asked, set(), state.step
@@ -153,8 +150,7 @@ class _Run:
     def _on_question(self, now_s: float, rank: int, asking: int, asked_at: int) -> None:
         state = self._ranks[rank]
         if state.asked is not None and state.asked[0] == asking:
-            state.made.append(Average(rank, state.shown, 0, asking, asked_at))
-            self._end(now_s, rank)
+            self._on_answer(now_s, rank, asking, asked_at)
         elif state.shown < 0 or (state.asked is not None and asking < rank):
             self._plan(now_s + self._cluster.latency_us * 1e-6, self._on_answer, asking, rank, None)
         elif state.asked is not None:
@@ -168,11 +164,6 @@ class _Run:
         state = self._ranks[rank]
         if shown is not None:
             state.made.append(Average(rank, state.shown, 0, partner, shown))
-        self._end(now_s, rank)
-
-    def _end(self, now_s: float, rank: int) -> None:
-        """Handle a rank's reply."""
-        state = self._ranks[rank]
         state.asked = None
         waiting, state.waiting = state.waiting, []
         for asking, asked_at in waiting:
@@ -181,7 +172,7 @@ class _Run:
             state.is_held_up = False
             self._plan(now_s, self._end_step, rank)
 
-    def _enter(self, state: _Rank, step: int, *, is_read: bool) -> None:
+    def _enter(self, state: _Rank, *, is_read: bool) -> None:
         made, state.made = state.made, []
         for bucket in range(len(self._workload.bucket_bytes)):
-            self._averages += [average._replace(bucket=bucket, entered=step, is_read=is_read) for average in made]
+            self._averages += [average._replace(bucket=bucket, entered=state.step, is_read=is_read) for average in made]

@@ -75,12 +75,9 @@ class AllReduceSteps(Steps):
 class GossipSteps(Steps):
     """The wrapper: each bucket waits for its messages, mixes, updates and posts, in backward.
 
-    Parameters
-    ----------
-    algorithm : Algorithm
-        The algorithm, which determines the rounds that end the steps, how many messages a bucket sends, and whether
-        they are needed at the start of the next forward pass instead of where the bucket is updated. (A bucket with
-        several layers is awaited by the module that holds them all.)
+    The algorithm determines the rounds that end the steps, how many messages a bucket sends, and whether they are
+    needed at the start of the next forward pass instead of where the bucket is updated. (A bucket with several layers
+    is awaited by the module that holds them all.)
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class GossipSteps(Steps):
         self._plans: dict[tuple[int, bool], ExchangePlan | None] = {}
         num_buckets = len(workload.bucket_bytes)
         self._arrives_s = np.full((num_buckets, cluster.world_size), -np.inf)
-        self._posted_in = [-1] * num_buckets
+        self._posted_in = np.full(self._arrives_s.shape, -1)
         self._shares = [num_bytes / workload.model_bytes for num_bytes in workload.bucket_bytes]
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
@@ -120,7 +117,8 @@ class GossipSteps(Steps):
 
     def _combine(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
         """Wait for a bucket's messages, if this step needs them, and mix them; adds to ``waits_s``."""
-        if self._posted_in[bucket] < 0 or step != self._posted_in[bucket] + self._algorithm.overlap:
+        posted_in = self._posted_in[bucket, 0]  # all ranks post in the same step
+        if posted_in < 0 or step != posted_in + self._algorithm.overlap:
             return clock
         arrives_s = self._arrives_s[bucket].copy()
         wait_s = np.maximum(arrives_s - clock, 0.0)
@@ -168,21 +166,11 @@ class AsynchronousSteps(GossipSteps):
     that.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        cluster: Cluster,
-        workload: Workload,
-        compression_ratio: float,
-        algorithm: Asynchronous,
-    ) -> None:
-        super().__init__(topology, cluster, workload, compression_ratio, algorithm)
-        self._max_staleness = algorithm.max_staleness
-        self._asked_in = np.full(self._arrives_s.shape, -1)
+    _algorithm: Asynchronous
 
     def _combine(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw, waits_s: FloatArray) -> FloatArray:
-        arrives_s, asked_in = self._arrives_s[bucket], self._asked_in[bucket]
-        is_due = (asked_in >= 0) & (step - asked_in >= self._max_staleness)
+        arrives_s, asked_in = self._arrives_s[bucket], self._posted_in[bucket]
+        is_due = (asked_in >= 0) & (step - asked_in >= self._algorithm.max_staleness)
         wait_s = np.where(is_due, np.maximum(arrives_s - clock, 0.0), 0.0)
         waits_s += wait_s
         has_come = (asked_in >= 0) & (arrives_s <= clock + wait_s)
@@ -194,11 +182,11 @@ class AsynchronousSteps(GossipSteps):
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
         plan = self._plan(step, num_bytes, draw.present)
         if plan is not None:
-            asks = plan.takes_part & (self._asked_in[bucket] < 0)
+            asks = plan.takes_part & (self._posted_in[bucket] < 0)
             sent_s, arrives_s = plan.ask(np.maximum(clock, self._free_s), num_bytes)
             self._free_s = np.where(asks, sent_s, self._free_s)
             self._arrives_s[bucket] = np.where(asks, arrives_s, self._arrives_s[bucket])
-            self._asked_in[bucket][asks] = step
+            self._posted_in[bucket][asks] = step
 
     def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:  # noqa: ARG002
         return plan_exchange(self._topology.round(step), self._cluster, present=present)
