@@ -20,13 +20,12 @@ from torch._utils import _flatten_dense_tensors as flatten_tensors
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-__all__ = ["TorchDispatchMode", "flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["flatten_tensors", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 #: Open a named profiler range within a ``with`` block, by torch's faster implementation: every bucket opens four ranges
 #: in every step, and without a profiler they must cost nothing.

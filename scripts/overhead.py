@@ -1,7 +1,7 @@
-"""What the wrapper costs against plain PyTorch: time at world size 1, memory at world size 2; and ``max_difference=``.
+"""What the wrapper costs against plain PyTorch: the time of a step at world size 1; and ``max_difference=``.
 
     python scripts/overhead.py --steps 60 --optimizer adamw
-    python scripts/overhead.py --models small_tensors --modes fused --output overhead.json
+    python scripts/overhead.py outputs/overhead --models small_tensors --modes fused
     python scripts/overhead.py --device cuda --models transformer_100m --modes control fused --optimizer fused_adamw
 
 Time: two replicas of one model make the same steps in one thread of one process, one plain (forward, backward,
@@ -10,12 +10,6 @@ table shows the median and the quartiles of the ratio within a pair; the row ``c
 
 The cost of ``max_difference``: four ranks on a ring, each with one model without and one with it, in turns likewise,
 where every step waits for its messages; the row ``None`` is without against without.
-
-Memory: in processes of their own, the most bytes that parameters, gradients, optimizer state, messages and the update's
-scratch take together at any operation of the second step; not activations, and not what gloo keeps for itself. The
-bound is parameters + gradients of the buckets that had any at that moment + optimizer state + two messages per bucket
-+ the scratch for mixing one part, which does not grow with the model, + a sample of at most 2 KiB of each bucket, with
-which the next message is compared.
 """
 
 import sys

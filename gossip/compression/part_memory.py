@@ -22,12 +22,6 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     return pieces[dtype][:numel].view(shape)
 
 
-def staging_bytes() -> int:
-    """Return how many bytes of scratch this thread keeps: those of a few parts, whatever the size of the model."""
-    pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.get("pieces", {})
-    return sum(piece.nbytes for piece in pieces.values())
-
-
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether all values are finite; if they are, usually with a single pass over memory."""
     total = float(values.sum())  # it can overflow even if all values are finite

@@ -73,8 +73,6 @@ INTERNALS_OF_LAB = {
     "gossip.elastic.connections.peer_connection": "where a message is sent in part, for faults",
     "gossip.communication.waiting": "whether DDP has lost a peer",
     "gossip.compression.compiled_passes": "what quantized the buckets of a record",
-    "gossip.compression.part_memory": "what mixing keeps for a part, in the bound on the memory of the update",
-    "gossip.exchange.outlier_detection": "what is kept of each message, in the same bound",
     "gossip.private_torch": "what a benchmark takes of torch's private parts",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",

@@ -29,6 +29,7 @@ from gossip.lab.experiments.training_methods import grouped, shard_parts
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, nearest
 
 MOMENTUM = 0.9
+Optimize = Callable[[Any], torch.optim.Optimizer]
 Options = Mapping[str, Any]
 """The options of a method besides the module: keyword arguments of the class that the method represents."""
 _FSDP = "fsdp"
@@ -52,9 +53,9 @@ class MethodSpecification(Model):
     kind: str
     options: dict[str, Any]
 
-    def start(self, module: nn.Module, learning_rate: float, timeout_s: float) -> Method:
-        """Prepare the training of a module. Collective."""
-        return METHODS[self.kind](module, learning_rate, self.options, timedelta(seconds=timeout_s))
+    def start(self, module: nn.Module, optimizer: Optimize, timeout_s: float) -> Method:
+        """Prepare the training of a module, by an optimizer that is made over parameters. Collective."""
+        return METHODS[self.kind](module, optimizer, self.options, timedelta(seconds=timeout_s))
 
 
 def _list(names: Any) -> str:
@@ -64,13 +65,7 @@ def _list(names: Any) -> str:
 class Method(ABC):
     """A training method for one replica that communicates with the other replicas; this class makes plain steps.
 
-    Parameters
-    ----------
-    module : Module
-    learning_rate : float
-    options : mapping
-    timeout : timedelta
-        The time-out of any wait for other ranks.
+    The time-out is that of any wait for other ranks.
     """
 
     wrapper: ClassVar[type | None] = None
@@ -78,27 +73,30 @@ class Method(ABC):
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     _updates_in_backward: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, learning_rate: float, options: Options, timeout: timedelta) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, optimizer: Optimize, options: Options, timeout: timedelta) -> None:
+        self._module, self._optimize = module, optimizer
         self._group: dist.ProcessGroup | None = None
-        self._optimize = functools.partial(make_optimizer, learning_rate)
-        self._model = self._wrapped(dict(options), timeout)
-        self._optimizer = None if self._updates_in_backward else self._optimize(module.parameters())
+        self.model = self._wrapped(dict(options), timeout)
+        self._optimizer = None if self._updates_in_backward else optimizer(module.parameters())
 
     @abstractmethod
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         """Return the model to train. Collective."""
 
-    def step(self, batch: Batch) -> None:
-        """Make one local update with its communication. Ranks must make equal numbers of steps, unless asynchronous."""
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Make one local update with its communication, and return the loss.
+
+        Ranks must make equal numbers of steps, unless asynchronous.
+        """
         with record_function("forward"):
-            loss = loss_of(self._model, batch)
+            loss = loss_of(self.model, batch)
         with record_function("backward"):
             loss.backward()
         if self._optimizer is not None:
             with record_function("update"):
                 self._optimizer.step()
                 self._optimizer.zero_grad()
+        return loss.detach()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the module holds the mean of all replicas. Collective."""
@@ -106,7 +104,7 @@ class Method(ABC):
 
     def close(self) -> None:
         """End communication; the module then holds this rank's replica."""
-        del self._model
+        del self.model
 
     @classmethod
     def allowed(cls) -> dict[str, tuple[str, ...] | None]:
@@ -186,7 +184,7 @@ class DecentDP(Method):
 
     def close(self) -> None:
         """Wait for pending communication and release process groups and hooks, since Decent-DP does neither itself."""
-        model: Any = self._model
+        model: Any = self.model
         for work in model._comm_ops:
             if work is not None:
                 work.wait()
@@ -214,7 +212,7 @@ class Gossip(Method):
     wrapper = GossipDataParallel
     choices: ClassVar = {"shard": (_WHOLE, "optimizer", _FSDP)}
     _updates_in_backward = True
-    _model: GossipDataParallel
+    model: GossipDataParallel
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -225,12 +223,11 @@ class Gossip(Method):
         return GossipDataParallel(self._module, self._optimize, timeout=timeout, **arguments)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Return :meth:`gossip.GossipDataParallel.averaged`."""
-        return self._model.averaged()
+        return self.model.averaged()
 
     def close(self) -> None:
         """Wait for messages in flight, and discard them."""
-        self._model.close()
+        self.model.close()
 
     @classmethod
     def check(cls, options: Options, world_size: int, local_size: int) -> None:
@@ -365,9 +362,9 @@ def _name_and_options(option: str, wanted: Any) -> tuple[str, dict[str, Any]]:
     return wanted["name"], {key: value for key, value in wanted.items() if key != "name"}
 
 
-def make_optimizer(learning_rate: float, parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that every method uses: SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
+def sgd(learning_rate: float) -> Optimize:
+    """Return the optimizer of the models of :mod:`.workloads`, with any method: SGD with momentum."""
+    return functools.partial(torch.optim.SGD, lr=learning_rate, momentum=MOMENTUM)
 
 
 @contextlib.contextmanager

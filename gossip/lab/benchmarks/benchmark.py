@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import (
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS
+from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.validated_models import Model
 
 Record = dict[str, Any]
@@ -173,3 +175,28 @@ class Benchmark(ABC, Generic[S, R]):
     def is_sound(self, results: Sequence[R]) -> bool:  # noqa: ARG002
         """Return whether the results are as they must be; else the command fails."""
         return True
+
+
+class Rows(BaseModel):
+    """The records of rank 0 in a case, and the link of the case; None on loopback."""
+
+    link: str | None
+    rows: list[Record]
+
+
+class RowsBenchmark(Benchmark[S, Rows]):
+    """A benchmark whose report is what rank 0 has written: a table for each link, with a column for each key."""
+
+    def result(self, case: S, records: Records) -> Rows:
+        return Rows(link=case.link, rows=[dict(record) for record in records[0]])
+
+    def sections(self, results: Sequence[Rows]) -> list[str]:
+        parts = []
+        for link, cases in itertools.groupby(results, lambda result: result.link):
+            rows = [row for case in cases for row in case.rows]
+            parts += [f"## {link}" if link else "", table(list(rows[0]), map(self.cells, rows))]
+        return parts
+
+    def cells(self, row: Record) -> list[str]:
+        """Return the texts of a row of the table."""
+        return [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gossip.lab.benchmarks.benchmark import Benchmark
+from gossip.lab.benchmarks.compression_speed import CompressionSpeed
 from gossip.lab.benchmarks.exchange_ways import ExchangeWays
 from gossip.lab.benchmarks.large_model import LargeModel
+from gossip.lab.benchmarks.memory_by_mode import MemoryUse
 from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
@@ -27,6 +29,8 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "uneven_ranks": UnevenRanks,
     "virtual_speed": VirtualSpeed,
     "large_model": LargeModel,
+    "memory_use": MemoryUse,
+    "compression_speed": CompressionSpeed,
     "probe": Probe,
     "chaos": Chaos,
 }

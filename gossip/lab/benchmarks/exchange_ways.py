@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Write
-from gossip.lab.benchmarks.summaries import table
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Links, Place, Record, RowsBenchmark, Write
 
 PIECE_NUMEL = 2**17
 SIZES = (1_000, 16_000, 64_000, 256_000, 1_000_000, 4_200_000, 16_800_000)
@@ -28,55 +27,31 @@ class ExchangeWaysSettings(BenchmarkSettings):
     repetitions: int = Field(5, ge=1, description="of every exchange")
 
 
-class Timing(BaseModel):
-    """The median milliseconds of an exchange of a message among some ranks, in one way."""
-
-    ranks: int
-    num_bytes: int
-    way: str
-    median_ms: float
-
-
-class ExchangeWaysResult(BaseModel):
-    """The timings on one kind of link; None on loopback."""
-
-    link: str | None
-    timings: list[Timing]
-
-
-class ExchangeWays(Benchmark[ExchangeWaysSettings, ExchangeWaysResult]):
+class ExchangeWays(RowsBenchmark[ExchangeWaysSettings]):
     """Two ranks, and then all of them, exchange messages of several sizes in every way."""
 
     settings = ExchangeWaysSettings
     title = "Milliseconds of an exchange over gloo"
-    explanation = "The fastest of a row is bold."
+    explanation = "Medians of each way; the fastest of a row is bold."
 
     def work(self, case: ExchangeWaysSettings, place: Place, write: Write) -> None:
-        """Write the median time of each way for each size."""
+        """Write the median milliseconds of each way for each number of ranks and size."""
         for ranks in sorted({2, case.world_size}):
             group = dist.new_group(range(ranks))
             for num_bytes in SIZES if place.rank < ranks else ():
-                for way, post in _ways(group, ranks).items():
-                    median_ms = 1e3 * _median_s(group, post, num_bytes, place.rank, case.repetitions)
-                    write({"ranks": ranks, "num_bytes": num_bytes, "way": way, "median_ms": median_ms})
+                found = {
+                    way: 1e3 * _median_s(group, post, num_bytes, place.rank, case.repetitions)
+                    for way, post in _ways(group, ranks).items()
+                }
+                write({"ranks": ranks, "message, kB": num_bytes // 1000, **found})
             dist.barrier()
 
-    def result(self, case: ExchangeWaysSettings, records: Records) -> ExchangeWaysResult:
-        """Return the timings of rank 0."""
-        return ExchangeWaysResult(link=case.link, timings=[Timing.model_validate(record) for record in records[0]])
-
-    def sections(self, results: Sequence[ExchangeWaysResult]) -> list[str]:
-        """Return a table of milliseconds for each kind of link."""
-        return [part for result in results for part in (f"## {result.link or 'Loopback'}", _table(result.timings))]
-
-
-def _table(timings: Sequence[Timing]) -> str:
-    rows = []
-    for ranks, num_bytes in dict.fromkeys((timing.ranks, timing.num_bytes) for timing in timings):
-        row = [timing.median_ms for timing in timings if (timing.ranks, timing.num_bytes) == (ranks, num_bytes)]
-        cells = (f"**{value:.2f}**" if value == min(row) else f"{value:.2f}" for value in row)
-        rows.append([str(ranks), f"{num_bytes / 1e3:g}", *cells])
-    return table(["ranks", "message, kB", *dict.fromkeys(timing.way for timing in timings)], rows)
+    def cells(self, row: Record) -> list[str]:
+        least = min(value for value in row.values() if isinstance(value, float))
+        return [
+            f"**{text}**" if value == least else text
+            for text, value in zip(super().cells(row), row.values(), strict=True)
+        ]
 
 
 def _median_s(group: dist.ProcessGroup, post: Post, num_bytes: int, rank: int, repetitions: int) -> float:

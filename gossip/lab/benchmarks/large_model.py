@@ -9,7 +9,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -18,18 +18,16 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, PositiveInt
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import gossip
 from gossip import GossipDataParallel, World
+from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory
 from gossip.lab.benchmarks.summaries import table
+from gossip.lab.benchmarks.workloads import Batch
 from gossip.lab.experiments.datasets import stdlib_text
 from gossip.lab.experiments.models import CharTransformer
-from gossip.lab.experiments.training_methods import grouped, shard_parts
 from gossip.lab.experiments.validated_models import OneOf
 
 _ADAMW = partial(torch.optim.AdamW, lr=3e-4)
@@ -39,15 +37,14 @@ _REPLICA_SAMPLES = 2  # in a step
 
 
 class Way(NamedTuple):
-    """A way to train: by the wrapper with these options or, with None, by torch alone.
+    """A way to train: a key of :data:`.bench_methods.METHODS` and its options.
 
-    ``shard`` says how the ranks of a group hold a replica, see :func:`grouped`; ``like`` names the way with whose
-    losses those of this way are compared.
+    ``like`` names the way with whose losses those of this way are compared.
     """
 
-    options: dict[str, Any] | None
+    kind: str
+    options: dict[str, Any]
     group_size: int = 1
-    shard: str | None = None
     num_replicas: int = 2
     like: str | None = None
 
@@ -58,20 +55,20 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "ddp": Way(None),
-    "fully_shard": Way(None, shard="fsdp", like="ddp"),
-    "exact": Way({}),
-    "exact, continue": Way({"on_peer_loss": "continue"}, like="exact"),
-    "int8": Way({"compression": "int8"}, like="exact"),
-    "int4": Way({"compression": "int4"}, like="exact"),
-    "shard=none": Way({}, group_size=2, shard="none", like="exact"),
-    "shard=optimizer": Way({}, group_size=2, shard="optimizer", like="exact"),
-    "fully_shard, gossip": Way({}, group_size=2, shard="fsdp", like="exact"),
-    "fully_shard, int8": Way({"compression": "int8"}, group_size=2, shard="fsdp", like="int8"),
-    "4 replicas": Way({}, num_replicas=4),
-    "4 replicas, continue": Way({"on_peer_loss": "continue"}, num_replicas=4, like="4 replicas"),
-    "4 replicas, int8": Way({"compression": "int8"}, num_replicas=4, like="4 replicas"),
-    "4 replicas, int4": Way({"compression": "int4"}, num_replicas=4, like="4 replicas"),
+    "ddp": Way("ddp", {"gradient_as_bucket_view": False}),
+    "fully_shard": Way("fsdp", {}, like="ddp"),
+    "exact": Way("gossip", {}),
+    "exact, continue": Way("gossip", {"on_peer_loss": "continue"}, like="exact"),
+    "int8": Way("gossip", {"compression": "int8"}, like="exact"),
+    "int4": Way("gossip", {"compression": "int4"}, like="exact"),
+    "shard=none": Way("gossip", {"shard": "whole"}, group_size=2, like="exact"),
+    "shard=optimizer": Way("gossip", {"shard": "optimizer"}, group_size=2, like="exact"),
+    "fully_shard, gossip": Way("gossip", {"shard": "fsdp"}, group_size=2, like="exact"),
+    "fully_shard, int8": Way("gossip", {"shard": "fsdp", "compression": "int8"}, group_size=2, like="int8"),
+    "4 replicas": Way("gossip", {}, num_replicas=4),
+    "4 replicas, continue": Way("gossip", {"on_peer_loss": "continue"}, num_replicas=4, like="4 replicas"),
+    "4 replicas, int8": Way("gossip", {"compression": "int8"}, num_replicas=4, like="4 replicas"),
+    "4 replicas, int4": Way("gossip", {"compression": "int4"}, num_replicas=4, like="4 replicas"),
 }
 
 
@@ -89,7 +86,6 @@ class LargeModelSettings(BenchmarkSettings):
     dtype: Literal["float32", "float64"] = Field("float32", description="of the parameters: float32, float64")
 
     def cases(self) -> Iterator[tuple[str, Self]]:
-        """Yield every way."""
         for name in self.ways:
             way = WAYS[name]
             update = {"ways": (name,), "world_size": way.num_ranks, "local_size": way.group_size}
@@ -139,7 +135,8 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
         module, batches = _module(case), _batches(case, way, place.rank)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         with _timed(found, "construct_s"):
-            step, model = _start(module, way)
+            method = MethodSpecification(label=case.ways[0], kind=way.kind, options=way.options)
+            running = method.start(module, _ADAMW, case.timeout_s)
         losses, step_s = [], []
         for number, batch in enumerate(itertools.islice(batches, case.steps)):
             if number == _NUM_MEMORY_STEPS:
@@ -147,22 +144,20 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
                 for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
                     ctypes.CDLL(None).mallopt(parameter, 2**25)  # as glibc sets them by itself
             began = time.perf_counter()
-            losses.append(step(*batch))
+            losses.append(float(running.step(batch)))
             step_s.append(time.perf_counter() - began)
         step_s, first_step_s = step_s[_NUM_MEMORY_STEPS:], step_s[0]
         found |= {"losses": losses, "first_step_s": first_step_s, "step_s": statistics.median(step_s)}
-        if model is not None:
-            _end(model, memory, found)
+        if isinstance(running.model, GossipDataParallel):
+            _end(running.model, memory, found)
         write(found | {"num_parameters": num_parameters})
 
     def result(self, case: LargeModelSettings, records: Records) -> LargeModelResult:
-        """Return the mean of the losses, and the most of everything else."""
         losses = [statistics.fmean(of_step) for of_step in zip(*(of[0]["losses"] for of in records), strict=True)]
         most = {key: max(of[0][key] for of in records) for key in records[0][0] if key != "losses"}
         return LargeModelResult(way=case.ways[0], losses=losses, **most)
 
     def facts(self, settings: LargeModelSettings) -> list[str]:
-        """Tell the model and the training."""
         return [
             f"A transformer of width {settings.width}, {settings.depth} blocks and {settings.vocabulary} tokens "
             f"({settings.dtype}), random initial values, characters of Python's standard library; AdamW, two samples "
@@ -170,7 +165,6 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
         ]
 
     def sections(self, results: Sequence[LargeModelResult]) -> list[str]:
-        """Return a table of losses and memory, and one of times."""
         by_way = {each.way: each for each in results}
         memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
         times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
@@ -209,7 +203,7 @@ def _module(case: LargeModelSettings) -> nn.Module:
     return module.to(getattr(torch, case.dtype))
 
 
-def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[Batch]:
     """Yield the samples of this rank for each step; the ranks of a group divide those of their replica."""
     data = stdlib_text(context_length=case.tokens, max_bytes=200_000)
     num_samples = _REPLICA_SAMPLES // way.group_size
@@ -217,30 +211,6 @@ def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[tuple[to
         first = (step * way.num_ranks + rank) * num_samples
         samples = torch.arange(first, first + num_samples) % len(data.train_inputs)
         yield data.train_inputs[samples], data.train_targets[samples]
-
-
-def _start(module: nn.Module, way: Way) -> tuple[Callable[..., float], GossipDataParallel | None]:
-    """Return a function that makes a step and returns its loss, and the wrapper. Collective."""
-    optimizer, wrapper = None, None
-    if way.options is None:
-        if way.shard is None:
-            model: nn.Module = DistributedDataParallel(module)
-        else:
-            shard_parts(model := module, init_device_mesh("cpu", (way.num_ranks,)))
-        optimizer = _ADAMW(module.parameters())
-    else:
-        options = {} if way.shard is None else grouped(module, way.group_size, way.shard)
-        model = wrapper = GossipDataParallel(module, _ADAMW, "one_peer_exponential", **options, **way.options)
-
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-        loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step, wrapper
 
 
 def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:

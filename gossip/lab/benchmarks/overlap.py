@@ -14,9 +14,17 @@ from pydantic import BaseModel, Field
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, TopologyName, Write
-from gossip.lab.benchmarks.summaries import table
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
+from gossip.lab.benchmarks.benchmark import (
+    BenchmarkSettings,
+    Links,
+    Place,
+    Record,
+    Rows,
+    RowsBenchmark,
+    TopologyName,
+    Write,
+)
 from gossip.lab.experiments.run_figures import drawn
 from gossip.private_torch import profile_all_threads
 
@@ -81,39 +89,19 @@ class Bar(BaseModel):
     stop_ms: float
 
 
-class Traced(BaseModel):
-    """The bars of a method on rank 0, in order of their starts."""
-
-    method: str
-    bars: list[Bar]
-
-    @property
-    def end_ms(self) -> float:
-        """When the last step ended; messages may still be on their way."""
-        return max(bar.stop_ms for bar in self.bars if bar.kind != MESSAGE)
-
-
-class OverlapResult(BaseModel):
-    """The traces on one kind of link."""
-
-    link: str
-    traces: list[Traced]
-
-
-class Overlap(Benchmark[OverlapSettings, OverlapResult]):
+class Overlap(RowsBenchmark[OverlapSettings]):
     """The methods train in turns, and the last steps of each are traced."""
 
     settings = OverlapSettings
     title = "When rank 0 computes and exchanges"
 
     def work(self, case: OverlapSettings, place: Place, write: Write) -> None:  # noqa: ARG002
-        """Write the bars of every method."""
         for method in case.methods():
             torch.manual_seed(0)
             layers = (nn.Linear(case.width, case.width, bias=False) for _ in range(case.num_layers))
             module = nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
             batch = torch.randn(case.batch_size, case.width), torch.randint(case.width, (case.batch_size,))
-            running = method.start(module, _LEARNING_RATE, case.timeout_s)
+            running = method.start(module, sgd(_LEARNING_RATE), case.timeout_s)
             for _ in range(_NUM_WARM_UP_STEPS):
                 running.step(batch)
             with profile(activities=[ProfilerActivity.CPU], experimental_config=profile_all_threads()) as profiler:
@@ -121,32 +109,30 @@ class Overlap(Benchmark[OverlapSettings, OverlapResult]):
                     running.step(batch)
             dist.barrier()  # who is done first must not close its connections under the others
             running.close()
-            write({"method": method.label, "bars": [bar.model_dump() for bar in bars_of(profiler)]})
+            write({"method": method.label, "trace": [bar.model_dump() for bar in bars_of(profiler)]})
 
-    def result(self, case: OverlapSettings, records: Records) -> OverlapResult:
-        """Return the bars of rank 0."""
-        traces = [Traced.model_validate(record) for record in records[0]]
-        return OverlapResult(link=case.link or case.network, traces=traces)
+    def cells(self, row: Record) -> list[str]:
+        return [row["method"], f"{NUM_STEPS} steps in {_end_ms(row):.0f} ms"]
 
-    def sections(self, results: Sequence[OverlapResult]) -> list[str]:
-        """Return a table of the steps that are drawn."""
-        rows = [[result.link, each.method, f"{each.end_ms:.0f}"] for result in results for each in result.traces]
-        return [table(["link", "method", f"{NUM_STEPS} steps, ms"], rows)]
-
-    def draw(self, settings: OverlapSettings, results: Sequence[OverlapResult], folder: Path) -> None:
+    def draw(self, settings: OverlapSettings, results: Sequence[Rows], folder: Path) -> None:
         """Draw the methods of the newest result below each other, over the same time."""
-        result = results[-1]
-        with drawn(folder / f"overlap_{result.link}.svg", 9.5, 4.6) as figure:
-            panels = figure.subplots(len(result.traces), 1, sharex=True)
-            for axes, traced in zip(panels, result.traces, strict=True):
-                _draw_bars(axes, traced.bars)
-                axes.set_title(f"{traced.method}: {NUM_STEPS} steps in {traced.end_ms:.0f} ms")
-            panels[0].set_xlim(0, 1.01 * max(traced.end_ms for traced in result.traces))
+        rows, link = results[-1].rows, results[-1].link or settings.network
+        with drawn(folder / f"overlap_{link}.svg", 9.5, 4.6) as figure:
+            panels = figure.subplots(len(rows), 1, sharex=True)
+            for axes, row in zip(panels, rows, strict=True):
+                _draw_bars(axes, [Bar.model_validate(bar) for bar in row["trace"]])
+                axes.set_title(": ".join(self.cells(row)))
+            panels[0].set_xlim(0, 1.01 * max(map(_end_ms, rows)))
             panels[-1].set_xlabel("milliseconds")
             buckets = f"{settings.num_layers} buckets of {settings.bucket_bytes / 1e6:.2g} MB"
-            figure.suptitle(f"Rank 0 of {settings.world_size}, links: {result.link}, {buckets} over gloo", fontsize=10)
+            figure.suptitle(f"Rank 0 of {settings.world_size}, links: {link}, {buckets} over gloo", fontsize=10)
             handles = [panels[0].barh(0, 0, color=colour, label=kind) for kind, colour in COLOURS.items()]
             figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+
+
+def _end_ms(row: Record) -> float:
+    """Return when the last step ended; messages may still be on their way."""
+    return max(float(bar["stop_ms"]) for bar in row["trace"] if bar["kind"] != MESSAGE)
 
 
 def bars_of(profiler: profile) -> list[Bar]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationInfo, field_valida
 import topologies
 from gossip import Cluster, DiLoCo, RandomDelays, SlowRank, Workload, simulate_time
 from gossip.lab.benchmarks import stragglers
-from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand, make_optimizer
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, Links, Place, Records, Write
 from gossip.lab.benchmarks.step_time import Measurement, StepTimeSettings
 from gossip.lab.benchmarks.summaries import look, set_logarithmic, table
@@ -67,25 +66,16 @@ class PredictedStepsSettings(StepTimeSettings):
         return expand(named, info.data.get("world_size", 1))
 
     def cases(self) -> Iterator[tuple[str, Self]]:
-        """Yield every kind of straggler on every link."""
         for straggler in self.stragglers:
             for name, case in super().cases():
                 yield f"{straggler}_{name}", case.model_copy(update={"straggler": straggler})
 
 
 class Case(BaseModel):
-    """Measured and predicted steps with one network and one kind of straggler.
+    """Measured and predicted steps with one rate of every link and one kind of straggler, a key of :data:`SIMULATED`.
 
-    Attributes
-    ----------
-    rate : str
-        The rate of every link in each direction, in the notation of tc.
-    straggler : str
-        A key of :data:`SIMULATED`.
-    cluster, workload
-        The cluster and the workload as probed, without the stragglers of the benchmark.
-    step_s : mapping of str to float
-        The measured mean step time by method: "local", "ddp", or the name of a topology.
+    Cluster and workload are as probed, without the stragglers; ``step_s`` has the measured mean step time by method:
+    "local", "ddp", or the name of a topology.
     """
 
     rate: str
@@ -114,7 +104,7 @@ class PredictedSteps(Benchmark[PredictedStepsSettings, Case]):
         probed = measure(
             module,
             lambda step: loss_of(module, batches[step % len(batches)]),
-            partial(make_optimizer, workload.learning_rate),
+            sgd(workload.learning_rate),
             bucket_cap_mb=_BUCKET_CAP_MB,
         )
         write({"probe": dataclasses.asdict(probed)})
@@ -136,7 +126,6 @@ class PredictedSteps(Benchmark[PredictedStepsSettings, Case]):
         return Case(rate=rate, straggler=case.straggler, cluster=probe.cluster, workload=workload, step_s=step_s)
 
     def sections(self, results: Sequence[Case]) -> list[str]:
-        """Return a table of measured and predicted milliseconds per step, and their ratio."""
         rows = []
         for case in results:
             for method, step_s in case.step_s.items():

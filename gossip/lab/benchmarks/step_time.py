@@ -15,7 +15,13 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from gossip.lab.benchmarks import stragglers
-from gossip.lab.benchmarks.bench_methods import WITHOUT_DECENT_DP, Method, MethodSpecification, decent_dp_is_installed
+from gossip.lab.benchmarks.bench_methods import (
+    WITHOUT_DECENT_DP,
+    Method,
+    MethodSpecification,
+    decent_dp_is_installed,
+    sgd,
+)
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
@@ -25,7 +31,6 @@ from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.lab.probe.link_probe import measure_links
 
-_NUM_CALIBRATION_STEPS = 10
 _MESSAGE_BYTES = 4_000_000  # with which the goodput is measured
 
 
@@ -88,7 +93,6 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
                 write(measurement.measure(method, repetition))
 
     def progress(self, case: StepTimeSettings, number: int, record: Record) -> str | None:
-        """Tell the median step time on rank 0."""
         if "method" not in record:
             return None
         median_ms = 1e3 * statistics.median(record["step_s"])
@@ -96,11 +100,9 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         return f"{number}/{total} {record['method']}: {median_ms:.1f} ms a step on rank 0"
 
     def result(self, case: StepTimeSettings, records: Records) -> StepTimeResult:
-        """Return the rows and ratios at one link rate."""
         return result_of(case.link, case.methods, records)
 
     def facts(self, settings: StepTimeSettings) -> list[str]:
-        """Tell model, ranks and numbers of steps."""
         each_host = f", {settings.local_size} on each host" if settings.local_size > 1 else ""
         return [
             f"Model {settings.model}, {settings.world_size} ranks on {settings.network}{each_host}, "
@@ -110,7 +112,6 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         ]
 
     def sections(self, results: Sequence[StepTimeResult]) -> list[str]:
-        """Return a table of costs and a table of ratios for every link."""
         return [part for result in results for part in section(result)]
 
     def draw(self, settings: StepTimeSettings, results: Sequence[StepTimeResult], folder: Path) -> None:  # noqa: ARG002
@@ -126,8 +127,12 @@ class Measurement:
     def __init__(self, case: StepTimeSettings, place: Place) -> None:
         self._case, self._place = case, place
         self._workload = WORKLOADS[case.model]
+        self._optimizer = sgd(self._workload.learning_rate)
         self._batches = self._workload.batches(case.seed, place.rank)
-        self._compute_s = self._calibrate() if case.straggler == "one_slow" else 0.0
+        self._compute_s = 0.0
+        if case.straggler == "one_slow":  # the time of a step without communication, while all ranks compute
+            local = MethodSpecification(label="local", kind="local", options={})
+            self._compute_s = statistics.median(self.measure(local, 0)["step_s"])
 
     def measure(self, method: MethodSpecification, repetition: int) -> Record:
         """Measure the cost of a method on this rank.
@@ -137,7 +142,7 @@ class Measurement:
         case, place = self._case, self._place
         memory = PeakMemory()
         module = self._workload.initial_module(case.seed)
-        running = method.start(module, self._workload.learning_rate, case.timeout_s)
+        running = method.start(module, self._optimizer, case.timeout_s)
         dist.barrier()
         for step in range(case.warmup_steps):
             running.step(self._batch(step))
@@ -178,21 +183,6 @@ class Measurement:
 
     def _batch(self, step: int) -> Batch:
         return self._batches[step % len(self._batches)]
-
-    def _calibrate(self) -> float:
-        """Return the median time of a step without communication, while all ranks compute."""
-        module = self._workload.initial_module(self._case.seed)
-        local = MethodSpecification(label="local", kind="local", options={}).start(
-            module, self._workload.learning_rate, self._case.timeout_s
-        )
-        dist.barrier()
-        times_s = []
-        for step in range(_NUM_CALIBRATION_STEPS):
-            start_s = time.perf_counter()
-            local.step(self._batch(step))
-            times_s.append(time.perf_counter() - start_s)
-        dist.barrier()
-        return statistics.median(times_s)
 
     @torch.no_grad()
     def _final_loss(self, running: Method, module: nn.Module) -> float:

@@ -31,17 +31,12 @@ class Row(BaseModel):
     step_s_by_repetition, whole_s_by_repetition : list of float
         For each repetition, the median step time over steps and ranks, and the time from the last rank's start to the
         last rank's end, divided by the number of steps.
-    compute_s, exposed_s : float or None
-        The median step time of the method "local" in the same run, if the run has it, and what a step takes longer.
-    sent_bytes : float
-        Bytes per rank and step, as counted by the network interfaces.
-    efficiency : float or None
-        max(``compute_s``, ``sent_bytes`` / goodput) / ``step_s.median``.
+    compute_s : float or None
+        The median step time of the method "local" in the same run, if the run has it.
     peak_memory_bytes : float
         The highest peak of any rank above its process's previous memory; the median over the repetitions.
     final_loss : float or None
-        The loss of the averaged model on held-out data, after the same number of steps for every method; None if it is
-        not finite.
+        None if it is not finite.
     """
 
     label: str
@@ -59,7 +54,7 @@ class Row(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def exposed_s(self) -> float | None:
-        """What communication adds to a step."""
+        """What a step takes longer than its computation."""
         return None if self.compute_s is None else self.step_s.median - self.compute_s
 
     @computed_field  # type: ignore[prop-decorator]
@@ -75,10 +70,7 @@ class Row(BaseModel):
 
 
 class Ratio(BaseModel):
-    """The ratios of a method's step time and throughput to a reference's, over pairs of the same repetition.
-
-    A ``step`` below 1 and a ``throughput`` above 1 mean that the method is faster.
-    """
+    """The ratios of a method's step time and throughput to a reference's, over pairs of the same repetition."""
 
     label: str
     reference: str
@@ -87,15 +79,9 @@ class Ratio(BaseModel):
 
 
 class StepTimeResult(BaseModel):
-    """The measurements at one link rate.
+    """The measurements at one link rate, which is None if links are unshaped.
 
-    Attributes
-    ----------
-    rate : str or None
-        The rate of the links; None if they are unshaped.
-    goodput_bytes_per_s : float or None
-        What a rank sends at most while it receives as much; None if all ranks are on one host.
-    rows, ratios : list
+    The goodput is what a rank sends at most while it receives as much; None if all ranks are on one host.
     """
 
     rate: str | None

@@ -15,16 +15,9 @@ KINDS = {
 
 
 def delay_s(kind: str, *, seed: int, repetition: int, rank: int, step: int, compute_s: float) -> float:
-    """Return how long a rank sleeps before a step, in seconds.
+    """Return how long a rank sleeps before a step, in seconds, by a key of :data:`KINDS`.
 
-    Parameters
-    ----------
-    kind : str
-        A key of :data:`KINDS`.
-    seed, repetition, rank, step : int
-        The values that determine a random delay.
-    compute_s : float
-        The time of a step without communication.
+    ``compute_s`` is the time of a step without communication; the others determine a random delay.
     """
     if kind == "exponential":
         return float(np.random.default_rng([seed, repetition, rank, step]).exponential(MEAN_S))

@@ -16,10 +16,10 @@ from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 
 from gossip import World
 from gossip.communication.json_gathering import all_gather_json
-from gossip.lab.benchmarks.bench_methods import MethodSpecification, make_optimizer
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.time_to_loss_prediction import VirtualTraining
+from gossip.lab.benchmarks.time_to_loss_prediction import step_time_s
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -43,8 +43,8 @@ class TimeToLossSettings(ComparisonSettings):
     """The settings of a run; a case has a single task.
 
     The first method is all-reduce, which makes ``steps`` steps; the others are to reach its final loss within
-    ``max_time_ratio`` times its time. All train from each seed in turn. With ``predict`` virtual workers train too, for
-    a prediction; with ``as_probed`` gossip as chosen by the probe is an additional method.
+    ``max_time_ratio`` times its time. All train from each seed in turn. With ``as_probed`` gossip as the probe
+    chooses it is an additional method.
     """
 
     tasks: tuple[Annotated[str, OneOf(LOSS_TASKS)], ...] = Field(min_length=1)
@@ -52,7 +52,6 @@ class TimeToLossSettings(ComparisonSettings):
     steps: int = Field(ge=1)
     evaluate_every: int = Field(ge=1)
     max_time_ratio: PositiveFloat
-    predict: bool
     as_probed: bool
 
     @model_validator(mode="after")
@@ -70,7 +69,6 @@ class TimeToLossSettings(ComparisonSettings):
         return 0.0 if self.link is None else _QUIET_S + 2 * Link.parse(self.link).delay_s
 
     def cases(self) -> Iterator[tuple[str, Self]]:
-        """Yield every task on every link."""
         for name, case in super().cases():
             for task in self.tasks:
                 yield f"{name}/{task}", case.model_copy(update={"tasks": (task,)})
@@ -82,9 +80,6 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
     settings = TimeToLossSettings
     title = "Time to all-reduce's final loss plus 1 %"
     explanation = EXPLANATION
-
-    def __init__(self) -> None:
-        self._virtual: dict[str, VirtualTraining] = {}
 
     def work(self, case: TimeToLossSettings, place: Place, write: Write) -> None:
         """Write what the probe measured, and then the curve of every method from every seed."""
@@ -102,7 +97,6 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         training.close()
 
     def progress(self, case: TimeToLossSettings, number: int, record: Record) -> str | None:  # noqa: ARG002
-        """Tell the end of a curve."""
         if "points" not in record:
             return None
         curve = Curve.model_validate(record)
@@ -113,24 +107,19 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         )
 
     def result(self, case: TimeToLossSettings, records: Records) -> LossResult:
-        """Return the rows of a task on a link, with the predictions of virtual workers."""
         probed, *trained = records[0]
         chosen = [] if probed["chosen"] is None else [MethodSpecification.model_validate(probed["chosen"])]
         methods = [*case.methods, *chosen]
         curves = [Curve.model_validate(record) for record in trained]
         probe = TypeAdapter(Measured).validate_python(probed["probe"])
-        predicted_s = {}
-        if case.predict:
-            training = VirtualTraining(case.tasks[0], case.world_size, case.evaluate_every, case.seeds[0])
-            usual = replace(probe.workload, stragglers=())
-            virtual = self._virtual.setdefault(case.tasks[0], training)
-            predicted_s = virtual.predicted_s(methods, case.steps, probe.cluster, usual)
+        usual = replace(probe.workload, stragglers=())
+        steps_s = {method.label: step_time_s(method, probe.cluster, usual) for method in methods}
         ends = [curve.points[-1] for curve in curves if curve.method == methods[0].label]
         return LossResult(
             task=case.tasks[0],
             link=case.link or case.network,
             curves=curves,
-            rows=rows_of(methods, curves, predicted_s),
+            rows=rows_of(methods, curves, steps_s),
             step_s=statistics.fmean(end.seconds / end.step for end in ends),
             compute_s=probe.workload.compute_s,
             probe=probe,
@@ -138,7 +127,6 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         )
 
     def facts(self, settings: TimeToLossSettings) -> list[str]:
-        """Tell ranks, seeds and steps."""
         return [
             f"{settings.world_size} ranks on {settings.network}, {settings.num_threads} "
             f"thread{'s' * (settings.num_threads > 1)} each, SGD with momentum 0.9; seeds "
@@ -148,11 +136,9 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         ]
 
     def sections(self, results: Sequence[LossResult]) -> list[str]:
-        """Return a table for every task on every link."""
         return [part for result in results for part in section(result)]
 
     def draw(self, settings: TimeToLossSettings, results: Sequence[LossResult], folder: Path) -> None:  # noqa: ARG002
-        """Draw all curves."""
         loss_figure(results, folder / "loss.svg")
 
 
@@ -174,8 +160,7 @@ class _Training:
         """Measure what :func:`gossip.simulate_time` needs to know about these ranks; equal on every rank."""
         seed = self._case.seeds[0]
         module, batches = self._task.initial_module(self._data, seed), self._batches(seed)
-        optimizer = partial(make_optimizer, self._task.learning_rate)
-        return measure(module, lambda _: loss_of(module, next(batches)), optimizer)
+        return measure(module, lambda _: loss_of(module, next(batches)), sgd(self._task.learning_rate))
 
     def _batches(self, seed: int) -> Iterator[Any]:
         rank = self._place.rank
@@ -196,7 +181,7 @@ class _Training:
         """Train until ``is_done`` holds for an evaluation; the points are the same on every rank."""
         case, data = self._case, self._data
         module, batches = self._task.initial_module(data, seed), self._batches(seed)
-        running = method.start(module, self._task.learning_rate, case.timeout_s)
+        running = method.start(module, sgd(self._task.learning_rate), case.timeout_s)
         clock = TrainingClock(self._place, case.quiet_s, case.timeout_s)
         points: list[Point] = []
         while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
@@ -213,5 +198,4 @@ class _Training:
         return Curve(method=method.label, seed=seed, points=points)
 
     def close(self) -> None:
-        """End the communication of the evaluations."""
         self._world.close()

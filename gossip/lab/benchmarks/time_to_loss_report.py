@@ -20,7 +20,7 @@ _WAY = np.linspace(0, 1, 51)
 EXPLANATION = """\
 Median (lowest to highest) over the seeds that reached the target. Seconds: of training, evaluations of the averaged
 model not counted. Of ...: the part of that method's seconds, with the same seed. Sent: by the interface, per rank.
-Predicted: steps of virtual workers from the first seed times the step that the simulation predicts."""
+Predicted: the steps times the step that the simulation predicts from a probe of the same ranks."""
 
 
 class Point(BaseModel):
@@ -85,9 +85,9 @@ def target_of(reference: Sequence[Point]) -> float:
 
 
 def rows_of(
-    methods: Sequence[MethodSpecification], curves: Sequence[Curve], predicted_s: Mapping[str, float]
+    methods: Sequence[MethodSpecification], curves: Sequence[Curve], steps_s: Mapping[str, float]
 ) -> list[LossRow]:
-    """Return one row per method, of which the first is all-reduce; ``predicted_s`` may lack some."""
+    """Return one row per method, of which the first is all-reduce; ``steps_s`` has the predicted step of each."""
     targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
     reached = {
         (curve.method, curve.seed): point
@@ -104,15 +104,16 @@ def rows_of(
             )
             for label in references
         }
+        steps = _spread([point.step for point in found.values()])
         rows.append(
             LossRow(
                 label=method.label,
                 num_reached=len(found),
                 seconds=_spread([point.seconds for point in found.values()]),
-                steps=_spread([point.step for point in found.values()]),
+                steps=steps,
                 sent_bytes=_spread([point.sent_bytes for point in found.values()]),
                 of_reference={label: spread for label, spread in ratios.items() if spread is not None},
-                predicted_s=predicted_s.get(method.label),
+                predicted_s=steps.median * steps_s[method.label] if steps is not None else None,
             )
         )
     return rows

@@ -19,20 +19,9 @@ class TrainingClock:
     """A clock that starts on all ranks at the same moment and stops when all messages have arrived. Collective.
 
     A message in flight during an evaluation is therefore not free: a method that overlaps communication with its next
-    step waits for the message here.
-
-    Parameters
-    ----------
-    place : Place
-    quiet_s : float
-        The time without traffic on the interface after which all messages count as arrived; 0 means not to wait.
-    timeout_s : float
-        The longest wait for silence.
-
-    Attributes
-    ----------
-    seconds, sent_bytes : float
-        The time from each start to the last rank's stop, and the bytes sent, averaged over the ranks; summed up.
+    step waits for the message here, until there has been no traffic on the interface for ``quiet_s`` (0: not at all),
+    at most ``timeout_s``. ``seconds`` and ``sent_bytes`` sum up the time from each start to the last rank's stop, and
+    the bytes sent, averaged over the ranks.
     """
 
     def __init__(self, place: Place, quiet_s: float, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field, PositiveFloat
 
 from gossip import World
-from gossip.lab.benchmarks.bench_methods import MethodSpecification
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, TopologyName, Write
 from gossip.lab.benchmarks.summaries import Spread, table
 from gossip.lab.experiments.datasets import digits
@@ -72,7 +72,7 @@ class UnevenRanks(Benchmark[UnevenRanksSettings, UnevenRanksResult]):
             for method in case.methods():
                 torch.manual_seed(seed)
                 module = MLP(data.input_shape, data.num_classes, hidden=[case.width] * 2)
-                running = method.start(module, _LEARNING_RATE, case.timeout_s)
+                running = method.start(module, sgd(_LEARNING_RATE), case.timeout_s)
                 generator = torch.Generator().manual_seed(seed * case.world_size + place.rank)
                 num_steps = case.steps_of(place.rank, method.label)
                 dist.barrier()
@@ -89,7 +89,6 @@ class UnevenRanks(Benchmark[UnevenRanksSettings, UnevenRanksResult]):
         world.close()
 
     def result(self, case: UnevenRanksSettings, records: Records) -> UnevenRanksResult:  # noqa: ARG002
-        """Return the speeds of all ranks together, and the accuracies that they agree on."""
         found = UnevenRanksResult(steps_per_s={}, accuracy={})
         for of_ranks in zip(*records, strict=True):
             speed, name = sum(record["steps_per_s"] for record in of_ranks), of_ranks[0]["method"]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn import functional
 
 import topologies
 from gossip import VirtualWorkers
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
-from gossip.lab.benchmarks.summaries import table
+from gossip.communication.json_gathering import all_gather_json
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, RowsBenchmark, Write
+from gossip.launching import DEFAULT_TIMEOUT
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
 from topologies import Topology
@@ -42,21 +43,12 @@ class VirtualSpeedSettings(BenchmarkSettings):
     timeout_s: PositiveFloat = 300.0
 
     def cases(self) -> Iterator[tuple[str, Self]]:
-        """Yield every number of workers."""
         for number in self.workers:
             ways = 2 if number <= self.loop_up_to else 1
             yield f"{number}_workers", self.model_copy(update={"workers": (number,), "world_size": ways})
 
 
-class VirtualSpeedResult(BaseModel):
-    """The median seconds of a step, by virtual workers and by the loop, if it is not left out."""
-
-    workers: int
-    virtual_s: float
-    loop_s: float | None = None
-
-
-class VirtualSpeed(Benchmark[VirtualSpeedSettings, VirtualSpeedResult]):
+class VirtualSpeed(RowsBenchmark[VirtualSpeedSettings]):
     """Rank 0 trains virtual workers and rank 1 the loop, in turns."""
 
     settings = VirtualSpeedSettings
@@ -67,7 +59,7 @@ class VirtualSpeed(Benchmark[VirtualSpeedSettings, VirtualSpeedResult]):
         return {"num_threads": torch.get_num_threads()}
 
     def work(self, case: VirtualSpeedSettings, place: Place, write: Write) -> None:
-        """Write the seconds of every step of the rank's way."""
+        """Write the median milliseconds of a step in each way."""
         (number,), device = case.workers, torch.device(case.device)
         if place.rank == 1:
             torch.set_num_threads(1)
@@ -75,6 +67,7 @@ class VirtualSpeed(Benchmark[VirtualSpeedSettings, VirtualSpeedResult]):
         torch.manual_seed(1)
         inputs = torch.randn(number * case.batch_size, 64, device=device)
         targets = torch.randint(10, (len(inputs),), device=device)
+        step_s: list[float] = []
         for turn in range(1 + NUM_TURNS):
             num_steps = NUM_WARM_UP + (case.repetitions if turn > 0 else 0)
             for rank in range(case.world_size):
@@ -85,33 +78,20 @@ class VirtualSpeed(Benchmark[VirtualSpeedSettings, VirtualSpeedResult]):
                     if device.type == "cuda":
                         torch.cuda.synchronize()
                     if step >= NUM_WARM_UP:
-                        write({"step_s": time.perf_counter() - start})
+                        step_s.append(time.perf_counter() - start)
             if turn == 0:  # the same training: else there is nothing to compare
                 block = way.block.cpu()
                 first = block.clone()
                 dist.broadcast(first, 0)
                 assert torch.allclose(block, first, atol=1e-4), "the two ways have trained apart"
-
-    def result(self, case: VirtualSpeedSettings, records: Records) -> VirtualSpeedResult:
-        """Return the median over the steps of each way."""
-        medians = [statistics.median(record["step_s"] for record in of_way) for of_way in records]
-        return VirtualSpeedResult(workers=case.workers[0], **dict(zip(("virtual_s", "loop_s"), medians, strict=False)))
+        medians_s = all_gather_json(statistics.median(step_s), "telling how long steps took", DEFAULT_TIMEOUT)
+        ways = dict(zip(("virtual, ms", "loop, ms"), (1e3 * median_s for median_s in medians_s), strict=False))
+        ratio = {"times as fast": medians_s[1] / medians_s[0]} if case.world_size > 1 else {}
+        write({"workers": number, "virtual, ms": "-", "loop, ms": "-", "times as fast": "-"} | ways | ratio)
 
     def facts(self, settings: VirtualSpeedSettings) -> list[str]:
-        """Tell what both ways train."""
         threads = f"{torch.get_num_threads()} threads"
         return [f"{settings.topology}, {settings.batch_size} samples per worker, {settings.device}, {threads}."]
-
-    def sections(self, results: Sequence[VirtualSpeedResult]) -> list[str]:
-        """Return a row for each number of workers."""
-        return [table(["workers", "virtual", "loop", "times as fast"], map(_cells, results))]
-
-
-def _cells(result: VirtualSpeedResult) -> list[str]:
-    ours = [str(result.workers), f"{1e3 * result.virtual_s:.1f} ms"]
-    if result.loop_s is None:
-        return [*ours, "-", "-"]
-    return [*ours, f"{1e3 * result.loop_s:.1f} ms", f"{result.loop_s / result.virtual_s:.1f}"]
 
 
 def make_module() -> nn.Module:
@@ -138,7 +118,6 @@ class Loop:
         self.step = 0
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One step of all."""
         some = zip(inputs.chunk(len(self.modules)), targets.chunk(len(self.modules)), strict=True)
         for module, (own_inputs, own_targets) in zip(self.modules, some, strict=True):
             module.zero_grad()
@@ -159,7 +138,6 @@ class Virtual:
         self.workers = VirtualWorkers(make_module(), world_size, OPTIMIZER, topology, devices=[device])
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One step of all."""
         functional.cross_entropy(self.workers(inputs), targets).backward()
 
     @property

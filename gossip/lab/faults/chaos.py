@@ -116,22 +116,18 @@ class Chaos(Benchmark[ChaosSettings, ChaosResult]):
         _Training(case, write).run()
 
     def result(self, case: ChaosSettings, records: Records) -> ChaosResult:  # noqa: ARG002
-        """Examine the notes of all ranks."""
         return examine(records)
 
     def facts(self, settings: ChaosSettings) -> list[str]:
-        """Tell the settings."""
         return [
             f"{settings.world_size} ranks, {settings.topology}, compression {settings.compression}, seed "
             f"{settings.seed}, {settings.seconds:g} s; `min_ranks={settings.min_ranks}`."
         ]
 
     def sections(self, results: Sequence[ChaosResult]) -> list[str]:
-        """Return what happened, as a list."""
         return list(map(in_words, results))
 
     def draw(self, settings: ChaosSettings, results: Sequence[ChaosResult], folder: Path) -> None:  # noqa: ARG002
-        """Draw the course of the run."""
         draw(results[0], folder / "course.svg")
 
     def is_sound(self, results: Sequence[ChaosResult]) -> bool:

@@ -30,15 +30,7 @@ _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(i
 
 @contextlib.contextmanager
 def injected(faults: Iterable[Fault], may_happen: Callable[[Fault], bool] = lambda _: True) -> Iterator[None]:
-    """Inject faults into this process within the block, each of them once. Local.
-
-    Parameters
-    ----------
-    faults : iterable of Fault
-        The faults to inject.
-    may_happen : callable
-        A function that is asked when a fault is about to happen; if it returns False, the fault does not happen.
-    """
+    """Inject faults into this process within the block, each of them once, unless ``may_happen`` is false. Local."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             happens = functools.partial(happen, fault, may_happen)

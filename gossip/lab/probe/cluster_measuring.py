@@ -29,15 +29,9 @@ _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this 
 class Measured:
     """The result of a measurement, which is the same on every rank.
 
-    Attributes
-    ----------
-    cluster : Cluster
-    workload : Workload
-    is_regular : bool
-        Whether all nodes hold the same number of consecutive ranks. If not, each rank is treated as a node of its own.
-    coding_s : mapping of str to float
-        By compression, the additional time to encode and mix the messages of a step compared with uncompressed ones;
-        the mean over ranks. Empty if it was not measured.
+    ``is_regular`` says whether all nodes hold the same number of consecutive ranks; if not, each rank is treated as a
+    node of its own. ``coding_s`` is, by compression, the additional time to encode and mix the messages of a step
+    compared with uncompressed ones: the mean over ranks; empty if it was not measured.
     """
 
     cluster: Cluster
@@ -57,20 +51,8 @@ def measure(
 ) -> Measured:
     """Measure compute, jitter, latency and bandwidth. Collective; without a process group, there is one rank.
 
-    Parameters
-    ----------
-    module : Module
-        The module to be trained. It is trained for a few steps, and its parameters become views of buckets.
-    loss : callable
-        A function ``(step) -> Tensor`` that runs the forward pass of a step.
-    optimizer : callable
-        A function that makes an optimizer over a list of parameters.
-    num_steps : int
-        The number of measured steps, at least 2.
-    bucket_cap_mb : float
-        The bucket size in MiB, as for the wrapper.
-    message_bytes : int
-        The size of the messages with which the bandwidth is measured.
+    Steps are as in :class:`.compute_probe.PlainSteps`, and at least 2 are measured; ``message_bytes`` is the size of
+    the messages with which the bandwidth is measured.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -93,13 +75,7 @@ def measure(
 
 
 def workload_of(steps: Sequence[StepTimes]) -> Workload:
-    """Return the mean step of the ranks that are not stragglers, with its jitter.
-
-    Parameters
-    ----------
-    steps : sequence of StepTimes
-        The times of each rank.
-    """
+    """Return the mean step of the ranks that are not stragglers, with its jitter, from the times of each rank."""
     computing = [np.add(times.forward_s, times.backward_s) for times in steps]
     means = [float(durations.mean()) for durations in computing]
     usual_s = statistics.median(means)
@@ -124,12 +100,7 @@ def _mean(times: Sequence[Sequence[float]]) -> float:
 
 
 def local_size_of(machines: Sequence[str]) -> int | None:
-    """Return the number of ranks per node, or None unless all nodes hold the same number of consecutive ranks.
-
-    Parameters
-    ----------
-    machines : sequence of str
-        The machine of each rank.
+    """Return the number of ranks per machine, or None unless all hold the same number of consecutive ranks.
 
     Examples
     --------
@@ -144,13 +115,8 @@ def local_size_of(machines: Sequence[str]) -> int | None:
 def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cpu: bool) -> Cluster:
     """Return a cluster with medians over links; a node's bandwidth is the sum of what its ranks sent at the same time.
 
-    Parameters
-    ----------
-    links : sequence of Link
-        The links as measured by every rank.
-    world_size, local_size : int
-    on_cpu : bool
-        Whether parameters are on the CPU, in which case the ranks of a node read each other's memory.
+    The links are as measured by every rank. ``on_cpu``: where parameters are on the CPU, the ranks of a node read each
+    other's memory.
     """
     across = [link for link in links if link.rank // local_size != link.peer // local_size]
     inside = [link for link in links if link.rank // local_size == link.peer // local_size]

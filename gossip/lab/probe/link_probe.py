@@ -30,18 +30,11 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Link:
-    """The link between two ranks, as measured by one of them.
+    """The link between two ranks, as measured by one of them; pairs of the same matching at the same time.
 
-    Attributes
-    ----------
-    rank, peer : int
-    matching : int
-        The number of the matching; pairs of the same matching were measured at the same time.
-    latency_s : float
-        The latency of a small message from the moment at which both ranks have posted it: the lower quartile, because
-        a process that has to wait for a processor says nothing about the network.
-    bytes_per_s : float
-        The bandwidth in each direction, while both directions are used.
+    The latency is that of a small message from the moment at which both ranks have posted it: the lower quartile,
+    because a process that has to wait for a processor says nothing about the network. The bandwidth is that of each
+    direction, while both are used.
     """
 
     rank: int
@@ -73,15 +66,9 @@ def _peer_in(pairs: Sequence[Sequence[int]]) -> int | None:
 
 
 def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
-    """Measure the pairs of all matchings, and return the links of all ranks. Collective.
+    """Measure the pairs of all matchings with large messages of this size on a device. Collective.
 
-    Parameters
-    ----------
-    num_bytes : int
-        The size of a large message. A first one is sent unmeasured, to use up the burst that an idle link lets
-        through.
-    device : torch.device
-        The device on which the messages are.
+    Returns the links of all ranks.
     """
     own = []
     for number, pairs in enumerate(matchings(dist.get_world_size())):
@@ -97,18 +84,8 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
 def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes: int, device: torch.device) -> float:
     """Return how long a second of computing holds up concurrent messages, in seconds, averaged over ranks. Collective.
 
-    Pairs exchange large messages twice: once while no rank computes, and once while all ranks compute.
-
-    Parameters
-    ----------
-    make_step : callable
-        A function that computes for one step.
-    step_s : float
-        The time of such a step while nothing is sent.
-    num_bytes : int
-        The size of a large message.
-    device : torch.device
-        The device on which the messages are.
+    Pairs exchange large messages of this size twice: once while no rank computes, and once while all ranks compute by
+    ``make_step``, which takes ``step_s`` while nothing is sent.
     """
     peer, pieces = _peer_in(matchings(dist.get_world_size())[-1]), _pieces(num_bytes, device)
 
@@ -153,7 +130,7 @@ def _latency_s(peer: int, device: torch.device) -> float:
 def _bytes_per_s(peer: int, num_bytes: int, device: torch.device) -> float:
     """Measure the bandwidth as the wrapper sends: receives first, in pieces, two of which are in flight."""
     pieces = _pieces(num_bytes, device)
-    _send(pieces, peer, device)
+    _send(pieces, peer, device)  # uses up the burst that an idle link lets through
     sent_bytes = _NUM_LARGE_MESSAGES * sum(piece.nbytes for piece, _ in pieces)
     return sent_bytes / _send(pieces * _NUM_LARGE_MESSAGES, peer, device)
 

@@ -65,7 +65,6 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
         return {"backend": backend, "num_threads": None, "timeout": DEFAULT_TIMEOUT}
 
     def work(self, case: ProbeSettings, place: Place, write: Write) -> None:  # noqa: ARG002
-        """Write what was measured."""
         device = torch.device(case.device)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -86,7 +85,6 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
         write(asdict(measured))
 
     def result(self, case: ProbeSettings, records: Records) -> ProbeResult:
-        """Return the advice that follows from what was measured."""
         measured = TypeAdapter(Measured).validate_python(records[0][0])
         advice = advise(measured, case.data)
         return ProbeResult(
@@ -102,11 +100,9 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
         )
 
     def sections(self, results: Sequence[ProbeResult]) -> list[str]:
-        """Return the advice."""
         return [result.report for result in results]
 
     def report(self, settings: ProbeSettings, results: Sequence[ProbeResult], notes: Sequence[str]) -> str:  # noqa: ARG002
-        """Return the advice alone."""
         return "".join(self.sections(results))
 
     def draw(self, settings: ProbeSettings, results: Sequence[ProbeResult], folder: Path) -> None:  # noqa: ARG002

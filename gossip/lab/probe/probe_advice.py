@@ -26,14 +26,10 @@ _MOST_JITTER = 0.2
 
 @dataclass(frozen=True)
 class Predicted:
-    """The predictions for one method.
+    """The predictions for a topology; None is all-reduce, whose replicas agree after every step.
 
     Attributes
     ----------
-    title : str
-    topology : Topology or None
-        The topology; None for all-reduce, whose replicas agree after every step.
-    run : SimulatedRun
     messages : float
         The number of messages of the model's size that leave or enter the busiest node per step, or, on a single node,
         the busiest rank; the mean over rounds.
@@ -55,16 +51,8 @@ class Predicted:
 class Advice:
     """Predictions, ordered by step time; ``str()`` gives the report, whose last line is the recommendation.
 
-    Attributes
-    ----------
-    measured : Measured
-    rows : tuple of Predicted
-        The predictions for all-reduce, and for topologies with an uncompressed exchange in every step.
-    all_reduce : Predicted
-    best : Predicted or None
-        The recommended topology; None if no topology is suitable.
-    choice : Choice or None
-        The algorithm, the compression and the number of steps between exchanges to use with the topology.
+    The rows are all-reduce, and topologies with an uncompressed exchange in every step. ``best`` is the recommended
+    topology, ``choice`` what to use with it; None if no topology is suitable.
     """
 
     measured: Measured
@@ -186,12 +174,10 @@ def advise(
 
     Parameters
     ----------
-    measured : Measured
     data : str
         "alike" or "different": whether all ranks draw from the same data.
     topologies : iterable of str or Topology, optional
-        The topologies to consider. By default all registered ones that support the world size, without those that
-        repeat another's exchanges.
+        By default all registered ones that support the world size, without those that repeat another's exchanges.
     num_steps : int
         The number of steps of each simulated run.
     """

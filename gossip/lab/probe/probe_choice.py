@@ -34,23 +34,10 @@ _CORRECTED: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen arguments of :class:`gossip.GossipDataParallel`.
+    """The chosen arguments of :class:`gossip.GossipDataParallel`, and the reason as one sentence.
 
-    Attributes
-    ----------
-    topology : Topology
-        The topology without ``every``.
-    every : int
-        The number of steps from one exchange to the next.
-    algorithm : str
-    algorithm_options : mapping
-    compression : str or None
-    step_time_s : float
-        The predicted time of a step.
-    worth_s : float
-        The predicted time in which training learns as much as in one step of all-reduce.
-    reason : str
-        The reason for the choice, as one sentence.
+    The topology is without ``every``, the number of steps from one exchange to the next. ``step_time_s`` is the
+    predicted time of a step, ``worth_s`` that in which training learns as much as in one step of all-reduce.
     """
 
     topology: Topology
@@ -83,22 +70,12 @@ def same(workload: Workload) -> float:
     return 1 + max(_SAME, workload.jitter)
 
 
-def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps: int = 3 * max(PERIODS)) -> Choice:
+def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
     """Choose the algorithm, the compression and ``every(k)`` for a topology. Local.
 
     The criterion is the predicted time to a loss, which is the time of a step times the number of steps needed. Among
     choices that differ from the shortest time by no more than 5 % or the jitter, the one that loses least is taken:
     exact values before compressed ones, the more frequent exchange, and the form of a correction that mixes better.
-
-    Parameters
-    ----------
-    measured : Measured
-    topology : Topology
-        A topology for the ranks of the cluster.
-    data : str
-        "alike" or "different": whether all ranks draw from the same data.
-    num_steps : int
-        The number of steps of each simulated run.
     """
     cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)
     is_corrected = data == "different" or cluster.world_size >= MANY_RANKS
@@ -108,7 +85,7 @@ def choose(measured: Measured, topology: Topology, data: DataKind, *, num_steps:
     for every, compression, (name, options) in itertools.product(PERIODS, (None, *COMPRESSION_RATIOS), forms):
         algorithm, ratio = ALGORITHMS.get(name)(**options), COMPRESSION_RATIOS.get(compression or "", 1.0)
         run = simulate_time(
-            topology.every(every), cluster, workload, num_steps, algorithm=algorithm, compression_ratio=ratio
+            topology.every(every), cluster, workload, 3 * max(PERIODS), algorithm=algorithm, compression_ratio=ratio
         )
         step_s = run.step_time_s + measured.coding_s.get(compression or "", 0.0) / every
         late = data == "different" and not algorithm.before_forward

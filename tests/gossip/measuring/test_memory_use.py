@@ -111,3 +111,17 @@ def check(*names: str) -> None:
 @pytest.mark.parametrize("names", rest_is_slow([QUICK, *(list(ROWS)[part::4] for part in range(4))]), ids=len)
 def test_what_is_predicted_is_what_training_holds(names: list[str]) -> None:
     run_ranks(check, *names, world_size=4)
+
+
+@pytest.mark.parametrize(("mode", "most"), [({}, 6), ({"step_in_backward": False}, 40)], ids=["in backward", "outside"])
+def test_gradients_of_updated_buckets_are_given_back(mode: dict[str, Any], most: int) -> None:
+    """Of 20 layers with two tensors each, of which two layers fill a bucket."""
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    held = []
+    for layer in module:
+        layer.register_full_backward_pre_hook(
+            lambda *_: held.append(sum(each.grad is not None for each in module.parameters()))
+        )
+    with GossipDataParallel(module, ADAMW, bucket_cap_mb=2 * 4 * 72 / 2**20, **mode) as model:
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert most - 4 <= max(held) <= most

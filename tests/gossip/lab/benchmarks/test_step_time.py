@@ -65,7 +65,9 @@ def test_ranks_that_hold_a_replica_together_are_measured(tmp_path: Path) -> None
 def final_parameters() -> torch.Tensor:
     workload = WORKLOADS["mlp"]
     module = workload.initial_module(0)
-    method = bench_methods.METHODS["decent_dp"](module, 0.01, {"topology": "one-peer-exp"}, timedelta(seconds=60))
+    method = bench_methods.METHODS["decent_dp"](
+        module, bench_methods.sgd(0.01), {"topology": "one-peer-exp"}, timedelta(seconds=60)
+    )
     for batch in workload.batches(0, dist.get_rank())[:3]:
         method.step(batch)
     method.close()

@@ -18,15 +18,12 @@ from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
-from gossip.lab.benchmarks.time_to_loss_prediction import VirtualTraining
 from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, rows_of, section, target_of
-from gossip.lab.benchmarks.workloads import LOSS_TASKS, LossTask, loss_of
-from gossip.lab.experiments.evaluation import evaluate
-from gossip.lab.experiments.models import MLP
+from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.probe import Measured
 
-TINY = ("tasks=[digits_cnn]", "world_size=2", "seeds=[0]", "steps=2", "evaluate_every=1", "predict=false")
+TINY = ("tasks=[digits_cnn]", "world_size=2", "seeds=[0]", "steps=2", "evaluate_every=1")
 GOSSIP = MethodSpecification(label="gossip", kind="gossip", options={"topology": "ring"})
 DDP = MethodSpecification(label="ddp", kind="ddp", options={})
 
@@ -49,6 +46,22 @@ CURVES = [
 ]
 
 
+STEPS_S = {"ddp": 1.0, "gossip": 0.25}
+
+
+def result_of(curves: list[Curve]) -> LossResult:
+    return LossResult(
+        task="digits_cnn",
+        link="200mbit",
+        curves=curves,
+        rows=rows_of((DDP, GOSSIP), curves, STEPS_S),
+        step_s=1.0,
+        compute_s=0.05,
+        probe=Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True),
+        advice="",
+    )
+
+
 def test_curve_reaches_the_target_at_the_first_evaluation_that_is_as_good() -> None:
     points = CURVES[0].points
     assert target_of(points) == pytest.approx(1.01)
@@ -60,41 +73,23 @@ def test_curve_reaches_the_target_at_the_first_evaluation_that_is_as_good() -> N
 
 
 def test_rows_compare_methods_of_the_same_seed() -> None:
-    ddp, gossip = rows_of((DDP, GOSSIP), CURVES, {"gossip": 2.5})
+    ddp, gossip = rows_of((DDP, GOSSIP), CURVES, STEPS_S)
     assert (ddp.seconds.low, ddp.seconds.high) == (20.0, 30.0)
     assert ddp.of_reference["ddp"].low == ddp.of_reference["ddp"].high == 1
     assert (gossip.of_reference["ddp"].low, gossip.of_reference["ddp"].high) == pytest.approx((2 / 30, 2 / 20))
     assert (gossip.num_reached, gossip.steps.median, gossip.sent_bytes.median) == (2, 20, 2e6)
-    assert (ddp.predicted_s, gossip.predicted_s) == (None, 2.5)
+    assert (ddp.predicted_s, gossip.predicted_s) == (25.0, 5.0)
 
 
 def test_table_says_what_was_not_reached() -> None:
-    curves = [CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)]
-    rows = rows_of((DDP, GOSSIP), curves, {})
-    probe = Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True)
-    found = LossResult(
-        task="digits_cnn",
-        link="200mbit",
-        curves=curves,
-        rows=rows,
-        step_s=1.0,
-        compute_s=0.05,
-        probe=probe,
-        advice="",
-    )
-    text = "\n".join(section(found))
-    assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 |  |" in text
+    text = "\n".join(section(result_of([CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)])))
+    assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 | 30.00 |" in text
     assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |  |" in text
     assert "All-reduce's step: 1000 ms; computing alone, on all ranks at once: 50 ms (5%)." in text
 
 
 def test_figure_has_one_line_and_one_band_per_method(tmp_path: Path) -> None:
-    rows = rows_of((DDP, GOSSIP), CURVES, {})
-    probe = Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True)
-    found = LossResult(
-        task="digits_cnn", link="200mbit", curves=CURVES, rows=rows, step_s=1.0, compute_s=0.05, probe=probe, advice=""
-    )  # fmt: skip
-    loss_figure([found], tmp_path / "loss.svg")
+    loss_figure([result_of(CURVES)], tmp_path / "loss.svg")
     drawing = (tmp_path / "loss.svg").read_text()
     assert drawing.count('id="FillBetweenPolyCollection') == 4  # over seconds and over bytes
     for text in ("median and range of 2 seeds", "way to the target loss", "ddp", "gossip"):
@@ -150,65 +145,35 @@ def test_methods_train_in_turns_until_they_are_as_good(tmp_path: Path) -> None:
     assert records[0] == records[1]
 
 
-@pytest.fixture
-def tiny_task(monkeypatch: pytest.MonkeyPatch) -> LossTask:
-    """A small model; the data as they are."""
-    task = LossTask(LOSS_TASKS["digits_cnn"].make_data, lambda data: MLP(data.input_shape, 10, hidden=[8]), 4, 0.01)
-    monkeypatch.setitem(LOSS_TASKS, "tiny", task)
-    return task
-
-
-def test_virtual_all_reduce_is_training_on_all_batches(tiny_task: LossTask) -> None:
-    found = VirtualTraining("tiny", 3, 5, 1).train(DDP, lambda end: end.step >= 10)
-    data = tiny_task.make_data()
-    module = tiny_task.initial_module(data, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    batches = tiny_task.batches(data, 3, 1, range(3))
-    losses = []
-    for step in range(1, 11):
-        loss_of(module, next(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 5 == 0:
-            losses.append(evaluate(module, data.test_inputs, data.test_targets).loss)
-    assert [point.loss for point in found.points] == pytest.approx(losses, rel=1e-4)
-
-
-def test_batches_of_a_rank_are_its_part_of_all(tiny_task: LossTask) -> None:
-    data = tiny_task.make_data()
-    together = next(tiny_task.batches(data, 3, 0, range(3)))
-    own = [next(tiny_task.batches(data, 3, 0, range(rank, rank + 1))) for rank in range(3)]
+def test_batches_of_a_rank_are_its_part_of_all() -> None:
+    task = LOSS_TASKS["digits_cnn"]
+    data = task.make_data()
+    together = next(task.batches(data, 3, 0, range(3)))
+    own = [next(task.batches(data, 3, 0, range(rank, rank + 1))) for rank in range(3)]
     for part in range(2):
         assert torch.cat([batch[part] for batch in own]).equal(together[part])
 
 
-@pytest.mark.usefixtures("tiny_task")
-def test_predicted_step_sends_what_the_virtual_training_sent() -> None:
-    training, cluster = VirtualTraining("tiny", 4, 4, 0), Cluster(4, latency_us=0, bandwidth_gbps=0.2)
+def test_predicted_step_sends_what_the_method_does() -> None:
+    cluster = Cluster(4, latency_us=0, bandwidth_gbps=0.2)
     workload = Workload(1e-3, 1e-3, (10_000_000,))
     message_s = 10e6 * 8 / 0.2e9
-    methods: dict[str, tuple[str, dict[str, Any]]] = {
-        "one peer": ("gossip", {"topology": "one_peer_hypercube"}),
-        "half the bytes": ("gossip", {"topology": "one_peer_hypercube", "compression": "bf16"}),
-        "every fourth": ("gossip", {"topology": {"name": "one_peer_hypercube", "every": 4}}),
-        "ddp": ("ddp", {}),
-        "ddp bf16": ("ddp", {"hook": "bf16"}),
-        "decent_dp": ("decent_dp", {"topology": "one-peer-exp"}),
-    }
-    of_message = {}
-    for label, (kind, options) in methods.items():
-        method = MethodSpecification(label=label, kind=kind, options=options)
-        training.train(method, lambda end: end.step >= 8)
-        of_message[label] = training.step_time_s(method, cluster, workload) / message_s
-    expected = {
-        "one peer": 1,
-        "half the bytes": 0.5,
-        "every fourth": 0.25,
-        "ddp": 1.5,
-        "ddp bf16": 0.75,
-        "decent_dp": 1,
-    }
-    assert of_message == pytest.approx(expected, rel=0.05)
+    every = {"topology": {"name": "one_peer_hypercube", "every": 4}}
+    expected: list[tuple[str, dict[str, Any], float]] = [
+        ("gossip", {"topology": "one_peer_hypercube"}, 1),
+        ("gossip", {"topology": "one_peer_hypercube", "compression": "bf16"}, 0.5),
+        ("gossip", every, 0.25),
+        ("gossip", {"topology": "complete", "algorithm": {"name": "diloco", "period": 8}}, 1.5 / 8),
+        ("ddp", {}, 1.5),
+        ("ddp", {"hook": "bf16"}, 0.75),
+        ("decent_dp", {"topology": "one-peer-exp"}, 1),
+    ]
+    for kind, options, messages in expected:
+        method = MethodSpecification(label=kind, kind=kind, options=options)
+        predicted_s = time_to_loss_prediction.step_time_s(method, cluster, workload)
+        assert predicted_s / message_s == pytest.approx(messages, rel=0.06), (kind, options)
+    local = MethodSpecification(label="local", kind="local", options={})
+    assert time_to_loss_prediction.step_time_s(local, cluster, workload) == pytest.approx(2e-3)
 
 
 class Wire:

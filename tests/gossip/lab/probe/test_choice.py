@@ -17,7 +17,7 @@ def chosen(
 ) -> Choice:
     cluster = Cluster(n, latency_us=50.0, bandwidth_gbps=gbps)
     topology = topologies.build("one_peer_exponential", n)
-    return choose(Measured(cluster, workload, True, coding_s), topology, data, num_steps=96)
+    return choose(Measured(cluster, workload, True, coding_s), topology, data)
 
 
 def test_choice_on_a_fast_network_is_the_exact_values_in_every_step() -> None:
