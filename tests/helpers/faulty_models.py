@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gossip.lab.experiments import graceful_stop
+from gossip.lab.experiments.graceful_stop import GracefulStop
 
 TRUSTED = "trusted_targets=[faulty_models]"
 FAULTY = ("model._target_=faulty_models.FailingModel", TRUSTED, "~model.hidden")
@@ -35,9 +34,8 @@ class FailingModel(nn.Module):
         "raise" an exception, be "killed", "interrupt" the whole process group as Ctrl-C does, or "block" until somebody
         writes into the named pipe ``pipe``; or "interrupt_check": interrupt when the launching process builds the model
         to check the configuration; "kill_all": kill the whole process group, the launching process too; or "terminate"
-        the launching process as SIGTERM does, and go on once this rank is asked to stop; or be "stuck": get SIGTERM in
-        a call that no signal ends, in a process that gives its steps 5 s then and not GRACE_S; or be "wrong": multiply
-        its parameters by 1000.
+        the launching process as SIGTERM does, and go on once this rank is asked to stop; or be "wrong": multiply its
+        parameters by 1000.
     dropout : float
         Draws random numbers in every step.
     once : str
@@ -62,8 +60,6 @@ class FailingModel(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.LazyLinear(num_classes))
         self.layers(torch.zeros(1, *input_shape))
         self.steps_made = 0
-        if how == "stuck":
-            graceful_stop.GRACE_S = 5.0
         if how == "interrupt_check" and "RANK" not in os.environ:
             os.killpg(os.getpgrp(), signal.SIGINT)
 
@@ -101,13 +97,10 @@ class FailingModel(nn.Module):
             os.kill(launcher.pid, signal.SIGTERM)
             passed_on.wait()
             signal.signal(signal.SIGTERM, before)
-            (stopping,) = (each for each in gc.get_objects() if isinstance(each, graceful_stop.GracefulStop))
+            (stopping,) = (each for each in gc.get_objects() if isinstance(each, GracefulStop))
             while not stopping._is_asked:  # its thread may get no processor for many steps
                 time.sleep(0.01)
             return
-        if self.how == "stuck":
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            dist.HashStore().wait(["never"])
         if self.how == "block":
             Path(self.pipe).read_bytes()
             return
