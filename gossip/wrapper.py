@@ -89,7 +89,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         The size of a bucket in MiB (with ``mesh``, of what a group has of it); a larger parameter has one to itself.
     timeout : timedelta
         How long any wait for other ranks can last before it raises; some waits last up to a fifth longer, see
-        ``communication.sockets``.
+        ``gossip.communication.host.tcp_options``.
     transport : str or callable
         How messages travel: "distributed", over ``torch.distributed`` (:class:`gossip.DistributedTransport`); "debug",
         with a check of every message, which names a rank that is out of step and is slow

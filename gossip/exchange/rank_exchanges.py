@@ -297,9 +297,11 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         return self._buckets[index].names
 
     def message_as_sent(self, index: int) -> torch.Tensor | None:
-        """Return this rank's message of a bucket that is in flight, which is not written before the next step."""
+        """Return this rank's message of a bucket that is in flight, unless it may be written before the next step."""
         in_flight = self.in_flight[index]
-        rows = [] if in_flight is None else in_flight.sent.get(VALUES, [])
+        if in_flight is None or self.algorithm.is_asynchronous:  # ranks that ask for an average change what is shown
+            return None
+        rows = in_flight.sent.get(VALUES, [])
         return rows[0] if rows else None
 
     # ------------------------------------------------------------------ memory

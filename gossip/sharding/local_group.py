@@ -29,7 +29,7 @@ class Steps(Protocol):
         """Combine what must be combined before values are read."""
 
     def on_shared_gradient(self) -> bool:
-        """Return whether the backward pass makes a step whose gradient becomes the replica's only later, averaged."""
+        """React to a gradient that becomes the replica's later, averaged; return whether its pass makes a step."""
 
     def refuse_late_gradient(self, index: int, name: str) -> NoReturn:
         """Raise because a parameter has got a gradient when its bucket had been handled."""

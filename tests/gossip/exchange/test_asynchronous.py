@@ -201,6 +201,32 @@ def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Te
     return step, saved, loaded
 
 
+def look_while_the_other_goes_on() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Rank 0 stays within averaged() until rank 1 has made steps: its values before and after, and whose averages."""
+    rank, history = torch.distributed.get_rank(), list[Average]()
+    with make_model(64, {"algorithm": Asynchronous(history=history), "topology": "complete"}) as model:
+        model(targets(rank, 64)).backward()
+        model.consensus_distance()  # all averages are made
+        before = flat(model.module)
+        with model.averaged():
+            if rank == 0:
+                torch.distributed.barrier()
+        after = flat(model.module)
+        if rank == 1:
+            for _ in range(5):
+                model(targets(rank, 64)).backward()
+            torch.distributed.barrier()
+        model.consensus_distance()
+        return before, after, [average.partner_step for average in history]
+
+
+def test_averages_that_are_made_meanwhile_do_not_enter_what_averaged_puts_back() -> None:
+    results = unsupervised.results_of(look_while_the_other_goes_on, world_size=2)
+    for before, after, _ in results:
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert max(results[0][2]) > 0, "rank 1 has asked for an average"
+
+
 def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[int, int]]]]:
     """The sum of its updates, and what it says that it has sent in each step; others make other numbers of steps."""
     rank, total = torch.distributed.get_rank(), torch.zeros(2, 64, dtype=torch.float64)
