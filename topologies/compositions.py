@@ -219,7 +219,12 @@ def _relabelled(round_: Round, order: tuple[int, ...]) -> Round:
     def readers(rank: int) -> tuple[int, ...]:
         return tuple(sorted(order[other] for other in round_.targets(int(place_of[rank]))))
 
-    return Round.from_formula(len(order), row, readers=readers)
+    def whole() -> Round:
+        if round_.uniform_groups is not None:  # their rows have as many weights as pairs
+            return Round.from_groups(len(order), [[order[rank] for rank in group] for group in round_.groups])
+        return Round.from_rows([row(rank) for rank in range(len(order))])
+
+    return Round.from_formula(len(order), row, readers=readers, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,7 @@ def product(machines: ScheduleT, local: ScheduleT) -> ScheduleT:
 
 def _kronecker(machines: Round, local: Round) -> Round:
     local_size = local.world_size
+    world_size = machines.world_size * local_size
 
     def row(rank: int) -> dict[int, float]:
         machine, place = divmod(rank, local_size)
@@ -281,7 +287,17 @@ def _kronecker(machines: Round, local: Round) -> Round:
         inner = [*local.targets(place), *[place] * bool(local.self_weight(place))]
         return tuple(sorted({other * local_size + there for other in outer for there in inner} - {rank}))
 
-    return Round.from_formula(machines.world_size * local_size, row, readers=readers)
+    def whole() -> Round:
+        if machines.uniform_groups is not None and local.uniform_groups is not None:
+            groups = [
+                [machine * local_size + place for machine in outer for place in inner]
+                for outer in machines.uniform_groups
+                for inner in local.uniform_groups
+            ]
+            return Round.from_groups(world_size, groups)
+        return Round.from_rows([row(rank) for rank in range(world_size)])
+
+    return Round.from_formula(world_size, row, readers=readers, whole=whole)
 
 
 def _compose(kind: type[ScheduleT], phases: Iterable[Phase[ScheduleT]]) -> ScheduleT:

@@ -48,6 +48,8 @@ def test_product_is_kronecker(machines: str, local: str) -> None:
             expected = np.kron(outer.round(t).matrix(), inner.round(t).matrix())
             np.testing.assert_allclose(topology.round(t).matrix(), expected, rtol=0, atol=1e-16)
         check_views(topology)
+        if None not in (outer.round(0).uniform_groups, inner.round(0).uniform_groups):
+            assert "groups" in topology.round(0).to_dict(), "not its pairs, which are many"
         assert topology.stochasticity == "doubly"
         assert topology.symmetric == (outer.symmetric and inner.symmetric)
         periods = (outer.period, inner.period)
@@ -113,6 +115,7 @@ def test_permuted_moves_the_ranks(order: list[int], name: str) -> None:
         moved = topology.round(t).matrix()
         np.testing.assert_array_equal(moved[np.ix_(order, order)], base.round(t).matrix())
     check_views(topology, 1)
+    assert ("groups" in topology.round(0).to_dict()) == (base.round(0).uniform_groups is not None)
     properties = [(each.period, each.exact_after, each.symmetric) for each in (topology, base)]
     assert properties[0] == properties[1]
 
