@@ -17,11 +17,14 @@ _DDP_RATIOS = {None: 1.0, "bf16": 2.0, "fp16": 2.0}
 _TOPOLOGIES_OF_DECENT_DP = {"complete": "complete", "ring": "ring", "one-peer-exp": "one_peer_exponential"}
 
 
-def step_time_s(method: MethodSpecification, cluster: Cluster, workload: Workload) -> float:
+def step_time_s(method: MethodSpecification, cluster: Cluster, workload: Workload) -> float | None:
     """Return the predicted mean step time of a method; Decent-DP adapts while communicating, as gossip does by default.
 
-    With a compression, messages are so much smaller as for random values of the size of the largest bucket.
+    With a compression, messages are so much smaller as for random values of the size of the largest bucket. None for
+    a method that divides a replica among all ranks, which the simulation does not know.
     """
+    if method.kind in ("fsdp", "hsdp"):
+        return None
     simulated: Any = "ddp" if method.kind == "ddp" else "none"
     options: dict[str, Any] = {}
     if method.kind == "ddp":
@@ -42,5 +45,6 @@ def compression_ratio(compression: Compression, numel: int) -> float:
     """Return by how much smaller than the values, random and in float32, a message is."""
     values = torch.randn(numel)
     exchange = PretendedExchange(values, BucketShape(0, values), compression, time.perf_counter)
-    exchange.parts_s(0)
+    for step in range(2):  # the first message may be the values in full
+        exchange.parts_s(step)
     return values.nbytes / exchange.num_bytes

@@ -85,9 +85,9 @@ def target_of(reference: Sequence[Point]) -> float:
 
 
 def rows_of(
-    methods: Sequence[MethodSpecification], curves: Sequence[Curve], steps_s: Mapping[str, float]
+    methods: Sequence[MethodSpecification], curves: Sequence[Curve], steps_s: Mapping[str, float | None]
 ) -> list[LossRow]:
-    """Return one row per method, of which the first is all-reduce; ``steps_s`` has the predicted step of each."""
+    """Return one row per method, of which the first is all-reduce; ``steps_s`` has their predicted steps or None."""
     targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
     reached = {
         (curve.method, curve.seed): point
@@ -104,7 +104,7 @@ def rows_of(
             )
             for label in references
         }
-        steps = _spread([point.step for point in found.values()])
+        steps, step_s = _spread([point.step for point in found.values()]), steps_s[method.label]
         rows.append(
             LossRow(
                 label=method.label,
@@ -113,7 +113,7 @@ def rows_of(
                 steps=steps,
                 sent_bytes=_spread([point.sent_bytes for point in found.values()]),
                 of_reference={label: spread for label, spread in ratios.items() if spread is not None},
-                predicted_s=steps.median * steps_s[method.label] if steps is not None else None,
+                predicted_s=None if steps is None or step_s is None else steps.median * step_s,
             )
         )
     return rows

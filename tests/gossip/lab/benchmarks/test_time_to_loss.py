@@ -12,7 +12,7 @@ import torch
 from lab_hosts import why_no_hosts
 from running import run_here
 
-from gossip import Cluster, Workload
+from gossip import Choco, Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss_prediction, training_clock
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Place
@@ -46,7 +46,7 @@ CURVES = [
 ]
 
 
-STEPS_S = {"ddp": 1.0, "gossip": 0.25}
+STEPS_S: dict[str, float | None] = {"ddp": 1.0, "gossip": 0.25}
 
 
 def result_of(curves: list[Curve]) -> LossResult:
@@ -79,6 +79,7 @@ def test_rows_compare_methods_of_the_same_seed() -> None:
     assert (gossip.of_reference["ddp"].low, gossip.of_reference["ddp"].high) == pytest.approx((2 / 30, 2 / 20))
     assert (gossip.num_reached, gossip.steps.median, gossip.sent_bytes.median) == (2, 20, 2e6)
     assert (ddp.predicted_s, gossip.predicted_s) == (25.0, 5.0)
+    assert rows_of((DDP, GOSSIP), CURVES, STEPS_S | {"gossip": None})[1].predicted_s is None
 
 
 def test_table_says_what_was_not_reached() -> None:
@@ -171,9 +172,13 @@ def test_predicted_step_sends_what_the_method_does() -> None:
     for kind, options, messages in expected:
         method = MethodSpecification(label=kind, kind=kind, options=options)
         predicted_s = time_to_loss_prediction.step_time_s(method, cluster, workload)
+        assert predicted_s is not None
         assert predicted_s / message_s == pytest.approx(messages, rel=0.06), (kind, options)
     local = MethodSpecification(label="local", kind="local", options={})
     assert time_to_loss_prediction.step_time_s(local, cluster, workload) == pytest.approx(2e-3)
+    sharded = MethodSpecification(label="fsdp", kind="fsdp", options={})
+    assert time_to_loss_prediction.step_time_s(sharded, cluster, workload) is None
+    assert time_to_loss_prediction.compression_ratio(Choco(), 10_000) > 8, "not of the first message, in full"
 
 
 class Wire:
