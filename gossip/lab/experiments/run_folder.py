@@ -160,10 +160,11 @@ def update_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """Read the overrides that the user set."""
+    """Read the overrides that the user set; empty if they were not recorded."""
     from omegaconf import OmegaConf
 
-    overrides: Any = OmegaConf.to_container(OmegaConf.load(folder / OVERRIDES_FILE))  # interpolations unresolved
+    path = folder / OVERRIDES_FILE
+    overrides: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.exists() else []  # interpolations unresolved
     return list(map(str, overrides))
 
 

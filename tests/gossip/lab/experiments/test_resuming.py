@@ -14,7 +14,7 @@ from gossip.errors import LaunchError
 from gossip.lab.experiments.job import run_job
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.experiments.resuming import State, continued_configuration, state_of
-from gossip.lab.experiments.run_folder import claim, read_overrides
+from gossip.lab.experiments.run_folder import OVERRIDES_FILE, claim, read_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +143,8 @@ def test_resumed_configuration_is_the_folders(tmp_path: Path) -> None:
     given = ("topology=ring", "experiment=digits_cnn", "seed=5", "launch.world_size=8", "optimizer.lr=0.2")
     claim(tmp_path, composed(*given), given)
     assert read_overrides(tmp_path) == list(given)
+    (tmp_path / OVERRIDES_FILE).unlink()
+    assert read_overrides(tmp_path) == []
     defaults = composed()
 
     def resumed(*overrides: str) -> dict[str, Any]:
