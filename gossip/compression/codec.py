@@ -94,8 +94,8 @@ class BucketShape:
         The length of the flat values.
     dtype, device
         The dtype and the device of the values.
-    views : sequence of View
-        Where each parameter lies; a single flat view where nothing is known.
+    views : sequence of (shape, stride, offset)
+        Where each parameter lies in the flat values; a single flat view where nothing is known.
     memory : callable
         ``(message, step) -> Tensor``: returns the memory in which a message like the given one should be made in this
         step so that it travels fast; by default the message's own. Only for a message that goes to all peers alike.

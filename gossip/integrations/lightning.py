@@ -37,7 +37,8 @@ class GossipStrategy(TrainerStrategy, DDPStrategy):
     **options
         Arguments of :class:`gossip.GossipDataParallel`, except module, optimizer and scaler, which come from the
         Trainer; a ``timeout`` also applies to the process group. And DDPStrategy's accelerator, cluster_environment,
-        checkpoint_io, precision_plugin, parallel_devices, process_group_backend and start_method.
+        checkpoint_io, precision_plugin, parallel_devices, process_group_backend and start_method. An unknown one is a
+        TypeError.
 
     Notes
     -----

@@ -90,6 +90,8 @@ class VirtualWorkers(KeepsObjects):
         A bare model. It holds the initial values, and after :meth:`averaged` and :meth:`global_avg` the mean.
     optimizer : Optimizer, tuple of Optimizer, or None
         The optimizer over the stacked parameters, for schedulers.
+    algorithm, compression, topology, world_size
+        Those in use.
     step : int
         The number of steps made, which is also the index of the next round. With a recording
         (:class:`gossip.Asynchronous`) each replica has its own number, see :attr:`next_steps`.
