@@ -61,6 +61,8 @@ ROOMS = (
 """A room imports rooms that stand before it, and itself."""
 
 INTERNALS_OF_LAB = {
+    "gossip.algorithms.base": "the forms of algorithms, whose stable rates are computed",
+    "gossip.algorithms.integral_correction": "in how many steps a topology mixes, for the same",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication.host": "the module of daemon threads",

@@ -34,8 +34,13 @@ from gossip.lab.benchmarks.large_model import WAYS
         ),
         (
             "topology_scale.py",
-            ["--world-size=15", "--large-world-size=1000", "--families", "de_bruijn", "one_peer_hypercube"],
-            ["de_bruijn | 16 | p=2", "de_bruijn | 16 | p=4", "one_peer_hypercube | 16", "one_peer_hypercube | 1024"],
+            ["world_size=15", "--large-world-size=1000", "--families", "de_bruijn", "davis", "one_peer_hypercube"],
+            ["de_bruijn | 16 | p=2", "de_bruijn | 16 | p=4", "davis | 15 | ", "one_peer_hypercube | 1024"],
+        ),
+        (
+            "stability.py",
+            ["--families=ring,base", "--sizes", "2", "4", "--figure=figure.svg"],
+            ["ring | 2", "ring | 4", "base | 2", "base | 4 | 1.000 | 1.000 | 1.998 | 1.998"],
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,18 +184,29 @@ class Rows(BaseModel):
 
 
 class RowsBenchmark(Benchmark[S, Rows]):
-    """A benchmark whose report is what rank 0 has written: a table for each link, with a column for each key."""
+    """A benchmark whose report is what rank 0 has written: a table for each link, with a column for each key.
+
+    Rows that have other keys make a table of their own. Numbers with a fraction are shown in ``number_format``.
+    """
+
+    number_format: ClassVar[str] = ".4g"
+
+    def progress(self, case: S, number: int, record: Record) -> str | None:  # noqa: ARG002
+        return ", ".join(self.cells(record))
 
     def result(self, case: S, records: Records) -> Rows:
         return Rows(link=case.link, rows=[dict(record) for record in records[0]])
 
     def sections(self, results: Sequence[Rows]) -> list[str]:
+        tables: dict[tuple[str | None, tuple[str, ...]], list[list[str]]] = {}
+        for result in results:
+            for row in result.rows:
+                tables.setdefault((result.link, tuple(row)), []).append(self.cells(row))
         parts = []
-        for link, cases in itertools.groupby(results, lambda result: result.link):
-            rows = [row for case in cases for row in case.rows]
-            parts += [f"## {link}" if link else "", table(list(rows[0]), map(self.cells, rows))]
+        for (link, titles), rows in tables.items():
+            parts += [f"## {link}" if link else "", table(titles, rows)]
         return parts
 
     def cells(self, row: Record) -> list[str]:
         """Return the texts of a row of the table."""
-        return [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        return [f"{cell:{self.number_format}}" if isinstance(cell, float) else str(cell) for cell in row.values()]

@@ -12,8 +12,10 @@ from gossip.lab.benchmarks.memory_by_mode import MemoryUse
 from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.predicted_steps import PredictedSteps
+from gossip.lab.benchmarks.stability import Stability
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
+from gossip.lab.benchmarks.topology_scale import TopologyScale
 from gossip.lab.benchmarks.uneven_ranks import UnevenRanks
 from gossip.lab.benchmarks.virtual_speed import VirtualSpeed
 from gossip.lab.faults.chaos import Chaos
@@ -31,6 +33,8 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "large_model": LargeModel,
     "memory_use": MemoryUse,
     "compression_speed": CompressionSpeed,
+    "topology_scale": TopologyScale,
+    "stability": Stability,
     "probe": Probe,
     "chaos": Chaos,
 }

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from gossip import World
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, TopologyName, Write
-from gossip.lab.benchmarks.summaries import Spread, table
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, RowsBenchmark, TopologyName, Write
+from gossip.lab.benchmarks.summaries import Spread
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.models import MLP
 
-_TITLES = ("method", "steps/s of all ranks", "relative to no exchange", "accuracy, %", "difference from ddp, points")
 _BATCH_SIZE = 16
 _LEARNING_RATE = 0.05
 
@@ -50,65 +50,48 @@ class UnevenRanksSettings(BenchmarkSettings):
         return round(self.steps * self.world_size * speeds[rank] / sum(speeds))
 
 
-class UnevenRanksResult(BaseModel):
-    """By method, for each seed: the steps per second of all ranks together, and the accuracy of the averaged model."""
-
-    steps_per_s: dict[str, list[float]]
-    accuracy: dict[str, list[float]]
-
-
-class UnevenRanks(Benchmark[UnevenRanksSettings, UnevenRanksResult]):
+class UnevenRanks(RowsBenchmark[UnevenRanksSettings]):
     """Ranks train digits; before each step a rank sleeps, as if a device computed, and rank 0 longer."""
 
     settings = UnevenRanksSettings
     title = "One rank slower than the others"
 
     def work(self, case: UnevenRanksSettings, place: Place, write: Write) -> None:
-        """Write the speed of every method from every seed, and the accuracy."""
-        data, timeout = digits(), timedelta(seconds=case.timeout_s)
-        world = World(timeout)
+        """Write the speed of all ranks together and the accuracy of each method: medians and means over the seeds."""
+        data, world = digits(), World(timedelta(seconds=case.timeout_s))
         compute_s = 1e-3 * case.compute_ms * (case.slowness if place.rank == 0 else 1.0)
-        for seed in range(case.seeds):
-            for method in case.methods():
-                torch.manual_seed(seed)
-                module = MLP(data.input_shape, data.num_classes, hidden=[case.width] * 2)
-                running = method.start(module, sgd(_LEARNING_RATE), case.timeout_s)
-                generator = torch.Generator().manual_seed(seed * case.world_size + place.rank)
-                num_steps = case.steps_of(place.rank, method.label)
-                dist.barrier()
-                began = time.perf_counter()
-                for _ in range(num_steps):
-                    chosen = torch.randint(len(data.train_inputs), (_BATCH_SIZE,), generator=generator)
-                    time.sleep(compute_s)
-                    running.step((data.train_inputs[chosen], data.train_targets[chosen]))
-                steps_per_s = num_steps / (time.perf_counter() - began)
-                with running.averaged():
-                    found = evaluate_together(module, data.test_inputs, data.test_targets, world)
-                running.close()
-                write({"method": method.label, "steps_per_s": steps_per_s, "accuracy": found.accuracy})
+        speeds: dict[str, list[float]] = defaultdict(list)
+        percents: dict[str, list[float]] = defaultdict(list)
+        for seed, method in itertools.product(range(case.seeds), case.methods()):
+            torch.manual_seed(seed)
+            module = MLP(data.input_shape, data.num_classes, hidden=[case.width] * 2)
+            running = method.start(module, sgd(_LEARNING_RATE), case.timeout_s)
+            generator = torch.Generator().manual_seed(seed * case.world_size + place.rank)
+            num_steps = case.steps_of(place.rank, method.label)
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(num_steps):
+                chosen = torch.randint(len(data.train_inputs), (_BATCH_SIZE,), generator=generator)
+                time.sleep(compute_s)
+                running.step((data.train_inputs[chosen], data.train_targets[chosen]))
+            steps_per_s = torch.tensor(num_steps / (time.perf_counter() - began), dtype=torch.float64)
+            with running.averaged():
+                found = evaluate_together(module, data.test_inputs, data.test_targets, world)
+            running.close()
+            dist.all_reduce(steps_per_s)
+            speeds[method.label].append(float(steps_per_s))
+            percents[method.label].append(100 * found.accuracy)
         world.close()
-
-    def result(self, case: UnevenRanksSettings, records: Records) -> UnevenRanksResult:  # noqa: ARG002
-        found = UnevenRanksResult(steps_per_s={}, accuracy={})
-        for of_ranks in zip(*records, strict=True):
-            speed, name = sum(record["steps_per_s"] for record in of_ranks), of_ranks[0]["method"]
-            found.steps_per_s.setdefault(name, []).append(speed)
-            found.accuracy.setdefault(name, []).append(of_ranks[0]["accuracy"])
-        return found
-
-    def sections(self, results: Sequence[UnevenRanksResult]) -> list[str]:
-        """Return a table of the methods: speeds are medians over the seeds, accuracies means."""
-        return [table(_TITLES, (_cells(name, result) for name in result.accuracy)) for result in results]
-
-
-def _cells(name: str, result: UnevenRanksResult) -> list[str]:
-    speeds, accuracies = result.steps_per_s[name], result.accuracy[name]
-    shares = [own / alone for own, alone in zip(speeds, result.steps_per_s["local"], strict=True)]
-    differences = [100 * (own - ddp) for own, ddp in zip(accuracies, result.accuracy["ddp"], strict=True)]
-    return [
-        name,
-        f"{statistics.median(speeds):.1f}",
-        Spread.over(shares).shown(".3f"),
-        f"{100 * statistics.mean(accuracies):.2f}",
-        f"{statistics.mean(differences):+.2f} ({min(differences):+.2f} to {max(differences):+.2f})",
-    ]
+        for name, own in percents.items():
+            shares = [together / alone for together, alone in zip(speeds[name], speeds["local"], strict=True)]
+            points = [percent - ddp for percent, ddp in zip(own, percents["ddp"], strict=True)]
+            mean, low, high = statistics.mean(points), min(points), max(points)
+            write(
+                {
+                    "method": name,
+                    "steps/s of all ranks": statistics.median(speeds[name]),
+                    "relative to no exchange": Spread.over(shares).shown(".3f"),
+                    "accuracy, %": statistics.mean(own),
+                    "difference from ddp, points": f"{mean:+.2f} ({low:+.2f} to {high:+.2f})",
+                }
+            )

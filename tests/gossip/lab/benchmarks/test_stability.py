@@ -1,10 +1,8 @@
-"""scripts/stability.py: its recursion against the algorithms' own hooks, and its table at small sizes."""
+"""The stable rates of a topology: the recursion against the algorithms' own hooks, and its table at small sizes."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,19 +19,8 @@ from gossip.algorithms import (
     IntegralCorrection,
 )
 from gossip.algorithms.base import Form
+from gossip.lab.benchmarks import stability
 from topologies import Topology
-
-PATH = REPOSITORY / "scripts" / "stability.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("stability", PATH)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def growth_of_hooks(algorithm: Algorithm, topology: Topology, step: float, num_steps: int) -> float:
@@ -64,36 +51,36 @@ def growth_of_hooks(algorithm: Algorithm, topology: Topology, step: float, num_s
 @pytest.mark.parametrize("step", [0.3, 1.1, 1.9])
 @pytest.mark.parametrize("name", ["ring", "one_peer_exponential", "base"])
 @pytest.mark.parametrize("form", ["awc", "atc"])
-def test_growth_is_that_of_the_hooks(script: ModuleType, form: Form, name: str, step: float) -> None:
+def test_growth_is_that_of_the_hooks(form: Form, name: str, step: float) -> None:
     topology = topologies.build(name, 6)
     gossip = AdaptWhileCommunicating() if form == "awc" else AdaptThenCombine()
     for algorithm, gain in (
-        (gossip, script.Gain()),
-        (IntegralCorrection(form), script.default_gain(topology, form)),
-        (IntegralCorrection(form, gamma=0.9, kappa=0.9), script.Gain(0.9, 0.9)),
+        (gossip, stability.Gain()),
+        (IntegralCorrection(form), stability.default_gain(topology, form)),
+        (IntegralCorrection(form, gamma=0.9, kappa=0.9), stability.Gain(0.9, 0.9)),
     ):
-        expected = script.growth(topology, form, gain, step)
+        expected = stability.growth(topology, form, gain, step)
         num_steps = 2 * min(150, int(13 / abs(math.log(expected))))  # until what decays is as small as rounding
         assert growth_of_hooks(algorithm, topology, step, num_steps) == pytest.approx(expected, abs=0.03)
 
 
-def test_limits_of_a_ring_are_those_of_its_eigenvalues(script: ModuleType) -> None:
+def test_limits_of_a_ring_are_those_of_its_eigenvalues() -> None:
     """1 + lambda for the smallest, -1/3, and 2; EXTRA's, whose matrix is (1 + W) / 2, is larger."""
     ring = topologies.build("ring", 8)
-    assert script.largest_rate(ring, "awc", script.Gain()) == pytest.approx(2 / 3, abs=1e-3)
-    assert script.largest_rate(ring, "awc", script.default_gain(ring, "awc")) == pytest.approx(1, abs=1e-3)
-    assert script.largest_rate(ring, "atc", script.Gain()) == pytest.approx(2, abs=0.003)
+    assert stability.largest_rate(ring, "awc", stability.Gain()) == pytest.approx(2 / 3, abs=1e-3)
+    assert stability.largest_rate(ring, "awc", stability.default_gain(ring, "awc")) == pytest.approx(1, abs=1e-3)
+    assert stability.largest_rate(ring, "atc", stability.Gain()) == pytest.approx(2, abs=0.003)
 
 
-def test_documented_table_is_what_is_computed(script: ModuleType) -> None:
+def test_documented_table_is_what_is_computed() -> None:
     lines = (REPOSITORY / "docs" / "stability.md").read_text().splitlines()
     documented = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
-    assert {row[0] for row in documented} >= {name for name in topologies.available() if script.built(name, 4)}
+    assert {row[0] for row in documented} >= {name for name in topologies.available() if stability.built(name, 4)}
     for name, size, *cells in documented[:: len(documented) // 20]:
-        topology = script.built(name, int(size))
+        topology = stability.built(name, int(size))
         if int(size) > 16 or topology.period is None:
             continue  # takes its time
-        for number, form in enumerate(script.FORMS):
-            assert f"{script.largest_rate(topology, form, script.Gain()):.3f}" == cells[2 * number]
-            gain = script.default_gain(topology, form)
-            assert f"{script.largest_rate(topology, form, gain):.3f}" == cells[2 * number + 1]
+        for number, form in enumerate(stability.FORMS):
+            assert f"{stability.largest_rate(topology, form, stability.Gain()):.3f}" == cells[2 * number]
+            gain = stability.default_gain(topology, form)
+            assert f"{stability.largest_rate(topology, form, gain):.3f}" == cells[2 * number + 1]
