@@ -56,6 +56,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "ddp": Way("ddp", {"gradient_as_bucket_view": False}),
+    "ddp, gradients as views": Way("ddp", {}, like="ddp"),
     "fully_shard": Way("fsdp", {}, like="ddp"),
     "exact": Way("gossip", {}),
     "exact, continue": Way("gossip", {"on_peer_loss": "continue"}, like="exact"),
@@ -104,6 +105,7 @@ class LargeModelResult(BaseModel):
     losses: list[float]
     rest_bytes: int
     peak_bytes: int
+    later_peak_bytes: int
     save_peak_bytes: int | None = None
     construct_s: float
     first_step_s: float
@@ -122,9 +124,10 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
     explanation = (
         "Loss: mean over the samples of a step. Apart: the largest relative difference of the losses of a step from "
         "those of the way that is named. Memory: resident, of the process as a whole, the most of all ranks, at rest "
-        "after four steps and within them; what torch frees is given back to the system at once there, or the peak "
-        "would be that of the allocator. Step: the median of the other steps. Background: for how long training stands "
-        "when a checkpoint is begun in the background."
+        "after four steps and within them, where what torch frees is given back to the system at once, or the peak "
+        "would be that of the allocator; then in the other steps and in a save after them, with the allocator as it "
+        "is. Step: the median of the other steps. Background: for how long training stands when a checkpoint is begun "
+        "in the background."
     )
 
     def work(self, case: LargeModelSettings, place: Place, write: Write) -> None:
@@ -143,11 +146,13 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
                 found |= {"rest_bytes": memory.before + memory.now(), "peak_bytes": memory.before + memory.bytes()}
                 for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
                     ctypes.CDLL(None).mallopt(parameter, 2**25)  # as glibc sets them by itself
+                memory.restart()
             began = time.perf_counter()
             losses.append(float(running.step(batch)))
             step_s.append(time.perf_counter() - began)
         step_s, first_step_s = step_s[_NUM_MEMORY_STEPS:], step_s[0]
         found |= {"losses": losses, "first_step_s": first_step_s, "step_s": statistics.median(step_s)}
+        found["later_peak_bytes"] = memory.before + memory.bytes()
         if isinstance(running.model, GossipDataParallel):
             _end(running.model, memory, found)
         write(found | {"num_parameters": num_parameters})
@@ -169,7 +174,7 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
         memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
         times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
         return [
-            table([*memory, "peak of saving, GB"], (_memory_cells(each, by_way) for each in results)),
+            table([*memory, "later steps, GB", "saving, GB"], (_memory_cells(each, by_way) for each in results)),
             table([*times, "background, s"], (_time_cells(each) for each in results)),
         ]
 
@@ -182,10 +187,9 @@ def _memory_cells(result: LargeModelResult, by_way: dict[str, LargeModelResult])
         pairs = zip(result.losses, like.losses, strict=True)
         apart = f"{max(abs(loss / other - 1) for loss, other in pairs):.1e}", like.way
     losses = [f"{result.losses[place]:.4f}" for place in (0, -1)]
-    sizes = [result.rest_bytes, result.peak_bytes]
-    cells = [f"{size / 1e9:.2f}" for size in sizes]
-    saving = "" if result.save_peak_bytes is None else f"{result.save_peak_bytes / 1e9:.2f}"
-    return [result.way, str(way.num_ranks), *losses, *apart, *cells, of_ddp, saving]
+    sizes = (result.rest_bytes, result.peak_bytes, result.later_peak_bytes, result.save_peak_bytes)
+    rest, peak, later, saving = ("" if size is None else f"{size / 1e9:.2f}" for size in sizes)
+    return [result.way, str(way.num_ranks), *losses, *apart, rest, peak, of_ddp, later, saving]
 
 
 def _time_cells(result: LargeModelResult) -> list[str]:
@@ -214,21 +218,21 @@ def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[Batch]:
 
 
 def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:
-    """Average, export and save, and close the model. Collective."""
+    """Save, average and export, and close the model. Collective."""
     with tempfile.TemporaryDirectory() as own:
         world = World(model.world.timeout)  # of all ranks, whatever those of a group share
         folder = Path(world.gather_bytes(own.encode(), "naming a folder")[0].decode())
         world.close()
-        with _timed(found, "averaged_s"), model.averaged():
-            pass
-        with _timed(found, "export_s"):
-            gossip.export(model, folder / "model.safetensors")
         memory.restart()
         with _timed(found, "save_s"):
             gossip.save(model, folder / "checkpoints")
         found["save_peak_bytes"] = memory.before + memory.bytes()
-        (folder / "model.safetensors").unlink(missing_ok=True)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        with _timed(found, "averaged_s"), model.averaged():
+            pass
+        with _timed(found, "export_s"):
+            gossip.export(model, folder / "model.safetensors")
+        (folder / "model.safetensors").unlink(missing_ok=True)
         with _timed(found, "background_s"):
             gossip.save(model, folder / "background", background=True)
         model.close()
