@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -139,9 +140,9 @@ class AllReduce(Method):
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         hook = options.pop("hook", None)
-        model = DistributedDataParallel(
-            self._module, **{"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
-        )
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **options}
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # no other name is in every release
+            model = DistributedDataParallel(self._module, **options)
         if hook is not None:
             model.register_comm_hook(None, _DDP_HOOKS[hook])
         return model
