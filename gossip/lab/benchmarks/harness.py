@@ -16,7 +16,8 @@ from loguru import logger
 from pydantic import BaseModel, SerializeAsAny
 
 from gossip.compression.compiled_passes import quantized_by
-from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
+from gossip.errors import LaunchError
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, Records, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.networks import Link
@@ -66,7 +67,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     LabUnavailable
         The lab cannot be created on this machine, and the benchmark does not do without.
     LaunchError
-        A worker failed.
+        A worker failed, and the benchmark has nothing to show instead.
     """
     benchmark, placement = BENCHMARKS[name](), find_placement()
     if placement is not None:
@@ -80,7 +81,10 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
         lab = None if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
-            records = run_workers(name, case, lab, folder / case_name)
+            try:
+                records: Records = run_workers(name, case, lab, folder / case_name)
+            except LaunchError as error:
+                records = benchmark.instead(case, error)
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
