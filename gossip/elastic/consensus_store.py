@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from gossip.communication.authenticated_store import NotGenuine
+from gossip.communication.host import daemon_threads
 from gossip.elastic.flag_votes import FlagVote, Position
 from gossip.errors import ExchangeError
 
@@ -17,12 +20,13 @@ class Proposal(NamedTuple):
     """Who should train: ``members`` are the ranks that continue, and one that joins.
 
     Ranks that are ``leaving`` vote with their steps like the members. A member that is ``returning`` joins from within
-    its loop, where it ends a step like the others.
+    its loop, where it ends a step like the others. Ranks that ``ended`` have closed their models, and said goodbye.
     """
 
     members: Sequence[int]
     leaving: Sequence[int] = ()
     returning: Sequence[int] = ()
+    ended: Sequence[int] = ()
 
 
 class Vote(NamedTuple):
@@ -38,10 +42,14 @@ class Vote(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the votes of all ranks of a proposal add up to: their positions, and the votes for yes of lost ranks."""
+    """What the votes of all ranks of a proposal add up to: their positions, and the votes for yes of lost ranks.
 
-    positions: list[tuple[int, Position]]
-    flag_votes: list[FlagVote]
+    Without positions the attempt is void; the next one is made without the ranks that were ``lost`` meanwhile.
+    """
+
+    positions: Sequence[tuple[int, Position]] = ()
+    flag_votes: Sequence[FlagVote] = ()
+    lost: Sequence[int] = ()
 
 
 class StoreLost(ExchangeError):
@@ -82,13 +90,12 @@ class ConsensusStore:
     def is_decided(self, number: int) -> bool:
         return self._has(f"decision/{number}")
 
-    def decide(self, number: int, decision: Decision | None) -> Decision | None:
-        """Return the decision: this one, unless another rank was first; None is that the attempt is void."""
-        return _decision(self._set_once(f"decision/{number}", decision))
+    def decide(self, number: int, decision: Decision) -> Decision:
+        """Return the decision: this one, unless another rank was first."""
+        return Decision(*self._set_once(f"decision/{number}", decision))
 
-    def decision(self, number: int) -> Decision | None:
-        """Return the decision that there is; None if the attempt is void."""
-        return _decision(self._get(f"decision/{number}"))
+    def decision(self, number: int) -> Decision:
+        return Decision(*self._get(f"decision/{number}"))
 
     def _has(self, key: str) -> bool:
         return bool(_asked(self.store.check, [key]))
@@ -100,6 +107,31 @@ class ConsensusStore:
         return json.loads(_asked(self.store.compare_set, key, "", json.dumps(value)))
 
 
+def within(timeout: timedelta, call: Callable[..., Any], *args: Any) -> Any:
+    """Return what a call of the store returns, or raise StoreLost if that takes longer: torch's client waits for ever.
+
+    For threads that must go on; the call is made in a thread of its own, which is left to itself then.
+    """
+    has_ended = threading.Event()
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        results.append(call(*args))
+        has_ended.set()
+
+    def failed(error: Exception) -> None:
+        errors.append(error)
+        has_ended.set()
+
+    daemon_threads.start("gossip-store-call", run, end=has_ended.set, failed=failed)
+    if not has_ended.wait(timeout.total_seconds()):
+        raise StoreLost(f"the key-value store has not replied for {timeout.total_seconds():g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 def _asked(call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
@@ -107,7 +139,3 @@ def _asked(call: Callable[..., Any], *args: Any) -> Any:
         raise
     except RuntimeError as error:  # stores have no specific type of errors
         raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
-
-
-def _decision(found: Any) -> Decision | None:
-    return None if found is None else Decision(*found)

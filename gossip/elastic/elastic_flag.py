@@ -41,13 +41,16 @@ class ElasticFlag:
         def look() -> bool:
             nonlocal answer
             try:
-                left = consensus.latest.members
+                latest = consensus.latest
             except ExchangeError:
                 return True  # this rank cannot continue: it raises, or comes back, at the end of its step
+            # What ranks that leave have voted is known once they have said goodbye, as long as this one does not leave.
+            are_agreed_on = {*latest.members, *(set(latest.left) - mesh.farewells.keys())}
+            if self._world.member not in latest.members:
+                are_agreed_on.clear()
             for member in list(missing):
                 vote = consensus.flag_votes.vote_of(member, self._question, position)
-                # A rank that leaves says goodbye after its last vote.
-                if vote is not None or (member in mesh.lost and member not in left):
+                if vote is not None or (member in mesh.lost and member not in are_agreed_on):
                     answer |= bool(vote)
                     missing.discard(member)
             return not missing

@@ -25,6 +25,7 @@ from gossip.communication.membership import innermost, is_served_here, own_conne
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
+from gossip.elastic.consensus_store import within
 from gossip.elastic.failure_detector import FailureDetector
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
@@ -199,11 +200,11 @@ class ElasticWorld(FailureDetector):
         while not self.questions.empty():
             self.questions.get()  # these were addressed to the rank that this process was before
         with resending_soon(self.timeout):
-            self._keys = own_connection(self._keys)
+            self._keys = within(self.timeout, own_connection, self._keys)
         self._take_number()
 
     def _take_number(self) -> None:
-        number = self._keys.add("num_joining", 1)
+        number = within(self.timeout, self._keys.add, "num_joining", 1)
         if number < 1:
             raise NotGenuine(f"joining: somebody else changed num_joining in the key-value store to {number - 1}")
         self._member = self._num_initial + number - 1
@@ -230,7 +231,7 @@ class ElasticWorld(FailureDetector):
 
     def published(self) -> dict[str, str]:
         """Return what a joining rank must build. Local."""
-        found: dict[str, str] = json.loads(self._keys.get("manifest"))
+        found: dict[str, str] = json.loads(within(self.timeout, self._keys.get, "manifest"))
         return found
 
     # ------------------------------------------------------------------ connecting
@@ -264,7 +265,7 @@ class ElasticWorld(FailureDetector):
         ValueError
             It only listens on its own machine, and this is another one.
         """
-        host, port, network = json.loads(self._keys.get(f"address{member}"))
+        host, port, network = json.loads(within(self.timeout, self._keys.get, f"address{member}"))
         if host == _OWN_HOST and network != own_network():
             raise ValueError(
                 f'on_peer_loss="continue": rank {member} is on a different machine than rank {self.member}, but '
@@ -344,7 +345,7 @@ class ElasticWorld(FailureDetector):
     def _is_one_ahead(self) -> bool:
         """Return whether one that takes part was past the operation: if it has completed it, all have its result."""
         generation = self.consensus.wait_for_generation_after(self._generation.number)
-        return generation.furthest(self._members) > self.consensus.position
+        return self.consensus.furthest(generation, self._members) > self.consensus.position
 
     def check_joint(self) -> None:
         if not self.is_alone:

@@ -14,13 +14,14 @@ from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.flag_votes import Position
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
+from gossip.elastic.running_time import RunningTime
 from gossip.errors import GenerationEndedError
 
-_NUM_BEATS_MISSED = 4
 _SUSPECTED = 0.25  # of the time-out
 _SILENT = 0.9
 _TIMEOUTS_OF_A_LOST_MESSAGE = 2
-_MOST_TIMEOUTS = 5
+MOST_TIMEOUTS = 5
+"""For so many time-outs a rank is waited for that itself waits for others."""
 _PRIMITIVES = 2**24  # per operation
 _STEPS = 2**40
 
@@ -76,10 +77,10 @@ class FailureDetector(World):
         GossipError
             A thread that serves the other ranks has failed.
         """
-        began = told_at = time.monotonic()
+        began, running = time.monotonic(), RunningTime(2 * self.mesh.beat_s)
         timeout_s, beat_s = self.timeout.total_seconds(), self.mesh.beat_s
         is_warned = False
-        with self.mesh.changed:
+        with self.mesh.changed, self.mesh.waits():
             while not look():
                 self.mesh.check()
                 missing = awaited()
@@ -89,10 +90,7 @@ class FailureDetector(World):
                 ahead_s = 0.0 if looks_again_at is None else looks_again_at - time.monotonic()
                 self.mesh.changed.wait(min(looks_every_s or beat_s, ahead_s if ahead_s > 0 else beat_s))
                 now = time.monotonic()
-                if now - told_at >= beat_s:
-                    self._tell()
-                    told_at = now
-                waited_s = now - began
+                waited_s = running.passed()
                 if waited_s > timeout_s * _SUSPECTED:
                     suspects = [
                         member
@@ -138,19 +136,14 @@ class FailureDetector(World):
             | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
         )
 
-    def _tell(self) -> None:
-        """Tell the others that this rank waits, and where, so that none drops it because of another rank."""
-        for member in self._all_others:
-            self.mesh.send(member, Key(Kind.WAITING, *self.consensus.position))
-
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
         """Return whether a member itself is responsible for the wait, because it does not report that it waits."""
-        told_at, position = self.mesh.waiting.get(member, (0.0, (0, 0, 0)))
-        if told_at < time.monotonic() - _NUM_BEATS_MISSED * self.mesh.beat_s:
+        position = self.mesh.waits_at(member)
+        if position is None:
             return True
         num_timeouts = waited_s / self.timeout.total_seconds()
         is_lost = is_sent_at is not None and position >= is_sent_at
-        return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else _MOST_TIMEOUTS)
+        return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else MOST_TIMEOUTS)
 
     def exchange(
         self,
@@ -190,9 +183,9 @@ class FailureDetector(World):
                     num_bytes is None or self.mesh.is_of_size(member, key, payload, num_bytes[member])
                 ):
                     found[member] = payload
-            missing = [member for member in awaited if member not in found]
-            is_any_lost = any(member in self.mesh.lost for member in missing)
-            if is_any_lost or self.consensus.latest.number != self._generation.number:
+            lost = [member for member in awaited if member not in found and member in self.mesh.lost]
+            self.consensus.miss(lost)
+            if lost or self.consensus.latest.number != self._generation.number:
                 raise GenerationEndedError(what)
             return not unfinished()
 

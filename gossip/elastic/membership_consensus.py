@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from gossip.communication.authenticated_store import NotGenuine
 from gossip.communication.host import daemon_threads
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote
+from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote, within
 from gossip.elastic.flag_votes import FlagVotes, Position
 from gossip.elastic.generations import Generation
+from gossip.elastic.running_time import RunningTime
 from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import ExchangeError, GossipError
 
@@ -95,15 +96,17 @@ class Consensus:
         self._error: GossipError | None = None
         self._holds = False
         self._num_attempts = 0  # that have been decided
+        self._due: tuple[int, float] | None = None  # since when there has been something to agree on, after how many
         self._alarm = 0  # the newest attempt that another rank has reported
         self._changed = threading.Condition()
         self._stop = threading.Event()
+        mesh.position = lambda: self.position
         mesh.on_lost = self._on_lost
         mesh.on_failed = self.fail
         mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
-            self._follow()
+            within(timeout, self._follow)
         run, failed = daemon_threads.weak_run(self, Consensus._turn), daemon_threads.weak_call(mesh, Mesh.fail)
         self.store_monitor = StoreMonitor(mesh.member, self._consensus_store, failed)
         name = f"gossip-consensus-{mesh.member}"
@@ -113,9 +116,15 @@ class Consensus:
 
     @property
     def latest(self) -> Generation:
-        """The generation that was decided last."""
+        """The generation that was decided last; an error if the next one has been due for too long."""
         with self._changed:
             self._check()
+            if not (self._holds or self._is_due()):
+                self._due = None
+            elif self._due is None or self._due[0] != self._num_attempts:
+                self._due = self._num_attempts, time.monotonic()
+            elif time.monotonic() - self._due[1] > self._patience_s:
+                raise self._stuck(f"step {self.position[1]}")
             return self._generations[-1]
 
     @property
@@ -157,6 +166,22 @@ class Consensus:
                 )
             return latest, here
 
+    def newest_that_begins(self, number: int) -> Generation:
+        """Return the newest generation up to this one that can begin within a collective operation: none joins with it.
+
+        It is the same on all ranks that take part, whichever of their attempts at the operation succeed.
+        """
+        with self._changed:
+            step = self.position[1]
+            found = (
+                each
+                for each in reversed(self._generations)
+                if each.number <= number
+                and all(self._absent_until.get(other, -1) < step for other in each.members)
+                and (not each.has_first_steps or step >= each.first_step)
+            )
+            return next(found, self._generations[0])
+
     def note_loaded(self, step: int) -> None:
         """Note that the current collective operation loads a checkpoint of this step."""
         with self._changed:
@@ -171,7 +196,7 @@ class Consensus:
             num_loaded, step, num_ended = self.position
             self._wait_until_free(f"step {step}: ending a collective operation")
             latest = self._generations[-1]
-            if latest.number != generation.number and latest.furthest(members) <= self.position:
+            if latest.number != generation.number and self.furthest(latest, members) <= self.position:
                 return False
             if self._loaded_step is None:
                 self.position = num_loaded, step, num_ended + 1
@@ -183,12 +208,13 @@ class Consensus:
     def wait_for_generation_after(self, number: int) -> Generation:
         """Return the generation without the member that was lost in generation ``number``."""
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._error or self._generations[-1].number > number, self._seconds()
-            ):
-                raise self._stuck(f"step {self.position[1]}")
-            self._check()
+            self._wait_until(lambda: self._generations[-1].number > number, f"step {self.position[1]}")
             return self._generations[-1]
+
+    def furthest(self, generation: Generation, members: Collection[int]) -> Position:
+        """Return the position of that of ``members`` which was furthest ahead before ``generation``, or in the end."""
+        farewells = self._mesh.farewells
+        return max([generation.furthest(members), *(farewells[each] for each in members if each in farewells)])
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
         """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
@@ -225,7 +251,7 @@ class Consensus:
     def look_up(self) -> None:
         """Look for an attempt that no rank has reported to this rank, as it is not a member yet."""
         number = self._num_attempts + 1
-        if self._consensus_store.is_proposed(number):
+        if within(self._timeout, self._consensus_store.is_proposed, number):
             self._on_alarm(number)
 
     def leave(self) -> int:
@@ -235,38 +261,45 @@ class Consensus:
         """
         with self._changed:
             self._check()
-            latest = self._generations[-1]
-            if len(latest.members) - 1 < self._min_ranks:
+            self._is_leaving = True
+            self._changed.notify_all()
+            self._wait_until(lambda: not self._is_leaving, f"step {self.position[1]}: leaving")
+            if self._leaves_at is None:
+                num_others = len(self._generations[-1].members) - 1
                 raise GossipError(
-                    f"rank {self._mesh.member}: step {self.position[1]}: without this rank {len(latest.members) - 1} "
+                    f"rank {self._mesh.member}: step {self.position[1]}: without this rank {num_others} "
                     f"would remain, fewer than min_ranks={self._min_ranks}; save a checkpoint on all ranks instead, "
                     "or pass a lower min_ranks to let the others continue"
                 )
-            self._is_leaving = True
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._error or self._leaves_at is not None, self._seconds()):
-                raise self._stuck(f"step {self.position[1]}: leaving")
-            self._check()
-            assert self._leaves_at is not None
             return self._leaves_at
 
     def _wait_until_free(self, where: str) -> None:
-        if not self._changed.wait_for(lambda: self._error or not (self._holds or self._is_due()), self._seconds()):
-            raise self._stuck(where)
+        self._wait_until(lambda: not (self._holds or self._is_due()), where)
+
+    def _wait_until(self, is_met: Callable[[], bool], where: str) -> None:
+        if self._error is None and not is_met():
+            with self._mesh.waits():
+                number = self._num_attempts
+                while not self._changed.wait_for(lambda: self._error or is_met(), self._patience_s):
+                    if self._num_attempts == number:
+                        raise self._stuck(where)
+                    number = self._num_attempts
         self._check()
+
+    @property
+    def _patience_s(self) -> float:
+        """How long an attempt may take: a rank that is frozen meanwhile is dropped after the first half."""
+        return 2 * self._timeout.total_seconds()
+
+    def _stuck(self, where: str) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._patience_s:g} s: "
+            "the key-value store does not reply, or this rank is cut off from it"
+        )
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _seconds(self) -> float:
-        return 2 * self._timeout.total_seconds()  # a rank that is frozen meanwhile is dropped after the first half
-
-    def _stuck(self, where: str) -> ExchangeError:
-        return ExchangeError(
-            f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._seconds():g} s: the "
-            "key-value store does not reply, or this rank is cut off from it"
-        )
 
     # ------------------------------------------------------------------ triggers of an attempt
 
@@ -296,7 +329,11 @@ class Consensus:
         lost = set(latest.members) & self._suspects.keys()
         if self._mesh.member not in latest.members:
             return self._asked_in == latest.number and not lost
-        return self._is_leaving or bool(lost - self._mesh.left)
+        return self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
+
+    def _lost_leaving(self, latest: Generation) -> set[int]:
+        """Return the ranks that were about to leave, and were lost before: the others must learn how they had voted."""
+        return set(latest.left) & self._suspects.keys() - self._mesh.farewells.keys()
 
     def miss(self, members: Sequence[int]) -> None:
         """Treat members that said goodbye, but are waited for, like lost ones that did not."""
@@ -326,22 +363,36 @@ class Consensus:
         with self._changed:
             self._holds = True  # until it is decided: a rank that cannot reach the store must not continue alone
             proposed = self._proposed(latest)
+            if self._is_leaving and proposed is not None and len(proposed.members) < self._min_ranks:
+                self._is_leaving = False  # it is refused, maybe as another one leaves
+                proposed = self._proposed(latest)
+                self._changed.notify_all()
         if not self._consensus_store.is_proposed(number):
-            if proposed is None or proposed == Proposal(list(latest.members), []):  # nobody has: a false alarm
+            is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
+            if proposed is None or is_same:  # nobody has: a false alarm
                 with self._changed:
                     self._alarm, self._holds = self._num_attempts, False
                     self._changed.notify_all()
                 return
-            if len(proposed.members) < self._min_ranks:
-                self._fail_as_too_few(proposed.members)  # and leave it to the others, which may be more
-                return
+            is_too_few = len(proposed.members) < self._min_ranks
+            if is_too_few or 2 * len(proposed.members) < len(latest.members):  # the others may be more
+                if self._is_soon_proposed(number):
+                    return
+                if is_too_few:
+                    self.fail(self._too_few(proposed.members))
+                    return
         agreed = self._consensus_store.propose(number, proposed)
         asked = {*agreed.members, *agreed.leaving}
         told = (asked | set(latest.members)) - {member}
         self._tell(told, number)
-        gone = set(latest.members) - asked
+        gone = {*latest.members, *latest.left} - asked
         if member in asked:
-            self._meet(asked - set(latest.members) - {member})
+            # Ranks that join are connected before they ask.
+            unmet = self._await(asked - set(latest.members) - {member}, self._mesh.has_met)
+            self.give_up(dict.fromkeys(unmet, "it did not connect"))
+            self._await(
+                gone & set(agreed.ended), lambda other: other in self._mesh.farewells or other in self._mesh.lost
+            )
             for other in gone:
                 self._mesh.cut(other, "the others continue without it")
             with self._changed:
@@ -350,10 +401,12 @@ class Consensus:
         decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
             self.flag_votes.take_over(decision.flag_votes)
+            # A rank that others cannot reach, and this one can, would be proposed again and again.
+            self.give_up(dict.fromkeys(set(decision.lost) - {member}, "others lost it while they agreed"))
         with self._changed:
             self._num_attempts = number
             self._asked_in = None
-            if decision is not None:
+            if decision is not None and decision.positions:
                 self._holds = False
                 self._adopt(number, agreed, decision)
             self._holds = self._holds and self._is_due()
@@ -371,29 +424,30 @@ class Consensus:
             joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
             return joined if is_asked else None
         leaving = [member] * self._is_leaving
-        return Proposal([other for other in latest.members if other not in {*self._suspects, *leaving}], leaving)
+        members = [other for other in latest.members if other not in {*self._suspects, *leaving}]
+        ended = [other for other in latest.members if other not in members and other in self._mesh.farewells]
+        return Proposal(members, leaving, ended=ended)
 
-    def _meet(self, joining: Iterable[int]) -> None:
-        """Wait until joining ranks are connected, which they tried before they asked; otherwise drop them."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while missing := [other for other in joining if not self._mesh.has_met(other)]:
-            if time.monotonic() > deadline or self._stop.is_set():
-                self.give_up(dict.fromkeys(missing, "it did not connect"))
-                return
+    def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
+        """Wait until something is true of each of the other ranks, and return those of which it is not in time."""
+        running = RunningTime(self._mesh.beat_s)
+        while missing := [other for other in others if not is_met(other)]:
+            if running.passed() > self._timeout.total_seconds() or self._stop.is_set():
+                break
             time.sleep(_PAUSE_S)
+        return missing
 
     def _tell(self, others: Iterable[int], number: int) -> None:
         for other in others:
             self._mesh.send(other, Key(Kind.ALARM, number))
 
     def _decide(self, number: int, asked: Sequence[int], told: Iterable[int], *, are_joining: bool) -> Decision | None:
-        """Return the decision, or None if the attempt is void.
+        """Return the decision, or None if this thread ends before there is one.
 
         If ranks do not make their steps together, a rank can join only while no other is in a collective operation, and
         with a state of the same time, so that all take part in the same collective operations from then on.
         """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        told_at = time.monotonic()
+        running, told_at = RunningTime(self._mesh.beat_s), time.monotonic()
         while not self._consensus_store.is_decided(number):
             if time.monotonic() - told_at > _REMINDER_S:
                 self._tell(told, number)  # a rank that joins may have been unconnected before
@@ -404,15 +458,15 @@ class Consensus:
                 positions = [vote.position for vote in votes.values()]
                 is_between = min(positions) == max(positions) and not any(vote.is_joint for vote in votes.values())
                 if are_joining and not (self._is_in_step or is_between):
-                    return self._consensus_store.decide(number, None)
+                    return self._consensus_store.decide(number, Decision())
                 flag_votes = [yes for vote in votes.values() for yes in vote.flag_votes]
                 return self._consensus_store.decide(
                     number, Decision(list(zip(votes, positions, strict=True)), flag_votes)
                 )
-            if time.monotonic() > deadline:
+            if running.passed() > self._timeout.total_seconds():
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
-            if self._mesh.member in asked and not self._suspects.keys().isdisjoint(missing):
-                return self._consensus_store.decide(number, None)
+            if self._mesh.member in asked and (lost := self._suspects.keys() & missing):
+                return self._consensus_store.decide(number, Decision(lost=sorted(lost)))
             if self._stop.is_set():
                 return None
             time.sleep(_PAUSE_S)
@@ -422,13 +476,13 @@ class Consensus:
         """Adopt everything that was decided before this rank came."""
         while self._consensus_store.is_decided(number := self._num_attempts + 1):
             self._num_attempts = number
-            if (decision := self._consensus_store.decision(number)) is not None:
+            if (decision := self._consensus_store.decision(number)).positions:
                 self._adopt(number, self._consensus_store.proposal(number), decision)
 
     def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
         """Adopt a decision."""
         before, member = self._generations[-1], self._mesh.member
-        members, leaving, returning = agreed
+        members, leaving, returning, _ = agreed
         generation = before.followed_by(number, members, leaving, decision.positions, is_in_step=self._is_in_step)
         self._generations.append(generation)
         first_step, joining = generation.first_step, set(members) - set(before.members)
@@ -448,13 +502,14 @@ class Consensus:
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _fail_as_too_few(self, members: Sequence[int]) -> None:
+    def _is_soon_proposed(self, number: int) -> bool:
+        """Return whether another rank makes a proposal within a short time."""
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            if self._consensus_store.is_proposed(self._num_attempts + 1):
-                return
+            if self._consensus_store.is_proposed(number):
+                return True
             time.sleep(_PAUSE_S)
-        self.fail(self._too_few(members))
+        return False
 
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
         gone = [other for other in self._initial if other not in members]

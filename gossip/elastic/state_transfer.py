@@ -21,6 +21,7 @@ from loguru import logger
 from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.elastic.failure_detector import MOST_TIMEOUTS
 from gossip.errors import CannotJoinError, ExchangeError, reason
 
 _PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
@@ -233,8 +234,9 @@ def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[
         mesh.send(source, Key(Kind.ASK, number, part))
     found: dict[int, torch.Tensor] = {}
     timeout_s = mesh.timeout.total_seconds()
-    deadline = time.monotonic() + timeout_s
-    with mesh.changed:
+    began = time.monotonic()
+    deadline = began + timeout_s
+    with mesh.changed, mesh.waits():
         while True:
             for number in set(numbers) - found.keys():
                 payload = mesh.take(source, Key(Kind.STATE, number, part))
@@ -247,7 +249,10 @@ def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[
                 raise _RefusedError(refusal.numpy().tobytes().decode())
             if source in mesh.lost:
                 raise ExchangeError(f"rank {source} was lost: {mesh.lost[source]}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if mesh.waits_at(source) is not None:
+                deadline = min(now, began + MOST_TIMEOUTS * timeout_s) + timeout_s
+            if now > deadline:
                 raise ExchangeError(
                     f"rank {source}, which gives its state between two steps, sent none for {timeout_s:g} s"
                 )

@@ -85,7 +85,7 @@ class GenerationChange:
 
     def begin_step(self) -> None:
         """Enter the generation of the next step; waits while the ranks agree on one."""
-        step, end_joining = self._step, do_nothing
+        step, end_joining, has_returned = self._step, do_nothing, False
         if self._engine.last_meter is not None:
             self._engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.consensus.is_new &= self._engine.step == self._joined_at
@@ -97,7 +97,7 @@ class GenerationChange:
                 raise ExchangeError(self._astray)
             generation = self._world.consensus.enter_step(step)
         except ExchangeError as lost:
-            end_joining = self._come_back(lost)
+            end_joining, has_returned = self._come_back(lost), True
             generation = self._world.consensus.enter_step(self._step)
         if self._world.member not in generation.members:
             return  # this rank leaves: this was its last step
@@ -106,7 +106,13 @@ class GenerationChange:
         self._follow(generation)
         self._check_state()
         self._give(at_step_end=True)
-        end_joining()
+        try:
+            end_joining()
+        except ExchangeError as error:
+            if not has_returned:
+                raise
+            self._note_astray(str(error))  # it takes the state of another rank
+            self.begin_step()
 
     def _note_astray(self, why: str) -> None:
         """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
@@ -154,11 +160,8 @@ class GenerationChange:
         return self._engine.step if self._world.is_in_step else 0
 
     def catch_up(self) -> None:
-        """Exchange along the topology of the generation of this collective operation, if it may begin. Local."""
-        generation = self._world.generation
-        all_are_here = self._world.members == generation.members  # a rank that joins may be ahead, in its first step
-        if all_are_here and (not generation.has_first_steps or self._step >= generation.first_step):
-            self._follow(generation)
+        """Exchange along the topology of the newest generation that can begin with this collective operation. Local."""
+        self._follow(self._world.consensus.newest_that_begins(self._world.generation.number))
 
     def leave(self) -> None:
         """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
@@ -214,7 +217,8 @@ class GenerationChange:
         """Take the second part of the state of ``source``, if it is not ``second``.
 
         Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
-        when their loss of it is known; and an average over time is that of the source's own parameters.
+        when their loss of it is known; and an average over time is that of the source's own parameters. How many
+        collective operations the others have ended in this step is not known then either.
         """
         world, engine = self._world, self._engine
         who = f"rank {world.member}: rank {source}, whose state it takes,"
@@ -225,10 +229,7 @@ class GenerationChange:
                 if second["step"] != engine.step:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
             except ExchangeError as error:
-                if returns or engine.updater.scaler is not None:
-                    raise ExchangeError(f"{who} did not give the last part of it: {error}; {START_AGAIN}") from error
-                self._kept.given = GivenObjects(who, str(error), (), ())
-                return
+                raise ExchangeError(f"{who} did not give the last part of it: {error}; {START_AGAIN}") from error
             world.consensus.position = tuple(second["position"])  # as if it had taken part in what the others did
         if engine.updater.scaler is not None:
             engine.updater.scaler.load_state_dict(second["scaler"], self._parts.optimizers)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -32,6 +33,7 @@ _KEPT_BUFFERS = 4  # per size
 _TICK_S = 0.05
 _BEAT_S = 0.5
 _PROMPT_S = 0.1
+_NUM_BEATS_MISSED = 4
 
 Lost = Callable[[int, str], None]
 """Called with a member whose connection is lost, and the reason, in the thread that serves the connections."""
@@ -71,6 +73,8 @@ class Mesh:
         The members that are no longer connected, and why.
     left : set of int
         Those of them that said goodbye.
+    farewells : dict of int to tuple of int
+        The positions of all members that ever said goodbye, at the time: everything that they sent has arrived.
     ended : set of int
         Those of them whose hosts report that nobody listens there any more.
     changed : Condition
@@ -82,14 +86,14 @@ class Mesh:
     on_lost, on_met, on_given_back : callable
         Called with members that are lost and connected, in the thread that serves the connections, and with memory that
         is returned, which they may handle.
-    waiting : dict of int to (float, tuple of int)
-        When a member last reported that it waits (``time.monotonic()``), and its position then.
     stepped_at : dict of int to float
         When a member last reported a step, for ranks that do not make their steps together.
     failure : GossipError or None
         A thread that serves the other members has failed, and this one cannot continue; the cause is its exception.
     on_failed : callable
         Called with it, in that thread.
+    position : callable
+        Returns this member's position, which the others hear of while it waits.
     """
 
     def __init__(self, member: int, secret: bytes, host: str, timeout: timedelta, *, authenticate: bool = True) -> None:
@@ -98,13 +102,16 @@ class Mesh:
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
+        self.farewells: dict[int, tuple[int, int, int]] = {}
         self.ended: set[int] = set()
-        self.waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}
+        self._waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}  # who said that it waits when, and where
         self.stepped_at: dict[int, float] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
         self.on_failed: Callable[[GossipError], None] = lambda _error: None
+        self.position: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self._waits: set[object] = set()
         self.failure: GossipError | None = None
         self.handlers: dict[Kind, Handler] = {}
         self._own = Identity(secret, member, authenticate)
@@ -120,6 +127,7 @@ class Mesh:
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
+        self._looked_at = time.monotonic()  # for what has arrived
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
@@ -141,15 +149,19 @@ class Mesh:
         Members for which ``is_gone`` returns True, because they never will connect, are lost.
         """
         self.call({member: address for member, address in addresses.items() if member < self.member})
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        now = time.monotonic()
+        deadline, looks_at = now + self.timeout.total_seconds(), now + _TICK_S
         others = set(addresses) - {self.member}
         with self.changed:
             while absent := sorted(member for member in others if not self.has_met(member)):
                 self.check()
-                if not self.changed.wait(_TICK_S):
+                self.changed.wait(_TICK_S)
+                now = time.monotonic()
+                if now >= looks_at:
+                    looks_at = now + _TICK_S
                     for member in filter(is_gone, absent):
                         self.cut(member, "its process ended before it was connected")
-                if time.monotonic() > deadline:
+                if now > deadline:
                     break
         if absent:
             raise ExchangeError(
@@ -175,7 +187,7 @@ class Mesh:
             connection = self._connections.get(member)
             if connection is None or self._backlog[member] > _MOST_BACKLOG_BYTES:  # what it sends is not being read
                 return 0.0
-            return time.monotonic() - connection.heard_at
+            return max(0.0, self._looked_at - connection.heard_at)  # as if this process had stood still since then
 
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
@@ -283,6 +295,21 @@ class Mesh:
             kept = self._buffers.get(nbytes)
             return kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8)
 
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Within the block, tell every member that this one waits for others, so that none drops it because of them."""
+        one = object()
+        self._waits.add(one)  # without a lock, as callers hold others
+        try:
+            yield
+        finally:
+            self._waits.remove(one)
+
+    def waits_at(self, member: int) -> tuple[int, int, int] | None:
+        """Return the position at which a member waits for others, as it says with its signs of life; None if not."""
+        told_at, position = self._waiting.get(member, (0.0, (0, 0, 0)))
+        return None if told_at < time.monotonic() - _NUM_BEATS_MISSED * self.beat_s else position
+
     def check(self) -> None:
         """Raise :attr:`failure`, if there is one."""
         if self.failure is not None:
@@ -307,6 +334,7 @@ class Mesh:
                 self._listener.accept(time.monotonic())
             elif connection.socket.fileno() != -1:
                 self._serve_one(connection, events)
+        self._looked_at = time.monotonic()
         return not self._stop.is_set()
 
     def _fail_here(self, error: Exception) -> None:
@@ -343,9 +371,10 @@ class Mesh:
             self._prompts_at = now + _PROMPT_S
             self._beats_at = now + self.beat_s if to_all else self._beats_at
             with self.changed:
+                sign = Key(Kind.WAITING, *self.position()) if self._waits else Key(Kind.BEAT)
                 for connection in self._connections.values():
                     if to_all or connection.outgoing:
-                        connection.beat()
+                        connection.beat(sign)
 
     def _that_send(self) -> list[PeerConnection]:
         """Return the connections whose turn it is."""
@@ -353,6 +382,8 @@ class Mesh:
         messages: list[UnderWay] = []
         with self.changed:
             for member, connection in self._connections.items():
+                if not connection.outgoing:
+                    continue
                 quiet_s = now - connection.sent_at if connection.watched & WRITE else 0.0
                 messages += [UnderWay(n, member, nbytes, True, quiet_s) for n, nbytes in connection.unsent()]
             for (member, _), (number, nbytes) in self._expected.items():
@@ -384,9 +415,10 @@ class Mesh:
         elif kind == Kind.GOODBYE:
             with self.changed:
                 self.left.add(member)
+                self.farewells[member] = frame.key[1:]
                 self.changed.notify_all()
         elif kind == Kind.WAITING:
-            self.waiting[member] = time.monotonic(), frame.key[1:]
+            self._waiting[member] = time.monotonic(), frame.key[1:]
         elif kind == Kind.STEPPED:
             self.stepped_at[member] = time.monotonic()
         elif kind != Kind.BEAT:  # its arrival is all that counts
@@ -430,7 +462,8 @@ class Mesh:
         if self._is_parents:
             return
         with self.changed:
-            goodbyes = [self.send(member, Key(Kind.GOODBYE)) for member in list(self._connections)]
+            goodbye = Key(Kind.GOODBYE, *self.position())
+            goodbyes = [self.send(member, goodbye) for member in list(self._connections)]
             self.changed.wait_for(
                 lambda: all(frame.has_ended for frame in goodbyes), min(patience, self.timeout).total_seconds()
             )

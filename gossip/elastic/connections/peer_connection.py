@@ -291,7 +291,7 @@ class PeerConnection(Watched):
                     frame.end()
                     return False
             is_announced = not self.outgoing and frame.key.kind == Kind.MESSAGE and not frame.has_begun
-            if is_announced and self._send_first(Kind.READY):
+            if is_announced and self._send_first(Key(Kind.READY)):
                 before += 1
             self.outgoing.insert(before, frame)
             return True
@@ -300,16 +300,16 @@ class PeerConnection(Watched):
         self.sent_at = time.monotonic()
         frame.send(self.socket, self._sends if self._own.authenticates_all or frame.key.kind == Kind.HELLO else None)
 
-    def beat(self) -> None:
+    def beat(self, sign: Key) -> None:
         """Send a sign of life before all waiting frames, unless a frame is being sent, which is one."""
         with self._sending:
             first = self.outgoing[0] if self.outgoing else None
             if first is None or not (first.has_begun or first.key.kind == Kind.HELLO):
-                self._send_first(Kind.BEAT)
+                self._send_first(sign)
 
-    def _send_first(self, kind: Kind) -> bool:
+    def _send_first(self, key: Key) -> bool:
         """Send a frame without a payload before all others; return whether it, or a part of it, waits."""
-        frame = Outgoing(Key(kind))
+        frame = Outgoing(key)
         with contextlib.suppress(OSError):  # the thread that serves the connection notices its loss
             self._send(frame)
             return False

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Kind, Outgoing, PeerConnection
+from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, PeerConnection
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.pair_transport import PairTransport
 from gossip.lab.faults.fault import Fault
@@ -115,9 +115,9 @@ def _disturbed(fault: Fault, happen: Callable[[], bool]) -> Iterator[None]:
             return True
         return enqueue(self, frame)
 
-    def stay_silent(self: PeerConnection) -> None:
+    def stay_silent(self: PeerConnection, sign: Key) -> None:
         if not (is_on() and concerns(self.member)):
-            beat(self)
+            beat(self, sign)
 
     with (
         mock.patch.object(Mesh, "send", send_and_begin),

@@ -93,23 +93,22 @@ class GivenObjects:
     def __init__(
         self,
         who: str,
-        states: Mapping[str, Mapping[str, Any]] | str,
+        states: Mapping[str, Mapping[str, Any]],
         options: Sequence[Sequence[Mapping[str, Any]]],
         optimizers: Sequence[Optimizer],
     ) -> None:
         self._who, self._options, self._optimizers = who, options, optimizers
-        self._states = {} if isinstance(states, str) else states
-        self._otherwise = f"it keeps {', '.join(map(repr, self._states)) or 'nothing'}"
-        self._remedy = "keep the same objects on every rank, before its first step"
-        if isinstance(states, str):
-            self._otherwise, self._remedy = states, START_AGAIN
+        self._states = states
 
     def load(self, objects: Mapping[str, Stateful]) -> None:
         """Load the states of these objects, and the options, which constructing a scheduler changes. Local."""
         for name, kept in objects.items():
-            entry = self._states.get(name, {"error": self._otherwise})
+            entry = self._states.get(name, {"error": f"it keeps {', '.join(map(repr, self._states)) or 'nothing'}"})
             if "error" in entry:
-                raise GossipError(f"{self._who} has no state for keep({name}=...): {entry['error']}; {self._remedy}")
+                raise GossipError(
+                    f"{self._who} has no state for keep({name}=...): {entry['error']}; keep the same objects on every "
+                    "rank, before its first step"
+                )
             kept.load_state_dict(copied(entry["state"]))  # another object may take the place of this one
         for optimizer, groups in zip(self._optimizers, self._options, strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):

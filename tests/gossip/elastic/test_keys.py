@@ -17,7 +17,7 @@ from elastic_ranks import flat, joins, make_model, train_until
 import gossip
 from gossip import ExchangeError
 from gossip.communication.authenticated_store import VARIABLE, AuthenticatedStore, NotGenuine, training_key, under
-from gossip.elastic.consensus_store import ConsensusStore, Proposal
+from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal
 
 KEY, OTHER_KEY = "k" * 32, "o" * 32
 NUMEL = 64
@@ -101,10 +101,10 @@ def test_what_no_rank_has_written_is_not_read(
 def test_a_decision_that_no_rank_has_made_is_not_taken_for_a_store_that_does_not_reply() -> None:
     kept = dist.HashStore()
     consensus_store = ConsensusStore(authenticated(kept))
-    assert consensus_store.propose(1, Proposal([0, 1])) == ([0, 1], [], [])
+    assert consensus_store.propose(1, Proposal([0, 1])) == ([0, 1], [], [], [])
     kept.set("training/decision/1", "null")
     with pytest.raises(NotGenuine):
-        consensus_store.decide(1, None)
+        consensus_store.decide(1, Decision())
 
 
 # ---------------------------------------------------------------------- trainings

@@ -32,6 +32,9 @@ class Wires:
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
+        self.farewells: dict[int, tuple[int, int, int]] = {}
+        self.waits = contextlib.nullcontext
+        self.beat_s = 0.5
         self.on_lost: Callable[[int, str], None] = lambda *_: None
         self.handlers: dict[Kind, Callable[[int, Frame], None]] = {}
         self._all = all_wires
