@@ -1,0 +1,65 @@
+"""Run many schedules, resumably, or one with what happens in it.
+
+``python -m elastic_simulator FIRST LAST [FOLDER]`` or ``python -m elastic_simulator SEED``, in ``tests/helpers``.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+
+from loguru import logger
+
+from elastic_simulator.fault_schedules import FaultSchedule, Simulation, shrunk
+
+_BLOCK = 500
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) == 1:
+        return _show(int(arguments[0]))
+    first, last = map(int, arguments[:2])
+    folder = Path(arguments[2] if len(arguments) > 2 else "simulated")
+    folder.mkdir(parents=True, exist_ok=True)
+    logger.disable("gossip")
+    for begin in range(first, last, _BLOCK):
+        path = folder / f"{begin}.json"
+        if path.exists():
+            continue
+        began, outcomes, violations = time.process_time(), collections.Counter[str](), {}
+        for seed in range(begin, min(begin + _BLOCK, last)):
+            simulation = Simulation(FaultSchedule.draw(seed))
+            try:
+                outcomes.update(simulation.run().outcomes.values())
+            except Exception as error:
+                violations[seed] = f"{type(error).__name__}: {error}"
+                print(f"seed {seed}: {violations[seed]}", flush=True)
+        found = {"outcomes": outcomes, "violations": violations, "seconds": round(time.process_time() - began, 1)}
+        path.write_text(json.dumps(found))
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    num_violations = sum(len(each["violations"]) for each in results)
+    print(f"{_BLOCK * len(results)} schedules, {num_violations} violations, {sum(r['seconds'] for r in results):.0f} s")
+    return int(num_violations > 0)
+
+
+def _show(seed: int) -> int:
+    """Run the schedule of a seed, and the shortest one in which the same is wrong."""
+    simulation = Simulation(FaultSchedule.draw(seed))
+    logger.remove()
+    logger.add(lambda text: print(f"{simulation.scheduler.now:8.4f} {text}", end=""), format="{message}")
+    try:
+        simulation.run()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+        print("shortest:", *shrunk(simulation.schedule).faults, sep="\n  ")
+        return 1
+    finally:
+        print(*simulation.log, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,287 @@
+"""Schedules of faults, drawn from seeds, and what becomes of ranks under them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_simulator.invariants import Record, Violation
+from elastic_simulator.simulated_ranks import Engine, Settings, SimulatedWorld, replaced
+from elastic_simulator.virtual_network import Network, Store
+from elastic_simulator.virtual_time import Process, Scheduler
+from gossip.errors import ExchangeError, GossipError
+
+_CLOCK_RATES = 0.9, 1.1
+_MOST_FAULTS = 4
+_BOUND_S = 60.0
+_KINDS = (
+    "kill",
+    "power",
+    "freeze",
+    "cut",
+    "one-way cut",
+    "reset",
+    "slow",
+    "leave",
+    "join",
+    "restart",
+    "silent store",
+    "end of store",
+)
+_ERRORS = (
+    "fewer than min_ranks",
+    "the training has ended",
+    "the others continued without this rank",
+    "no agreement on the remaining ranks",
+    "connecting to all others",
+    "the key-value store",
+    "joining:",
+    "Connection reset by peer",
+    "keys: manifest",
+)
+_STORE_FAULTS = ("silent store", "end of store")
+
+
+@dataclass
+class Fault:
+    """Something that happens to a process, at a time or when something is written to the store."""
+
+    kind: str
+    at: float
+    process: int
+    other: int
+    lasts_s: float
+    key: str = ""  # when this is written to the store, and not at a time
+    who: frozenset[int] = frozenset()
+
+
+@dataclass
+class FaultSchedule:
+    """What a seed stands for."""
+
+    seed: int
+    settings: Settings
+    faults: list[Fault] = field(default_factory=list)
+
+    @classmethod
+    def draw(cls, seed: int) -> FaultSchedule:
+        rng = random.Random(seed)
+        num_ranks = rng.choice([*[3] * 8, *[4] * 6, *[5] * 3, rng.randint(6, 9)])
+        settings = Settings(rng, num_ranks)
+        length_s = settings.num_steps * settings.step_s
+        faults = []
+        for _ in range(rng.randint(0, _MOST_FAULTS)):
+            kind = rng.choice(_KINDS)
+            process, other = rng.sample(range(num_ranks), 2)
+            key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
+            lasts_s = 10 ** rng.uniform(-2, 0.6)
+            if kind == "silent store" and rng.random() < 0.2:
+                lasts_s = math.inf
+            who = frozenset(rng.sample(range(num_ranks), rng.randint(1, num_ranks - 1)))
+            faults.append(Fault(kind, rng.random() * length_s, process, other, lasts_s, key, who))
+        return cls(seed, settings, faults)
+
+
+class Simulation:
+    """Ranks under a schedule of faults."""
+
+    def __init__(self, schedule: FaultSchedule) -> None:
+        self.schedule, self.settings = schedule, schedule.settings
+        self.scheduler = Scheduler(schedule.seed)
+        self.network = Network(self.scheduler, self.settings.timeout_s)
+        self.store = Store(self.scheduler)
+        self.record = Record()
+        self.processes: list[Process] = []
+        self.programs: list[Any] = []
+        self.leaving: set[int] = set()
+        self.touched: set[int] = set()  # processes that faults concern
+        self.outcomes: dict[int, str] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.worlds: dict[int, SimulatedWorld] = {}
+        self.log: list[str] = []
+        self._first = 0  # the first process that may still run
+        self._waiting = [fault for fault in schedule.faults if fault.key]
+        self.applied: list[Fault] = []
+        self.trained: set[int] = set()  # processes that have begun
+        self.asking: set[int] = set()  # processes that join
+        self._fault_in_construction = False
+        self.store.on_write = self._written
+
+    def run(self) -> Simulation:
+        with replaced(self.scheduler, self.network):
+            try:
+                for rank in range(self.settings.num_ranks):
+                    self._start(rank)
+                for fault in self.schedule.faults:
+                    if not fault.key:
+                        self.scheduler.at(0.05 + fault.at, lambda fault=fault: self._apply(fault))
+                is_over = self.scheduler.run(self._is_over, _BOUND_S)
+                if not is_over:
+                    waiting = {index for index in range(len(self.processes)) if self._runs(index)}
+                    if self.store.silent_until == math.inf:
+                        waiting -= self.asking
+                    if waiting:
+                        raise Violation(f"after {_BOUND_S:g} s processes {waiting} still wait")
+                self._check_end()
+            finally:
+                self.scheduler.close()
+        return self
+
+    # ------------------------------------------------------------------ processes
+
+    def _start(self, rank: int | None) -> None:
+        draw = self.scheduler.random
+        index = len(self.processes)
+        process = Process(f"process {index}", draw.uniform(0, 100), draw.uniform(*_CLOCK_RATES))
+        self.processes.append(process)
+
+        def run() -> None:
+            try:
+                self._train(index, rank)
+            except (GossipError, ValueError, RuntimeError) as error:
+                self.outcomes[index], self.errors[index] = "error", error
+                self.log.append(f"{self.scheduler.now:.3f} process {index}: {error}")
+                if index in self.worlds:
+                    self.worlds[index].close()
+            self.scheduler.kill(process)
+            self.network.end(process, is_powered=True)
+
+        self.programs.append(self.scheduler.start(process, f"training {index}", run))
+
+    def _train(self, index: int, rank: int | None) -> None:
+        if rank is None:
+            self.asking.add(index)
+        world = SimulatedWorld(rank, self.store, self.settings, self._is_gone)
+        self.worlds[index] = world
+        engine = Engine(world, self.settings, self.record, self.scheduler)
+        engine.begin()
+        if rank is None and engine.step >= self.settings.num_steps:  # there is nothing left to do
+            self.outcomes[index] = "late"
+            world.close()
+            return
+        self.trained.add(index)
+        self.asking.discard(index)
+        while engine.step < self.settings.num_steps:
+            if index in self.leaving and self._leaves(engine):
+                self.outcomes[index] = "left"
+                world.close()
+                return
+            engine.make_step()
+            if engine.step % 3 == 0:
+                engine.sum_up()
+        engine.sum_up()
+        self.outcomes[index] = "ended"
+        world.close()
+
+    def _leaves(self, engine: Engine) -> bool:
+        try:
+            engine.changes.leave()
+        except ExchangeError:
+            raise
+        except GossipError:  # too few would remain
+            self.leaving.clear()
+            return False
+        return True
+
+    def _is_gone(self, rank: int) -> bool:
+        return not self.processes[rank].is_alive
+
+    def _runs(self, index: int) -> bool:
+        return self.processes[index].is_alive and not self.programs[index].run.dead
+
+    def _is_over(self) -> bool:
+        while self._first < len(self.processes) and not self._runs(self._first):
+            self._first += 1
+        return self._first == len(self.processes)
+
+    # ------------------------------------------------------------------ faults
+
+    def _written(self, key: str, value: bytes) -> None:
+        self.record.written(key, value)
+        for fault in [each for each in self._waiting if key.startswith(each.key)]:
+            self._waiting.remove(fault)
+            self.scheduler.at(self.scheduler.now, lambda fault=fault: self._apply(fault))
+
+    def _apply(self, fault: Fault) -> None:
+        scheduler, process = self.scheduler, self.processes[fault.process]
+        self.log.append(f"{scheduler.now:.3f} {fault}")
+        self.applied.append(fault)
+        self._fault_in_construction |= not self.trained.issuperset(range(self.settings.num_ranks))
+
+        def later(call: Any) -> None:
+            scheduler.at(scheduler.now + fault.lasts_s, call)
+
+        if fault.kind in ("kill", "power", "restart"):
+            self.touched.add(fault.process)
+            if process.is_alive and not self.programs[fault.process].run.dead:
+                if fault.kind == "power":
+                    self.network.isolate(process)
+                scheduler.kill(process)
+                self.network.end(process, is_powered=fault.kind != "power")
+                self.outcomes[fault.process] = "killed"
+                if fault.kind == "restart":
+                    later(lambda: self._start(None))
+        elif fault.kind == "freeze":
+            self.touched.add(fault.process)
+            scheduler.freeze(process)
+            later(lambda: scheduler.thaw(process))
+        elif fault.kind in ("cut", "one-way cut"):
+            side = {self.processes[each] for each in fault.who}
+            self.touched |= set(range(len(self.processes)))
+            both = fault.kind == "cut"
+            self.network.cut(lambda a, b: (a in side and b not in side) or (both and b in side and a not in side))
+            later(lambda: self.network.cut(lambda *_: False))
+        elif fault.kind == "reset":
+            self.touched |= {fault.process, fault.other}
+            self.network.reset(process, self.processes[fault.other])
+        elif fault.kind == "slow":
+            self.network.delay(process, min(fault.lasts_s, 0.1))
+        elif fault.kind == "leave":
+            self.leaving.add(fault.process)
+        elif fault.kind == "join":
+            self._start(None)
+        elif fault.kind == "silent store":
+            # What torch's client of the store waits for has no time-out: whoever asks it itself waits for ever.
+            lasts_s = min(fault.lasts_s, 1.0) if self._fault_in_construction else fault.lasts_s
+            self.store.silent_until = max(self.store.silent_until, scheduler.now + lasts_s)
+        elif fault.kind == "end of store":
+            self.store.has_ended = True
+
+    # ------------------------------------------------------------------ the end
+
+    def _check_end(self) -> None:
+        remaining = {self.worlds[index].member for index, outcome in self.outcomes.items() if outcome == "ended"}
+        applied = {fault.kind for fault in self.applied}
+        may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
+        self.record.check_end(remaining, self.settings.topology, may_be_cut=may_be_cut)
+        for index, error in self.errors.items():
+            if index >= self.settings.num_ranks and index not in self.trained:
+                continue  # it can be started again
+            is_expected = any(sign in str(error) for sign in _ERRORS)
+            may_fail = is_expected and (
+                index in self.touched
+                or any(sign in str(error) for sign in _ERRORS[:2])
+                or (self._fault_in_construction and "connecting" in str(error))
+                or not applied.isdisjoint(_STORE_FAULTS)
+            )
+            if not may_fail:
+                raise Violation(f"process {index}, which no fault concerns, ended: {error}") from error
+
+
+def simulate(seed: int) -> Simulation:
+    """Return what became of the ranks under the schedule of a seed."""
+    return Simulation(FaultSchedule.draw(seed)).run()
+
+
+def shrunk(schedule: FaultSchedule) -> FaultSchedule:
+    """Return a schedule in which something is wrong without those of its faults that it does not need for that."""
+    for left_out in schedule.faults:
+        shorter = dataclasses.replace(schedule, faults=[each for each in schedule.faults if each is not left_out])
+        try:
+            Simulation(shorter).run()
+        except Exception:
+            return shrunk(shorter)
+    return schedule

@@ -1,0 +1,165 @@
+"""What must hold whatever happens to ranks: checked as it happens, and when all has ended."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+from elastic_simulator.simulated_ranks import Message, schedule
+from gossip.elastic.flag_votes import Position
+from gossip.elastic.generations import Generation
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+class Record:
+    """What ranks have done, by their numbers as members."""
+
+    def __init__(self) -> None:
+        self.generations: dict[int, Generation] = {}
+        self.sent: dict[tuple[int, int, int], Message] = {}  # by member, step and generation
+        self.mixed: set[tuple[int, int, int, int]] = set()  # receiver, sender, step, generation
+        self.put_off: dict[tuple[int, int, int, int], tuple[Message, float]] = {}
+        self.given: set[tuple[int, float]] = set()  # values by step
+        self.num_steps: defaultdict[int, int] = defaultdict(int)
+        self.last_step_at: dict[int, float] = {}
+        self.votes: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
+        self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
+        self.contributions: defaultdict[Position, dict[int, float]] = defaultdict(dict)
+        self.sums: defaultdict[Position, dict[int, tuple[tuple[int, ...], float]]] = defaultdict(dict)
+        self._written: dict[str, bytes] = {}
+
+    # ------------------------------------------------------------------ who trains
+
+    def written(self, key: str, value: bytes) -> None:
+        """Check what is written to the store."""
+        if not key.startswith(("proposal/", "decision/")):
+            return
+        if key in self._written:
+            raise Violation(f"{key} was {self._written[key]!r}, and is {value!r}")
+        self._written[key] = value
+        if key.startswith("decision/") and (found := json.loads(value))[0]:
+            members, leaving, _, _ = json.loads(self._written[f"proposal/{key.partition('/')[2]}"])
+            voted = {member for member, _ in found[0]}
+            if voted != {*members, *leaving}:
+                raise Violation(f"{key}: {sorted(voted)} have voted, asked were {members} and {leaving}")
+
+    def begins_step(self, world: Any, step: int, generation: Generation) -> None:
+        """Check that ranks agree on their generations, and that none makes a step before it may."""
+        known = self.generations.setdefault(generation.number, generation)
+        if known != generation:
+            raise Violation(f"rank {world.member}: {generation} is {known} for others")
+        if world.member not in generation.members:
+            raise Violation(f"rank {world.member} makes step {step} of {generation}, which it is not in")
+        if generation.has_first_steps and step < generation.first_step:
+            raise Violation(f"rank {world.member} makes step {step} of {generation}")
+        for other in self.generations.values():
+            is_later = other.number > generation.number
+            if is_later and world.member in other.members and step >= other.first_step:
+                raise Violation(f"rank {world.member} makes step {step} in {generation}, others in {other}")
+
+    def ends_step(self, member: int) -> None:
+        self.num_steps[member] += 1
+
+    def gives(self, step: int, value: float) -> None:
+        self.given.add((step, value))
+
+    def restored(self, member: int, step: int, value: float) -> None:
+        """Check that a state is that of a rank at this step."""
+        if (step, value) not in self.given:
+            raise Violation(f"rank {member} has taken {value} as of step {step}, which no rank has given")
+
+    # ------------------------------------------------------------------ messages
+
+    def sends(self, message: Message) -> None:
+        _, member, step, number = message
+        key = int(member), int(step), int(number)
+        if key in self.sent:
+            raise Violation(f"rank {key[0]} sends twice in step {key[1]} of generation {key[2]}")
+        self.sent[key] = message
+
+    def mixes(self, own: Message, sources: dict[int, float], difference: list[float]) -> None:
+        """Check that a rank mixes whole messages of its step and generation, each at most once."""
+        _, member, step, number = own
+        found = [0.0] * 4
+        for source, weight in sources.items():
+            message = self.sent.get((source, int(step), int(number)))
+            if message is None:
+                raise Violation(f"rank {member:g} mixes at step {step:g} what rank {source} has not sent")
+            self._once(int(member), source, int(step), int(number))
+            found = [
+                so_far + weight * (theirs - mine) for so_far, theirs, mine in zip(found, message, own, strict=True)
+            ]
+        if found != difference:
+            raise Violation(f"rank {member:g}, step {step:g}: {difference} from {sources}, expected {found}")
+
+    def puts_off(self, own: Message, sources: dict[int, float]) -> None:
+        _, member, step, number = own
+        for source, weight in sources.items():
+            self.put_off[int(member), source, int(step), int(number)] = own, weight
+
+    def mixes_late(self, member: int, step: int, difference: list[float]) -> None:
+        """Check that a late message is one that was put off."""
+        for (receiver, source, at, number), (own, weight) in self.put_off.items():
+            message = self.sent.get((source, at, number))
+            if (receiver, at) != (member, step) or message is None:
+                continue
+            if [weight * (theirs - mine) for theirs, mine in zip(message, own, strict=True)] == difference:
+                self._once(receiver, source, at, number)
+                del self.put_off[receiver, source, at, number]
+                return
+        raise Violation(f"rank {member} mixes {difference} late as of step {step}, which it has not put off")
+
+    def _once(self, *key: int) -> None:
+        if key in self.mixed:
+            raise Violation("rank {} mixes the message of rank {} of step {}, generation {} twice".format(*key))
+        self.mixed.add(key)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ together
+
+    def voted(self, member: int, position: Position, yes: bool) -> None:
+        self.votes[position][member] = yes
+
+    def answered(self, member: int, position: Position, answer: bool | None) -> None:
+        self.answers[position][member] = bool(answer)
+
+    def contributes(self, member: int, position: Position, value: float) -> None:
+        self.contributions[position][member] = value
+
+    def added_up(self, member: int, position: Position, members: tuple[int, ...], total: list[float]) -> None:
+        """Check that a sum is that of the ranks that are said to have taken part."""
+        found = sum(self.contributions[position].get(each, float("nan")) for each in members)
+        if [found, float(len(members))] != total:
+            raise Violation(f"rank {member}: the sum over {members} at {position} is {total}, expected {found}")
+        self.sums[position][member] = members, total[0]
+
+    # ------------------------------------------------------------------ in the end
+
+    def check_end(self, remaining: set[int], topology: str, *, may_be_cut: bool) -> None:
+        """Check what is alike on the ``remaining`` ranks, which have trained to the end."""
+        for position, answers in self.answers.items():
+            told = {answers[member] for member in remaining & answers.keys()}
+            wanted = any(yes for member, yes in self.votes[position].items() if member in remaining)
+            if len(told) > 1 or (told == {False} and wanted):
+                raise Violation(f"{position}: the flag was {answers}, after votes {self.votes[position]}")
+        for position, sums in self.sums.items():
+            # Who has ended, and is cut off before another one knows that it has, is not asked any more.
+            if position == max(self.sums) and may_be_cut:
+                continue
+            if len({sums[member] for member in remaining & sums.keys()}) > 1:
+                raise Violation(f"{position}: different sums: {sums}")
+        last = {member: max(step for other, step, _ in self.sent if other == member) for member, _, _ in self.sent}
+        for sender, step, number in self.sent:
+            members = self.generations[number].members
+            rounds = schedule(topology, len(members))[1]
+            for place in rounds[step % len(rounds)].targets(members.index(sender)):
+                receiver = members[place]
+                is_due = {sender, receiver} <= remaining and step < last[receiver]  # in the end it is in flight
+                if is_due and (receiver, sender, step, number) not in self.mixed:
+                    raise Violation(
+                        f"rank {receiver} has not mixed what rank {sender} sent in step {step} of {number}; both have "
+                        "trained to the end"
+                    )

@@ -1,0 +1,132 @@
+"""Faults in the library that the simulation must find: some were there once, the others are of their kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+
+class PutBack(NamedTuple):
+    """A fault: in this function, ``old`` is replaced by ``new``."""
+
+    function: str
+    old: str
+    new: str
+    was_there: bool = False
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """Within the block the library has the fault."""
+        path, _, name = f"gossip.{self.function}".rpartition(".")
+        try:
+            module = owner = importlib.import_module(path)
+        except ModuleNotFoundError:
+            module_path, _, class_name = path.rpartition(".")
+            module = importlib.import_module(module_path)
+            owner = getattr(module, class_name)
+        found = inspect.getattr_static(owner, name)
+        function = found.fget if isinstance(found, property) else found
+        function = getattr(function, "__wrapped__", function)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.function} has {self.old!r} {source.count(self.old)} times"
+        names: dict[str, object] = {}
+        exec(compile(source.replace(self.old, self.new), inspect.getfile(owner), "exec"), vars(module), names)
+        with mock.patch.object(owner, name, names[name]):
+            yield
+
+
+_CONSENSUS = "elastic.membership_consensus.Consensus."
+_WORLD = "elastic.elastic_world.ElasticWorld."
+_DETECTOR = "elastic.failure_detector.FailureDetector."
+_FLAG, _VOTES = "elastic.elastic_flag.ElasticFlag.", "elastic.flag_votes.FlagVotes."
+_MESH, _PEER = "elastic.connections.mesh.Mesh.", "elastic.connections.peer_connection.PeerConnection."
+_OUTGOING = "elastic.connections.peer_connection.Outgoing."
+_SOURCE, _TRANSFER = "elastic.state_transfer.StateSource.", "elastic.state_transfer."
+_LATE, _EDGE = "exchange.late_messages.LateMessages.", "exchange.edge_transport.EdgeExchange."
+_CHANGE = "step.generation_change.GenerationChange."
+
+FAULTS = (
+    # ------------------------------------------------------------------ who trains
+    PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True),
+    PutBack(_CONSENSUS + "_wait_until_free", "(self._holds or self._is_due())", "self._holds", True),
+    PutBack(_CONSENSUS + "_wait_until", "self._mesh.waits()", "self._changed", True),
+    PutBack(_CONSENSUS + "_attempt", "self._is_leaving and proposed is not None", "False", True),
+    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True),
+    PutBack(_CONSENSUS + "furthest", "*(farewells[each] for each in members if each in farewells)", "", True),
+    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
+    PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True),
+    PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
+    PutBack(_CHANGE + "begin_step", "if not has_returned:\n            raise", "raise", True),
+    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:"),
+    PutBack(_CONSENSUS + "_decide", "not self._suspects.keys().isdisjoint(missing)", "False"),
+    PutBack(_CONSENSUS + "_attempt", "position = self.position", "position = (0, 0, 0)"),
+    PutBack(_CONSENSUS + "_attempt", "self._holds = True", "pass"),
+    PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "the others continue without it")', "pass"),
+    PutBack(
+        "elastic.generations.Generation.followed_by", "for _, position in noted)[1] + 1", "for _, position in noted)[1]"
+    ),
+    PutBack(
+        "elastic.consensus_store.ConsensusStore._set_once",
+        'self.store.compare_set, key, "",',
+        "(lambda key, value: (self.store.set(key, value), self.store.get(key))[1]), key,",
+    ),
+    # ------------------------------------------------------------------ the failure detector, and what all do together
+    PutBack(_WORLD + "collectively", "self._is_one_ahead() and bool(results)", "self._is_one_ahead()", True),
+    PutBack(_DETECTOR + "exchange", "self.consensus.miss(lost)", "pass", True),
+    PutBack(
+        _WORLD + "collectively",
+        "may_have_ended and self.consensus.commit(self._generation, self._members)",
+        "may_have_ended",
+    ),
+    PutBack(_WORLD + "_is_one_ahead", "> self.consensus.position", ">= self.consensus.position"),
+    PutBack(_DETECTOR + "_is_suspect", "if told_at < time", "if True or told_at < time"),
+    PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict("),
+    PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass"),
+    PutBack(_DETECTOR + "exchange", "if lost or self", "if self"),
+    # ------------------------------------------------------------------ flags
+    PutBack(_FLAG + "wait", "or self._world.member not in left", "", True),
+    PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)"),
+    PutBack(_FLAG + "wait", "(member in mesh.lost and is_final)", "member in mesh.lost"),
+    PutBack(_VOTES + "take_over", "self._put(member, question, (num_loaded, step, num_ended), True)", "pass"),
+    PutBack(_VOTES + "_note", "divmod(third, 2)", "divmod(third, 2)[0], 0"),
+    PutBack(_VOTES + "votes_of", "if yes", "if not yes"),
+    # ------------------------------------------------------------------ frames
+    PutBack(_MESH + "connect", "if now >= looks_at:", "if False:", True),
+    PutBack(_OUTGOING + "send", "self._left[0] = self._left[0][num_bytes:]", "pass"),
+    PutBack(
+        _PEER + "enqueue",
+        "before = sum(waiting.has_begun or waiting.number <= frame.number for waiting in self.outgoing)",
+        "before = 0",
+    ),
+    PutBack(_PEER + "_take_in", "self._await_header()", "pass"),
+    PutBack(
+        _MESH + "give_back", "if self.on_given_back(payload):", "if self._buffers[payload.nbytes].append(payload):"
+    ),
+    PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass"),
+    PutBack(_MESH + "_serve_one", "self._lose(connection, str(error))", "pass"),
+    # ------------------------------------------------------------------ state transfer
+    PutBack(_SOURCE + "asked_by", "if has_ended_step == at_step_end", "if has_ended_step != at_step_end"),
+    PutBack(_SOURCE + "begun", "is returning", "is not returning"),
+    PutBack(_CHANGE + "_join", "engine.step = generation.first_step", "engine.step = generation.first_step - 1"),
+    PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass"),
+    PutBack(_CHANGE + "_come_back", 'world.mesh.cut_all("this rank is about to rejoin")', "pass"),
+    PutBack(_CHANGE + "_end_joining", 'world.consensus.position = tuple(second["position"])', "pass"),
+    # ------------------------------------------------------------------ late messages
+    PutBack(
+        _LATE + "arrived",
+        "yield LateDifference(late.key.first, difference)\n        mesh.give_back([payload])",
+        "mesh.give_back([payload])\n        yield LateDifference(late.key.first, difference)",
+        True,
+    ),
+    PutBack(_LATE + "arrived", "if is_right or (", "if ("),
+    PutBack(_LATE + "arrived", "(awaited and waits)", "awaited"),
+    PutBack(_LATE + "await_later", ">= MOST_LATE", ">= 0"),
+    PutBack(_LATE + "arrived", "mul_(late.weight)", "mul_(1.0)"),
+    PutBack(_EDGE + "_receive", "and member not in mesh.left:", ":"),
+    PutBack(_EDGE + "_receive", "self.dropped.add(place)", "pass"),
+)

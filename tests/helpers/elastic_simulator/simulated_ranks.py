@@ -1,0 +1,362 @@
+"""A rank as it trains with ``on_peer_loss="continue"``, but for its model: one number, which is averaged exactly.
+
+Everything that ranks say to each other is said by the library: the mesh, the consensus, the failure detector, flags,
+late messages, collective operations, state transfer, and the transition from generation to generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import gossip.elastic
+import topologies
+from elastic_simulator.virtual_network import Network, VirtualSocketModule, VirtualWatcher
+from elastic_simulator.virtual_time import Scheduler, VirtualDaemonThreads, VirtualThreading, VirtualTime
+from gossip.communication.host import available_memory, daemon_threads
+from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
+from gossip.elastic import elastic_world, joining_rank, membership_consensus
+from gossip.elastic.connections import listener, mesh
+from gossip.elastic.elastic_flag import ElasticFlag
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange import edge_transport, late_messages
+from gossip.step import generation_change
+from gossip.step.generation_change import GenerationChange, agree_on_
+from topologies import Round, Topology
+
+UNIT = 2.0**30
+"""What values are multiples of in the beginning: each exchange halves a difference, and all of it stays exact."""
+Message = tuple[float, float, float, float]
+"""The value of a rank, its number, the step and the generation."""
+
+
+@contextlib.contextmanager
+def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
+    """Within the block the modules that this is about use virtual time, threads and sockets."""
+    modules = [edge_transport, late_messages, generation_change]
+    for package in (gossip.elastic, gossip.elastic.connections):
+        modules += [
+            importlib.import_module(f"{package.__name__}.{each.name}")
+            for each in pkgutil.iter_modules(package.__path__)
+        ]
+    virtual: dict[object, object] = {
+        time: VirtualTime(scheduler),
+        threading: VirtualThreading(scheduler),
+        socket: VirtualSocketModule(network),
+        daemon_threads: VirtualDaemonThreads(scheduler, daemon_threads),
+    }
+    others: list[tuple[object, str, object]] = [
+        (mesh, "_TICK_S", 0.1),  # longer pauses change nothing but what the simulation costs
+        (joining_rank, "_PAUSE_S", 0.02),
+        (membership_consensus, "_PAUSE_S", 0.01),
+        (membership_consensus, "_GRACE_S", 0.3),
+        (mesh, "Watcher", functools.partial(VirtualWatcher, scheduler)),
+        (listener, "_has_spare_descriptors", lambda _: True),
+        (available_memory, "available_bytes", lambda: None),
+        (elastic_world, "can_share", lambda: False),
+        (elastic_world, "own_connection", lambda store: store),
+        (elastic_world, "own_address", lambda _: ("host", "127.0.0.1")),
+        (elastic_world, "own_network", lambda: "network"),
+        (elastic_world, "resending_soon", lambda _: contextlib.nullcontext()),
+        (generation_change, "Preemption", lambda *_: SimpleNamespace(install=lambda: None)),
+        (generation_change, "GivenObjects", lambda *_: SimpleNamespace(load=lambda _: None)),
+        (generation_change, "restore_replica", lambda engine, _, state: engine.restore(state)),
+    ]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            with contextlib.suppress(TypeError):
+                if value in virtual:
+                    others.append((module, name, virtual[value]))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
+    try:
+        for owner, name, value in others:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@functools.cache
+def schedule(name: str, world_size: int) -> tuple[Topology, tuple[Round, ...]]:
+    """Return a topology, and its first rounds."""
+    topology = topologies.build(name, world_size)
+    return topology, tuple(topology.round(number) for number in range(topology.period or 64))
+
+
+class SimulatedWorld(ElasticWorld):
+    """The world of a rank that is simulated."""
+
+    def __init__(self, rank: int | None, store: Any, settings: Settings, is_gone: Callable[[int], bool]) -> None:
+        super().__init__(timedelta(seconds=settings.timeout_s), min_ranks=settings.min_ranks, authenticate=False)
+        self._token, self._num_initial, self._keys = "simulated", settings.num_ranks, store
+        self.world_size = settings.num_ranks
+        self._is_gone_ = is_gone
+        if rank is None:
+            self._take_number()
+            return
+        self._member = self.rank = rank
+        self._listen()
+        self.mesh.connect(self._addresses(range(self.world_size)), self._is_gone)
+        self.agree()
+
+    def _is_gone(self, rank: int) -> bool:
+        return self._is_gone_(rank)
+
+
+class Settings:
+    """How ranks train.
+
+    Attributes
+    ----------
+    num_ranks : int
+        At the beginning.
+    min_ranks : int or None
+        As for the wrapper, like ``soft_deadline_s`` and ``timeout_s``.
+    returns : bool
+        Whether a rank that was dropped comes back.
+    topology : str
+        By which they exchange.
+    num_steps : int
+        How many steps they make.
+    """
+
+    def __init__(self, draw: Any, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.min_ranks = draw.choice([None, None, 1, 2])
+        self.timeout_s = 1.0
+        self.soft_deadline_s = draw.choice([None, None, 0.03])
+        self.returns = draw.random() < 0.7
+        self.topology = draw.choice(["random_matching", "one_peer_exponential"])
+        self.num_steps = draw.randint(4, 8)
+        self.step_s = 10 ** draw.uniform(-3, -1.3)
+
+
+class Change(GenerationChange):
+    """The transition between generations of a number in place of a model."""
+
+    _topology_name: str
+
+    def _tell_what_is_not_given(self) -> None:
+        """There are no options."""
+
+    def _check_state(self) -> None:
+        """It can be given."""
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._engine
+        position = list(self._world.consensus.position)
+        engine.record.gives(engine.step, engine.value)
+        return {"value": engine.value, "step": engine.step, "unfrozen": [], "position": position}
+
+    def _second_part(self) -> dict[str, Any]:
+        return {
+            "step": self._engine.step,
+            "position": list(self._world.consensus.position),
+            "states": {},
+            "options": [],
+            "common": self._engine.common.clone(),
+        }
+
+    def _plan(self, world_size: int) -> tuple[Topology, Any]:
+        topology = schedule(self._topology_name, world_size)[0]
+        return topology, SimpleNamespace(follow=lambda _: None, schedule=lambda each: each, compression=None)
+
+    def _agree(self) -> None:
+        is_latest = self._world.generation.number == self.generation.number
+        if is_latest and len(self.generation.members) > 1:
+            common = [self._engine.common]
+            self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
+
+
+class _Kept:
+    """What is kept beside a model: nothing."""
+
+    given: Any = None
+
+    def end_joining(self) -> None:
+        self.given = None
+
+    def states(self) -> dict[str, Any]:
+        return {}
+
+
+class Engine:
+    """Makes the steps of a rank, and notes in the ``record`` what it does."""
+
+    def __init__(self, world: SimulatedWorld, settings: Settings, record: Any, scheduler: Scheduler) -> None:
+        self.world, self.settings, self.record, self._scheduler = world, settings, record, scheduler
+        self.step = self.generation = 0
+        self.value = world.member * UNIT
+        self.common = torch.zeros(2, dtype=torch.float64)
+        self.rank = world.rank
+        self.last_meter = None
+        self.updater = SimpleNamespace(scaler=None)
+        self.exchanges = SimpleNamespace(algorithm=None, transport=None, on_astray=None)
+        self.on_step_begin = self.on_step_end = lambda: None
+        self._in_flight: Any = None
+        self._flag = ElasticFlag(world, "a flag")
+        self._voted_at: Any = None
+        self._members: tuple[int, ...] = ()
+        topology = schedule(settings.topology, settings.num_ranks)[0]
+        parts = SimpleNamespace(
+            topology=topology,
+            engine=self,
+            manifest={},
+            optimizers=[],
+            compression=SimpleNamespace(follows_up=False),
+        )
+        arguments = SimpleNamespace(
+            soft_deadline_s=settings.soft_deadline_s,
+            partition_timeout_s=20.0 if settings.returns else None,
+        )
+        self.model = SimpleNamespace(topology=topology, algorithm=None, leave=lambda: None)
+        self._kept = _Kept()
+        self._rounds = schedule(settings.topology, settings.num_ranks)[1]
+        self._place = world.rank
+        self.changes = Change(_Owner(), world, parts, arguments, self._kept)  # type: ignore[arg-type]
+        self.changes._topology_name = settings.topology
+
+    def begin(self) -> None:
+        world = self.world
+        if not world.is_alone:
+            topology = schedule(self.settings.topology, self.settings.num_ranks)[0]
+            self.exchanges.transport = edge_transport.make_generation_transport(
+                world,
+                topology,
+                algorithm=SimpleNamespace(compression=None),  # type: ignore[arg-type]
+                compression=SimpleNamespace(follows_up=False),  # type: ignore[arg-type]
+                soft_deadline_s=self.settings.soft_deadline_s,
+            )
+            self._members = world.members
+            world.gather_bytes(b"", "comparing what all ranks construct")
+        self.changes.begin()
+
+    # ------------------------------------------------------------------ what a generation change uses
+
+    def unfreeze(self, names: object) -> None:
+        """Nothing is frozen."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.value, self.step = state["value"], state["step"]
+        self._flag.restore(None)
+        self._voted_at = None
+        self.record.restored(self.world.member, self.step, self.value)
+
+    def drop_in_flight(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight[0].wait()
+        if self.exchanges.transport is not None:
+            self.exchanges.transport.drop(0)
+
+    def move(self, topology: Topology, transport: Any, algorithm: Any, rank: int) -> None:
+        self.combine()
+        self.combine_late(waits=True)
+        self.exchanges.transport, self.exchanges.algorithm = transport, algorithm
+        self._rounds = schedule(self.settings.topology, topology.world_size)[1]
+        self._place, self._members = rank, () if transport is None else transport.members
+
+    # ------------------------------------------------------------------ a step
+
+    def make_step(self, *, idles: bool = False) -> None:
+        """Make a step; one that idles has no update."""
+        world = self.world
+        self.on_step_begin()
+        self.record.begins_step(world, self.step, self.changes.generation)
+        self._scheduler.wait(self.settings.step_s * (0.5 + self._scheduler.random.random()))
+        if self._voted_at is not None:
+            self.record.answered(world.member, self._voted_at, self._flag.wait())
+            self._voted_at = None
+        self.combine()
+        if not idles:
+            self.value += self._scheduler.random.randint(-9, 9) * UNIT
+        self._send()
+        if self.step % 2:
+            self._voted_at = world.consensus.position
+            yes = self._scheduler.random.random() < 0.1
+            self.record.voted(world.member, self._voted_at, yes)
+            self._flag.vote(yes)
+        self.step += 1
+        self.record.ends_step(world.member)
+        self.on_step_end()
+
+    def end_step(self) -> None:
+        self.make_step(idles=True)
+
+    def _send(self) -> None:
+        transport, step, number = self.exchanges.transport, self.step, self.changes.generation.number
+        if transport is None:
+            return
+        round_ = self._rounds[step % len(self._rounds)]
+        if not round_.peers(self._place):
+            return
+        own = (self.value, float(self.world.member), float(step), float(number))
+        self.record.sends(own)
+        conversation = Conversation(_turns(torch.tensor(own, dtype=torch.float64), round_, self._place))
+        exchange = transport.start(conversation, round_, step=step, bucket=0)
+        self._in_flight = exchange, round_.neighbours(self._place), own, self._members
+
+    def combine(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            exchange, weights, own, members = in_flight
+            difference = torch.zeros(4, dtype=torch.float64)
+            for part, values in exchange.wait().parts:
+                difference[part] = values
+            sources = {members[place]: weight for place, weight in weights.items()}
+            dropped, delayed = ({members[place] for place in each} for each in (exchange.dropped, exchange.delayed))
+            self.record.mixes(own, {m: w for m, w in sources.items() if m not in dropped}, difference.tolist())
+            self.record.puts_off(own, {m: sources[m] for m in delayed})
+            self.value += float(difference[0])
+        self.combine_late(waits=False)
+
+    def combine_late(self, *, waits: bool) -> None:
+        if self.exchanges.transport is not None:
+            for late in self.exchanges.transport.late(0, waits=waits):
+                self.record.mixes_late(self.world.member, late.round_index, late.difference.tolist())
+                self.value += float(late.difference[0])
+
+    # ------------------------------------------------------------------ together
+
+    def sum_up(self) -> None:
+        """Find the sum over ranks."""
+        world = self.world
+        total = torch.zeros(2, dtype=torch.float64)
+
+        def add_up() -> None:
+            self.changes.catch_up()
+            self.record.contributes(world.member, world.consensus.position, self.value)
+            total.copy_(torch.tensor([self.value, 1.0], dtype=torch.float64))
+            world.sum_(total, "adding up")
+
+        world.check_joint()
+        self.combine_late(waits=True)
+        position = world.consensus.position
+        world.collectively(add_up)
+        self.record.added_up(world.member, position, world.members, total.tolist())
+
+
+class _Owner:
+    """What a generation change has a weak reference to."""
+
+
+def _turns(message: torch.Tensor, round_: Round, place: int) -> Turns:
+    weights = round_.neighbours(place)
+    sent = dict.fromkeys(round_.targets(place), message)
+    delivery = yield Turn(sent, lambda: {source: torch.empty_like(message) for source in weights})
+    difference = torch.zeros_like(message)
+    for source, received in delivery.received.items():
+        difference.add_(received - message, alpha=weights[source])
+    return Arrival(iter([(slice(0, 4), difference)]), is_finite=True)
