@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 from running import SCRIPTS, run_here, running
 
 from gossip.lab.experiments.records import read_jsonl
@@ -16,8 +17,8 @@ Notes = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
-    """The notes of a short run."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run."""
     folder = tmp_path_factory.mktemp("chaos") / "run"
     options = ("--seconds", "8", "world_size=5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
     with running(folder.parent, str(folder), *options, script=SCRIPTS / "chaos.py") as script:
@@ -26,7 +27,12 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Notes:
     assert finished.left_running == ()
     assert finished.stdout.strip().endswith((folder / "report.md").read_text().strip())
     assert (folder / "course.svg").stat().st_size > 5000
-    return [read_jsonl(path) for path in (folder / "chaos").glob("rank*.jsonl")]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notes(ran: Path) -> Notes:
+    return [read_jsonl(path) for path in (ran / "chaos").glob("rank*.jsonl")]
 
 
 @pytest.mark.slow
@@ -54,6 +60,14 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
     found = examine(notes)
     assert found.num_messages_torn == 1
     assert found.drift_of_the_mean == pytest.approx(1e-3, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("chaos")
+def test_the_simulation_repeats_it(ran: Path) -> None:
+    simulation = Simulation(FaultSchedule.recorded(ran)).run()
+    assert len(simulation.applied) >= 2
+    assert "ended" in simulation.outcomes.values()
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from elastic_simulator.fault_schedules import simulate
+from elastic_simulator.fault_schedules import KINDS, Fault, FaultSchedule, Simulation, simulate
+from elastic_simulator.simulated_ranks import Settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from loguru import logger
 
 NUM_SCHEDULES, NUM_BLOCKS = 3000, 20
@@ -25,6 +28,26 @@ def test_whatever_happens_to_ranks(first: int) -> None:
             simulate(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+_faults = st.builds(
+    Fault,
+    kind=st.sampled_from(KINDS),
+    at=st.floats(0.0, 0.3),
+    process=st.integers(0, 3),
+    other=st.integers(0, 3),
+    lasts_s=st.sampled_from([0.02, 0.5, 2.5]),
+    key=st.sampled_from(["", "proposal/1", "vote/1", "decision/1", "proposal/2"]),
+    who=st.frozensets(st.integers(0, 3), min_size=1, max_size=3),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), faults=st.lists(_faults, max_size=3), min_ranks=st.sampled_from([None, 1]))
+def test_whatever_happens_to_four_ranks(seed: int, faults: list[Fault], min_ranks: int | None) -> None:
+    """Hypothesis finds the shortest schedule in which something is wrong."""
+    trained = Settings(4, num_steps=5, step_s=0.01, min_ranks=min_ranks)
+    Simulation(FaultSchedule(seed, trained, faults)).run()
 
 
 def test_a_seed_stands_for_the_same_events() -> None:

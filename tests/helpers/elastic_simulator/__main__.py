@@ -1,6 +1,7 @@
 """Run many schedules, resumably, or one with what happens in it.
 
-``python -m elastic_simulator FIRST LAST [FOLDER]`` or ``python -m elastic_simulator SEED``, in ``tests/helpers``.
+In ``tests/helpers``, ``python -m elastic_simulator FIRST LAST [FOLDER]``, ``python -m elastic_simulator SEED``, or
+``python -m elastic_simulator FOLDER``, in which ``scripts/chaos.py`` has run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _BLOCK = 500
 
 def main(arguments: list[str]) -> int:
     if len(arguments) == 1:
-        return _show(int(arguments[0]))
+        is_seed = arguments[0].isdecimal()
+        return _show(FaultSchedule.draw(int(arguments[0])) if is_seed else FaultSchedule.recorded(Path(arguments[0])))
     first, last = map(int, arguments[:2])
     folder = Path(arguments[2] if len(arguments) > 2 else "simulated")
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,16 +47,17 @@ def main(arguments: list[str]) -> int:
     return int(num_violations > 0)
 
 
-def _show(seed: int) -> int:
-    """Run the schedule of a seed, and the shortest one in which the same is wrong."""
-    simulation = Simulation(FaultSchedule.draw(seed))
+def _show(schedule: FaultSchedule) -> int:
+    """Run a schedule, and the shortest one in which something is wrong."""
+    simulation = Simulation(schedule)
     logger.remove()
     logger.add(lambda text: print(f"{simulation.scheduler.now:8.4f} {text}", end=""), format="{message}")
     try:
         simulation.run()
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
-        print("shortest:", *shrunk(simulation.schedule).faults, sep="\n  ")
+        logger.remove()
+        print("shortest:", *shrunk(schedule).faults, sep="\n  ")
         return 1
     finally:
         print(*simulation.log, sep="\n")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from elastic_simulator.invariants import Record, Violation
@@ -16,8 +18,7 @@ from gossip.errors import ExchangeError, GossipError
 
 _CLOCK_RATES = 0.9, 1.1
 _MOST_FAULTS = 4
-_BOUND_S = 60.0
-_KINDS = (
+KINDS = (
     "kill",
     "power",
     "freeze",
@@ -42,6 +43,8 @@ _ERRORS = (
     "Connection reset by peer",
     "keys: manifest",
 )
+_RECORDED = {"delay": "one-way cut"}
+"""What a fault of ``scripts/chaos.py`` is here, where the name is another one."""
 _STORE_FAULTS = ("silent store", "end of store")
 
 
@@ -65,16 +68,43 @@ class FaultSchedule:
     seed: int
     settings: Settings
     faults: list[Fault] = field(default_factory=list)
+    by_step: dict[tuple[int, int], Fault] = field(default_factory=dict)
+    """Faults of members, by their number and step, in place of those at a time."""
+    bound_s: float = 60.0
+    """When everybody must have ended."""
+    restart_after_s: float | None = None
+    """After which time a process is started again that ended before the others."""
+
+    @classmethod
+    def recorded(cls, folder: Path) -> FaultSchedule:
+        """Return what ``scripts/chaos.py`` did in a folder, in which it has left its notes."""
+        ran = json.loads((folder / "results.json").read_text())
+        options, timeout_s = ran["settings"], ran["settings"]["timeout_s"]
+        lines = [line for path in folder.glob("chaos/rank*.jsonl") for line in path.read_text().splitlines()]
+        by_step = {}
+        for note in (note for note in map(json.loads, lines) if "fault" in note):
+            fault = note["fault"]
+            lasts_s = (fault["duration_s"] or 1.0) / timeout_s
+            kind = _RECORDED.get(fault["kind"], fault["kind"])
+            by_step[note["member"], fault["step"]] = Fault(kind, 0.0, 0, 0, lasts_s)
+        settings = Settings(
+            num_ranks=options["world_size"],
+            num_steps=ran["results"][0]["steps"],
+            step_s=0.005,
+            min_ranks=options["min_ranks"],
+            topology=options["topology"],
+        )
+        return cls(options["seed"], settings, by_step=by_step, bound_s=math.inf, restart_after_s=0.5)
 
     @classmethod
     def draw(cls, seed: int) -> FaultSchedule:
         rng = random.Random(seed)
-        num_ranks = rng.choice([*[3] * 8, *[4] * 6, *[5] * 3, rng.randint(6, 9)])
-        settings = Settings(rng, num_ranks)
+        settings = Settings.draw(rng)
+        num_ranks = settings.num_ranks
         length_s = settings.num_steps * settings.step_s
         faults = []
         for _ in range(rng.randint(0, _MOST_FAULTS)):
-            kind = rng.choice(_KINDS)
+            kind = rng.choice(KINDS)
             process, other = rng.sample(range(num_ranks), 2)
             key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
             lasts_s = 10 ** rng.uniform(-2, 0.6)
@@ -93,7 +123,7 @@ class Simulation:
         self.scheduler = Scheduler(schedule.seed)
         self.network = Network(self.scheduler, self.settings.timeout_s)
         self.store = Store(self.scheduler)
-        self.record = Record()
+        self.record = Record(self.settings.num_steps)
         self.processes: list[Process] = []
         self.programs: list[Any] = []
         self.leaving: set[int] = set()
@@ -109,6 +139,7 @@ class Simulation:
         self.asking: set[int] = set()  # processes that join
         self._fault_in_construction = False
         self.store.on_write = self._written
+        self.record.on_step = self._at_step
 
     def run(self) -> Simulation:
         with replaced(self.scheduler, self.network):
@@ -118,13 +149,13 @@ class Simulation:
                 for fault in self.schedule.faults:
                     if not fault.key:
                         self.scheduler.at(0.05 + fault.at, lambda fault=fault: self._apply(fault))
-                is_over = self.scheduler.run(self._is_over, _BOUND_S)
+                is_over = self.scheduler.run(self._is_over, self.schedule.bound_s)
                 if not is_over:
                     waiting = {index for index in range(len(self.processes)) if self._runs(index)}
                     if self.store.silent_until == math.inf:
                         waiting -= self.asking
                     if waiting:
-                        raise Violation(f"after {_BOUND_S:g} s processes {waiting} still wait")
+                        raise Violation(f"after {self.schedule.bound_s:g} s processes {waiting} still wait")
                 self._check_end()
             finally:
                 self.scheduler.close()
@@ -146,10 +177,16 @@ class Simulation:
                 self.log.append(f"{self.scheduler.now:.3f} process {index}: {error}")
                 if index in self.worlds:
                     self.worlds[index].close()
-            self.scheduler.kill(process)
-            self.network.end(process, is_powered=True)
+            self._end(index)
 
         self.programs.append(self.scheduler.start(process, f"training {index}", run))
+
+    def _end(self, index: int, *, is_powered: bool = True) -> None:
+        self.scheduler.kill(self.processes[index])
+        self.network.end(self.processes[index], is_powered=is_powered)
+        has_ended = "ended" in self.outcomes.values()
+        if self.schedule.restart_after_s is not None and not has_ended:
+            self.scheduler.at(self.scheduler.now + self.schedule.restart_after_s, lambda: self._start(None))
 
     def _train(self, index: int, rank: int | None) -> None:
         if rank is None:
@@ -205,6 +242,13 @@ class Simulation:
             self._waiting.remove(fault)
             self.scheduler.at(self.scheduler.now, lambda fault=fault: self._apply(fault))
 
+    def _at_step(self, member: int, step: int) -> None:
+        fault = self.schedule.by_step.get((member, step))
+        if fault is not None:
+            index = next(index for index, world in self.worlds.items() if world.member == member)
+            struck = dataclasses.replace(fault, process=index, who=frozenset({index}))
+            self.scheduler.at(self.scheduler.now, lambda: self._apply(struck))
+
     def _apply(self, fault: Fault) -> None:
         scheduler, process = self.scheduler, self.processes[fault.process]
         self.log.append(f"{scheduler.now:.3f} {fault}")
@@ -219,9 +263,8 @@ class Simulation:
             if process.is_alive and not self.programs[fault.process].run.dead:
                 if fault.kind == "power":
                     self.network.isolate(process)
-                scheduler.kill(process)
-                self.network.end(process, is_powered=fault.kind != "power")
                 self.outcomes[fault.process] = "killed"
+                self._end(fault.process, is_powered=fault.kind != "power")
                 if fault.kind == "restart":
                     later(lambda: self._start(None))
         elif fault.kind == "freeze":
@@ -267,7 +310,9 @@ class Simulation:
                 or (self._fault_in_construction and "connecting" in str(error))
                 or not applied.isdisjoint(_STORE_FAULTS)
             )
-            if not may_fail:
+            is_enough = len(remaining) >= (self.settings.min_ranks or self.settings.num_ranks // 2 + 1)
+            is_wrong = "fewer than min_ranks" in str(error) and index not in self.touched and is_enough
+            if is_wrong or not may_fail:
                 raise Violation(f"process {index}, which no fault concerns, ended: {error}") from error
 
 

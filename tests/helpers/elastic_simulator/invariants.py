@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from elastic_simulator.simulated_ranks import Message, schedule
 from gossip.elastic.flag_votes import Position
 from gossip.elastic.generations import Generation
+
+_MOST_EXACT_STEPS = 20
 
 
 class Violation(AssertionError):
@@ -16,9 +20,10 @@ class Violation(AssertionError):
 
 
 class Record:
-    """What ranks have done, by their numbers as members."""
+    """What ranks have done, by their numbers as members; in more than some 20 steps halved differences are rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
+        self._tolerance = 0.0 if num_steps <= _MOST_EXACT_STEPS else 1e-6
         self.generations: dict[int, Generation] = {}
         self.sent: dict[tuple[int, int, int], Message] = {}  # by member, step and generation
         self.mixed: set[tuple[int, int, int, int]] = set()  # receiver, sender, step, generation
@@ -30,6 +35,7 @@ class Record:
         self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.contributions: defaultdict[Position, dict[int, float]] = defaultdict(dict)
         self.sums: defaultdict[Position, dict[int, tuple[tuple[int, ...], float]]] = defaultdict(dict)
+        self.on_step: Callable[[int, int], None] = lambda *_: None
         self._written: dict[str, bytes] = {}
 
     # ------------------------------------------------------------------ who trains
@@ -49,6 +55,7 @@ class Record:
 
     def begins_step(self, world: Any, step: int, generation: Generation) -> None:
         """Check that ranks agree on their generations, and that none makes a step before it may."""
+        self.on_step(world.member, step)
         known = self.generations.setdefault(generation.number, generation)
         if known != generation:
             raise Violation(f"rank {world.member}: {generation} is {known} for others")
@@ -93,7 +100,7 @@ class Record:
             found = [
                 so_far + weight * (theirs - mine) for so_far, theirs, mine in zip(found, message, own, strict=True)
             ]
-        if found != difference:
+        if not self._are_equal(found, difference):
             raise Violation(f"rank {member:g}, step {step:g}: {difference} from {sources}, expected {found}")
 
     def puts_off(self, own: Message, sources: dict[int, float]) -> None:
@@ -107,11 +114,18 @@ class Record:
             message = self.sent.get((source, at, number))
             if (receiver, at) != (member, step) or message is None:
                 continue
-            if [weight * (theirs - mine) for theirs, mine in zip(message, own, strict=True)] == difference:
+            late = [weight * (theirs - mine) for theirs, mine in zip(message, own, strict=True)]
+            if self._are_equal(late, difference):
                 self._once(receiver, source, at, number)
                 del self.put_off[receiver, source, at, number]
                 return
         raise Violation(f"rank {member} mixes {difference} late as of step {step}, which it has not put off")
+
+    def _are_equal(self, some: list[float], others: list[float]) -> bool:
+        return all(
+            math.isclose(one, other, rel_tol=self._tolerance, abs_tol=self._tolerance)
+            for one, other in zip(some, others, strict=True)
+        )
 
     def _once(self, *key: int) -> None:
         if key in self.mixed:
@@ -132,7 +146,7 @@ class Record:
     def added_up(self, member: int, position: Position, members: tuple[int, ...], total: list[float]) -> None:
         """Check that a sum is that of the ranks that are said to have taken part."""
         found = sum(self.contributions[position].get(each, float("nan")) for each in members)
-        if [found, float(len(members))] != total:
+        if not self._are_equal([found, float(len(members))], total):
             raise Violation(f"rank {member}: the sum over {members} at {position} is {total}, expected {found}")
         self.sums[position][member] = members, total[0]
 

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -115,32 +117,43 @@ class SimulatedWorld(ElasticWorld):
         return self._is_gone_(rank)
 
 
+@dataclass(frozen=True)
 class Settings:
     """How ranks train.
 
     Attributes
     ----------
-    num_ranks : int
-        At the beginning.
-    min_ranks : int or None
-        As for the wrapper, like ``soft_deadline_s`` and ``timeout_s``.
+    num_ranks, num_steps : int
+        How many there are at the beginning, and how many steps they make.
+    min_ranks, soft_deadline_s, timeout_s, topology
+        As for the wrapper.
     returns : bool
         Whether a rank that was dropped comes back.
-    topology : str
-        By which they exchange.
-    num_steps : int
-        How many steps they make.
+    step_s : float
+        How long what a rank computes in a step takes.
     """
 
-    def __init__(self, draw: Any, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.min_ranks = draw.choice([None, None, 1, 2])
-        self.timeout_s = 1.0
-        self.soft_deadline_s = draw.choice([None, None, 0.03])
-        self.returns = draw.random() < 0.7
-        self.topology = draw.choice(["random_matching", "one_peer_exponential"])
-        self.num_steps = draw.randint(4, 8)
-        self.step_s = 10 ** draw.uniform(-3, -1.3)
+    num_ranks: int
+    num_steps: int
+    step_s: float
+    min_ranks: int | None = None
+    soft_deadline_s: float | None = None
+    topology: str = "one_peer_exponential"
+    returns: bool = True
+    timeout_s: float = 1.0
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Settings:
+        """Return the settings of a random schedule."""
+        return cls(
+            num_ranks=rng.choice([*[3] * 8, *[4] * 6, *[5] * 3, rng.randint(6, 9)]),
+            num_steps=rng.randint(4, 8),
+            step_s=10 ** rng.uniform(-3, -1.3),
+            min_ranks=rng.choice([None, None, 1, 2]),
+            soft_deadline_s=rng.choice([None, None, 0.03]),
+            topology=rng.choice(["random_matching", "one_peer_exponential"]),
+            returns=rng.random() < 0.7,
+        )
 
 
 class Change(GenerationChange):
