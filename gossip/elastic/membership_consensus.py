@@ -90,6 +90,7 @@ class Consensus:
         self._asked_in: int | None = None
         self._returns = False
         self._is_leaving = False
+        self._is_dropped = False  # others have lost this rank, and will decide so
         self._leaves_at: int | None = None
         self._timeout = timeout
         self._is_in_step = is_in_step
@@ -325,6 +326,8 @@ class Consensus:
             return False
         if self._alarm > self._num_attempts:
             return True
+        if self._is_dropped:
+            return True
         latest = self._generations[-1]
         lost = set(latest.members) & self._suspects.keys()
         if self._mesh.member not in latest.members:
@@ -369,6 +372,9 @@ class Consensus:
                 self._changed.notify_all()
         if not self._consensus_store.is_proposed(number):
             is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
+            if self._is_dropped:
+                self._is_soon_proposed(number)
+                return
             if proposed is None or is_same:  # nobody has: a false alarm
                 with self._changed:
                     self._alarm, self._holds = self._num_attempts, False
@@ -402,6 +408,7 @@ class Consensus:
         if decision is not None:
             self.flag_votes.take_over(decision.flag_votes)
             # A rank that others cannot reach, and this one can, would be proposed again and again.
+            self._is_dropped |= member in decision.lost
             self.give_up(dict.fromkeys(set(decision.lost) - {member}, "others lost it while they agreed"))
         with self._changed:
             self._num_attempts = number
@@ -417,7 +424,7 @@ class Consensus:
     def _proposed(self, latest: Generation) -> Proposal | None:
         """Return who should train, as far as this rank knows; None if it is not to be a member, or has failed."""
         member = self._mesh.member
-        if self._error is not None:
+        if self._error is not None or self._is_dropped:
             return None
         if member not in latest.members:
             is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
@@ -465,7 +472,8 @@ class Consensus:
                 )
             if running.passed() > self._timeout.total_seconds():
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
-            if self._mesh.member in asked and (lost := self._suspects.keys() & missing):
+            is_asked = self._mesh.member in asked and not self._is_dropped
+            if is_asked and (lost := self._suspects.keys() & missing):
                 return self._consensus_store.decide(number, Decision(lost=sorted(lost)))
             if self._stop.is_set():
                 return None

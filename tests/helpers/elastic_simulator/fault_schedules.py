@@ -105,12 +105,12 @@ class FaultSchedule:
         faults = []
         for _ in range(rng.randint(0, _MOST_FAULTS)):
             kind = rng.choice(KINDS)
-            process, other = rng.sample(range(num_ranks), 2)
+            process, other = rng.sample(range(num_ranks + 1), 2)  # one that joins, too
             key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
             lasts_s = 10 ** rng.uniform(-2, 0.6)
             if kind == "silent store" and rng.random() < 0.2:
                 lasts_s = math.inf
-            who = frozenset(rng.sample(range(num_ranks), rng.randint(1, num_ranks - 1)))
+            who = frozenset(rng.sample(range(num_ranks + 1), rng.randint(1, num_ranks)))
             faults.append(Fault(kind, rng.random() * length_s, process, other, lasts_s, key, who))
         return cls(seed, settings, faults)
 
@@ -250,7 +250,10 @@ class Simulation:
             self.scheduler.at(self.scheduler.now, lambda: self._apply(struck))
 
     def _apply(self, fault: Fault) -> None:
-        scheduler, process = self.scheduler, self.processes[fault.process]
+        scheduler, num_processes = self.scheduler, len(self.processes)
+        if fault.process >= num_processes or (fault.kind == "reset" and fault.other >= num_processes):
+            return  # nobody has joined
+        process = self.processes[fault.process]
         self.log.append(f"{scheduler.now:.3f} {fault}")
         self.applied.append(fault)
         self._fault_in_construction |= not self.trained.issuperset(range(self.settings.num_ranks))
@@ -272,7 +275,7 @@ class Simulation:
             scheduler.freeze(process)
             later(lambda: scheduler.thaw(process))
         elif fault.kind in ("cut", "one-way cut"):
-            side = {self.processes[each] for each in fault.who}
+            side = {self.processes[each] for each in fault.who if each < num_processes}
             self.touched |= set(range(len(self.processes)))
             both = fault.kind == "cut"
             self.network.cut(lambda a, b: (a in side and b not in side) or (both and b in side and a not in side))
@@ -303,6 +306,8 @@ class Simulation:
         for index, error in self.errors.items():
             if index >= self.settings.num_ranks and index not in self.trained:
                 continue  # it can be started again
+            if 2 * len(self.touched) >= self.settings.num_ranks:
+                continue  # it is this rank that most others have lost
             is_expected = any(sign in str(error) for sign in _ERRORS)
             may_fail = is_expected and (
                 index in self.touched
