@@ -90,6 +90,7 @@ class Consensus:
         self._asked_in: int | None = None
         self._returns = False
         self._is_leaving = False
+        self._ended: set[int] = set()  # ranks that have closed their models, as others say
         self._is_dropped = False  # others have lost this rank, and will decide so
         self._leaves_at: int | None = None
         self._timeout = timeout
@@ -409,7 +410,10 @@ class Consensus:
             self.flag_votes.take_over(decision.flag_votes)
             # A rank that others cannot reach, and this one can, would be proposed again and again.
             self._is_dropped |= member in decision.lost
-            self.give_up(dict.fromkeys(set(decision.lost) - {member}, "others lost it while they agreed"))
+            self._ended |= set(decision.ended)
+            with self._changed:
+                others = set(decision.lost) - {member}
+                self._suspects = dict.fromkeys(others, "others lost it while they agreed") | self._suspects
         with self._changed:
             self._num_attempts = number
             self._asked_in = None
@@ -432,7 +436,8 @@ class Consensus:
             return joined if is_asked else None
         leaving = [member] * self._is_leaving
         members = [other for other in latest.members if other not in {*self._suspects, *leaving}]
-        ended = [other for other in latest.members if other not in members and other in self._mesh.farewells]
+        have_ended = self._ended | self._mesh.farewells.keys()
+        ended = [other for other in latest.members if other not in members and other in have_ended]
         return Proposal(members, leaving, ended=ended)
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
@@ -474,7 +479,8 @@ class Consensus:
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             is_asked = self._mesh.member in asked and not self._is_dropped
             if is_asked and (lost := self._suspects.keys() & missing):
-                return self._consensus_store.decide(number, Decision(lost=sorted(lost)))
+                ended = sorted(lost & self._mesh.farewells.keys())
+                return self._consensus_store.decide(number, Decision(lost=sorted(lost), ended=ended))
             if self._stop.is_set():
                 return None
             time.sleep(_PAUSE_S)

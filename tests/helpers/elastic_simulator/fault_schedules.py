@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elastic_simulator.invariants import Record, Violation
 from elastic_simulator.simulated_ranks import Engine, Settings, SimulatedWorld, replaced
 from elastic_simulator.virtual_network import Network, Store
@@ -142,7 +144,8 @@ class Simulation:
         self.record.on_step = self._at_step
 
     def run(self) -> Simulation:
-        with replaced(self.scheduler, self.network):
+        # Threads that are killed leave neither what they have entered nor torch's modes, which are those of all here.
+        with torch.no_grad(), replaced(self.scheduler, self.network):
             try:
                 for rank in range(self.settings.num_ranks):
                     self._start(rank)
