@@ -29,7 +29,7 @@ PRINTED = {
     ("docs/checkpoints.md", 0): CHECKPOINTS,
     ("docs/larger_models.md", 0): "[2, 2, 2, 2]\n",
     ("docs/larger_models.md", 1): "",
-    ("docs/logs.md", 0): "INFO gossip.step.building.construction: 1 rank, topology one_peer_exponential (period 1), ",
+    ("docs/logs.md", 0): "INFO gossip.step.building.construction: 1 rank that trains alone (gossip.launch, ",
     ("docs/simulation.md", 0): "ms a step",
     ("docs/uneven_ranks.md", 0): "(0, 1, 2, 3)\n" * 4,
     ("docs/virtual_workers.md", 0): "1024 replicas",

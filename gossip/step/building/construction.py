@@ -295,6 +295,8 @@ def _announce(
     """Log ranks, schedule, algorithm and compression in one line; at level TRACE also buckets and transport."""
     size, shards = topology.world_size, arguments.mesh
     ranks = f"{size} rank{'s' * (size != 1)}"
+    if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
+        ranks = "1 rank that trains alone (gossip.launch, or torchrun and init_process_group, start several)"
     if shards is not None:
         ranks = f"{size} group{'s' * (size != 1)} of {shards.size(1)} ranks"
     period = "no period" if topology.period is None else f"period {topology.period}"
