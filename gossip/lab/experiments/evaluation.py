@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ from gossip import World
 
 _BATCH_SIZE = 256
 _REPLICA_BATCH_SIZE = 4096
-"""Samples per batch, summed over all replicas; bounded because logits over a vocabulary are large."""
+"""The most samples per batch: of one module, and summed over all replicas."""
+_OUTPUT_BYTES = 64 * 2**20
+"""The most outputs per batch of more than one sample, of all replicas: logits over a vocabulary are large."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,9 @@ def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Te
 def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targets: torch.Tensor) -> list[Evaluation]:
     """Evaluate every replica on all samples, all replicas in one batched forward pass. Local."""
     totals = torch.zeros(workers.world_size, 3, dtype=torch.float64)
-    size = max(1, _REPLICA_BATCH_SIZE // workers.world_size)
+    most = max(1, _REPLICA_BATCH_SIZE // workers.world_size)
     with _in_eval_mode(workers.module):
-        for some_inputs, some_targets in zip(inputs.split(size), targets.split(size), strict=True):
-            logits = workers.every(some_inputs)
+        for logits, some_targets in _batches(workers.every, inputs, targets, most):
             expected = some_targets.expand(len(logits), *some_targets.shape)
             losses = cross_entropy(logits, expected, reduction="none").view(len(logits), -1)
             totals[:, 0] += losses.sum(1, dtype=torch.float64)
@@ -68,13 +69,22 @@ def _totals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> t
     """Return the summed loss, the number of correct predictions and the number of predictions: float64 [3]."""
     totals = torch.zeros(3, dtype=torch.float64)
     with _in_eval_mode(module):
-        for some_inputs, some_targets in zip(inputs.split(_BATCH_SIZE), targets.split(_BATCH_SIZE), strict=True):
-            if some_targets.numel() > 0:
-                logits = module(some_inputs)
-                totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
-                totals[1] += int((logits.argmax(-1) == some_targets).sum())
-                totals[2] += some_targets.numel()
+        for logits, some_targets in _batches(module, inputs, targets, _BATCH_SIZE):
+            totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
+            totals[1] += int((logits.argmax(-1) == some_targets).sum())
+            totals[2] += some_targets.numel()
     return totals
+
+
+def _batches(
+    outputs_of: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor, most: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield outputs and targets in batches of at most ``most`` samples, fewer if a sample's outputs are large."""
+    if len(targets) == 0:  # a rank's share of few samples
+        return
+    size = max(1, min(most, _OUTPUT_BYTES // outputs_of(inputs[:1]).nbytes))
+    for some_inputs, some_targets in zip(inputs.split(size), targets.split(size), strict=True):
+        yield outputs_of(some_inputs), some_targets
 
 
 @contextmanager

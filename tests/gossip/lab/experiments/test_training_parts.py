@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from gossip.communication.world import World
-from gossip.lab.experiments import lr_schedules
+from gossip.lab.experiments import evaluation, lr_schedules
 from gossip.lab.experiments.elastic_shards import ElasticShards
-from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_together
+from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_replicas, evaluate_together
 from gossip.lab.experiments.experiment_build import build
 from gossip.lab.experiments.sample_batches import Shards
 
@@ -91,15 +91,40 @@ def test_evaluate_is_the_mean_over_all_predictions(shape: tuple[int, ...]) -> No
     logits = torch.randn(*shape, 5, generator=generator)
     targets = torch.randint(5, shape, generator=generator)
     module = Recorder()
-    for evaluation in (
+    for found in (
         evaluate(module, logits, targets),
         evaluate_together(module, logits, targets, World(timedelta(seconds=5))),
     ):
-        assert evaluation.accuracy == pytest.approx(float((logits.argmax(-1) == targets).double().mean()))
-        assert evaluation.loss == pytest.approx(float(cross_entropy(logits, targets)), rel=1e-5)
+        assert found.accuracy == pytest.approx(float((logits.argmax(-1) == targets).double().mean()))
+        assert found.loss == pytest.approx(float(cross_entropy(logits, targets)), rel=1e-5)
     assert len(module.modes) > 2
     assert set(module.modes) == {(False, False)}
     assert module.training
+
+
+@pytest.mark.parametrize(("most_bytes", "of_one", "of_three"), [(10**6, 50, 50), (240, 12, 4), (1, 1, 1)])
+def test_evaluate_bounds_the_outputs_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, of_one: int, of_three: int
+) -> None:
+    monkeypatch.setattr(evaluation, "_OUTPUT_BYTES", most_bytes)
+    logits, targets = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), torch.arange(50) % 5
+    sizes: list[int] = []
+
+    def every(inputs: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(inputs))
+        return inputs.expand(3, *inputs.shape)
+
+    module = nn.Identity()
+    module.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    workers: Any = SimpleNamespace(world_size=3, module=module, every=every)
+    found = [evaluate(module, logits, targets)]
+    assert (max(sizes), sum(sizes)) == (of_one, 51)  # the first sample is asked for its size
+    sizes.clear()
+    found += evaluate_replicas(workers, logits, targets)
+    assert (max(sizes), sum(sizes)) == (of_three, 51)
+    for each in found:
+        assert each.accuracy == pytest.approx(float((logits.argmax(-1) == targets).double().mean()))
+        assert each.loss == pytest.approx(float(cross_entropy(logits, targets)), rel=1e-5)
 
 
 def rates(schedule: Callable[..., LambdaLR], total_steps: int, **options: Any) -> list[float]:
