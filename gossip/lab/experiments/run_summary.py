@@ -17,7 +17,7 @@ from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.records import TOGETHER_FILE
 
 _SUMMED = ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s", "bytes_sent", "num_refused")
-_TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED, "num_skipped")}}
+_TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED, "num_skipped", "evaluation_s")}}
 """The keys of a record that are summed over the steps, and the name of each sum."""
 _PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
@@ -87,6 +87,7 @@ def summarise(
         "epochs": -(-experiment.total_steps // experiment.shards.steps_per_epoch),  # the last one may be incomplete
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
+        "evaluation_s": max(report["evaluation_s"] for report in reports),
         **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
         "wait_by_peer_s": _wait_by_peer(reports),
         "parameter_bytes": parameter_bytes,

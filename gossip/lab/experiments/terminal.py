@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _FEWEST_CHARACTERS = 12
 """What is left, in a line, of a column of words on a narrow terminal."""
+_SECONDS_BETWEEN_LINES = 30.0
+_BAR_WIDTH = 20
 _SHOWN = ("loss", "accuracy", "averaged_test_accuracy", "consensus_distance")
 
 
@@ -36,26 +39,50 @@ def configure_logging(rank: int) -> None:
 def progress_bar(
     total_steps: int, *, first_step: int = 0, visible: bool
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Show a progress bar over the steps of a run within the block, where stderr is a terminal.
+    """Show a progress bar over the steps of a run within the block; where stderr is no terminal, log a line each 30 s.
 
-    Yields a function that takes the record of each step and shows the newest loss, accuracy and consensus distance.
+    Yields a function that takes the record of each step and shows the newest loss, accuracy and consensus distance: as
+    many of them as the terminal has room for beside the steps and the remaining time.
     """
     if not visible or not sys.stderr.isatty():
-        yield lambda _: None
+        yield _lines(total_steps) if visible else lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    num_steps = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    remaining = TimeRemainingColumn(table_column=Column(no_wrap=True))
+    columns = (TextColumn("step"), num_steps, BarColumn(_BAR_WIDTH), remaining)
     values: dict[str, float] = {}
-    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
         task = bar.add_task("", total=total_steps, completed=first_step)
+        others = len(f"step {total_steps}/{total_steps} {'':{_BAR_WIDTH}} 00:00:00 ")
 
         def update(record: Mapping[str, Any]) -> None:
             values.update({key.replace("_", " "): record[key] for key in _SHOWN if key in record})
-            bar.update(task, advance=1, description="  ".join(f"{name} {value:.3g}" for name, value in values.items()))
+            texts = [f"{name} {value:.3g}" for name, value in values.items()]
+            while len("  ".join(texts)) > max(0, console.width - others):
+                texts.pop()
+            bar.update(task, advance=1, description="  ".join(texts))
 
         yield update
+
+
+def _lines(total_steps: int) -> Callable[[Mapping[str, Any]], None]:
+    """Return a function that takes the record of each step and logs the last one before 30 s have passed."""
+    said_at = ended_at = time.monotonic()
+
+    def say(record: Mapping[str, Any]) -> None:
+        nonlocal said_at, ended_at
+        now = time.monotonic()
+        next_at, ended_at = now + (now - ended_at), now  # if the next step takes as long
+        if next_at - said_at > _SECONDS_BETWEEN_LINES:
+            said_at = now
+            logger.info("step {} of {}: loss {:.3g}", record["step"] + 1, total_steps, record["loss"])
+
+    return say
 
 
 def restore_cursor() -> None:
@@ -66,7 +93,7 @@ def restore_cursor() -> None:
 
 
 def print_run(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the results of a completed run and the path of its folder."""
+    """Print the results of a completed run, and the path of its folder with the names of the figures there."""
     from rich.table import Table
 
     what = [summary["method"], summary["topology"], summary["data"]]
@@ -81,7 +108,8 @@ def print_run(summary: Mapping[str, Any], folder: Path) -> None:
         if value is not None:  # a time that the method or the engine does not measure
             table.add_row(name, value)
     print_table(table)
-    print(f"run folder: {folder}")
+    figures = ", ".join(sorted(path.name for path in folder.glob("*.svg")))
+    print(f"run folder: {folder}" + (f" (figures: {figures})" if figures else ""))
 
 
 def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
@@ -95,6 +123,8 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     def seconds(name: str) -> str | None:
         return None if summary[name] is None else f"{summary[name]:.2f} s"
 
+    parts = {"in steps": summary["training_time_s"], "in evaluations": summary["evaluation_s"]}
+    parts["starting processes, writing files"] = summary["wall_time_s"] - sum(parts.values())
     return {
         **{
             f"test accuracy, local replicas: {which}": percent(f"local_test_accuracy_{which}")
@@ -105,7 +135,8 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         "consensus distance before the average": distance("before"),
         "consensus distance after": distance("after"),
         "steps": f"{summary['steps']} ({summary['epochs']} epoch{'s' if summary['epochs'] > 1 else ''})",
-        "wall time": f"{summary['wall_time_s']:.1f} s, of which {summary['training_time_s']:.1f} s in steps",
+        "wall time": f"{summary['wall_time_s']:.1f} s",
+        **{f"of which {what}": f"{time_s:.1f} s" for what, time_s in parts.items()},
         "exposed wait, mean of the ranks": seconds("exposed_wait_s"),
         "exchanges beside computation, over buckets": seconds("overlapped_s"),
         "sent per rank and step": f"{summary['bytes_sent_per_step'] / 1024:.4g} KiB",

@@ -144,12 +144,14 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             if state.position % shards.steps_per_epoch == 0:
                 is_evaluated |= every(settings.training.evaluate_every_epochs, epoch + 1)
             if is_evaluated or every(settings.training.consensus_every_steps, state.step):
+                start = time.perf_counter()
                 record |= _consensus(method)
-            if is_evaluated:
-                if len(method.ranks) == 1:  # evaluating many replicas takes long
-                    record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
-                with method.averaged():
-                    record |= _evaluate_average(experiment, method).named("averaged_test")
+                if is_evaluated:
+                    if len(method.ranks) == 1:  # evaluating many replicas takes long
+                        record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
+                    with method.averaged():
+                        record |= _evaluate_average(experiment, method).named("averaged_test")
+                record["evaluation_s"] = time.perf_counter() - start
         yield record
 
 
@@ -160,6 +162,9 @@ def _finish(
 
     Returns the summary of the run.
     """
+    num_samples = len(experiment.data.test_targets)
+    logger.info("{} steps made; evaluating the replicas and their average on {} samples", state.step, num_samples)
+    start = time.perf_counter()
     local = method.evaluate(experiment.data.test_inputs, experiment.data.test_targets)
     before = method.consensus_distance()
     method.global_avg()
@@ -167,6 +172,7 @@ def _finish(
     average = _evaluate_average(experiment, method)
     last |= _mean(local).named("test") | average.named("averaged_test")
     last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
+    last["evaluation_s"] = time.perf_counter() - start
     costs = step_costs(folder, f"{method.name}.jsonl", last)
     own = [costs | evaluation.named("test") for evaluation in local]
     payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")

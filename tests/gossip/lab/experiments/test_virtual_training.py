@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ def test_virtual_run_leaves_and_shows_what_others_do(tmp_path: Path, capsys: pyt
     assert summary["status"] == "completed"
     assert {path.suffix for path in tmp_path.iterdir()} == {".yaml", ".json", ".jsonl", ".safetensors", ".svg"}
     print_run(summary, tmp_path)
-    assert f"{summary['averaged_test_accuracy']:.2%}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{summary['averaged_test_accuracy']:.2%}" in shown
+    assert shown.endswith(f"run folder: {tmp_path} (figures: consensus.svg, topology.svg, training.svg)\n")
+    parts = [float(time_s) for time_s in re.findall(r"of which .* (\d+\.\d) s", shown)]
+    assert len(parts) == 3
+    assert sum(parts) == pytest.approx(summary["wall_time_s"], abs=0.2)
     records = read_jsonl(tmp_path / "workers.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["step"] for record in records if "averaged_test_accuracy" in record] == [3, 7]
