@@ -61,8 +61,8 @@ def progress_bar(
         others = len(f"step {total_steps}/{total_steps} {'':{_BAR_WIDTH}} 00:00:00 ")
 
         def update(record: Mapping[str, Any]) -> None:
-            values.update({key.replace("_", " "): record[key] for key in _SHOWN if key in record})
-            texts = [f"{name} {value:.3g}" for name, value in values.items()]
+            values.update({key: record[key] for key in _SHOWN if key in record})
+            texts = [f"{key.replace('_', ' ')} {values[key]:.3g}" for key in _SHOWN if key in values]
             while len("  ".join(texts)) > max(0, console.width - others):
                 texts.pop()
             bar.update(task, advance=1, description="  ".join(texts))
