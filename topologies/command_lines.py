@@ -17,16 +17,23 @@ _FLAG = "--world-size"
 def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
     """Yield the arguments with the number of ranks, given in any of the ways that commands know, as ``spelling=N``.
 
+    The first plain number before all options is the number of ranks, too, unless that is given by name.
+
     Raises
     ------
     ValueError
         An argument is what other programs call the number of ranks.
     """
     rest = iter(arguments)
+    plain_allowed = not any(argument.partition("=")[0] in _ALIASES for argument in arguments)
     for argument in rest:
         key, equals, value = argument.partition("=")
+        plain = plain_allowed and argument.isdecimal()
+        plain_allowed = plain_allowed and not plain and argument[:1] != "-"
         if key in _ALIASES:
             yield f"{spelling}={value if equals or key[0] != '-' else next(rest, '')}"
+        elif plain:
+            yield f"{spelling}={argument}"
         elif key.lstrip("-").replace("-", "_") in _MEANT:
             raise ValueError(f"there is no {key}; the number of ranks is given as world_size=8")
         else:
@@ -61,4 +68,5 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message."""
-        self.exit(2, f"{self.prog}: error: {message.replace(_FLAG, 'world_size')}\n")
+        written = "world_size=N" if "required: " in message else "world_size"
+        self.exit(2, f"{self.prog}: error: {message.replace(_FLAG, written)}\n")

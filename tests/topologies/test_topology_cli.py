@@ -46,7 +46,9 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         ([], "required: COMMAND"),
-        (["describe", "ring"], "required: world_size"),
+        (["describe", "ring"], "required: world_size=N"),
+        (["compare", "--csv", "8", "ring"], "required: world_size=N"),
+        (["describe", "ring", "8", "world_size=4"], "unrecognized arguments: 8"),
         (["describe", "ring", "--world-size", "many"], "argument world_size: invalid int value: 'many'"),
         (["describe", "ring", "--nproc", "4"], "there is no --nproc; the number of ranks is given as world_size=8"),
         (["describe", "ring", "--world-size", "4", "--every", "0"], "k must be at least 1, got 0"),
@@ -89,6 +91,14 @@ def test_options_as_json_and_as_the_list_shows_them(
     assert main(["describe", name, f"world_size={world_size}", "--json", *pairs]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == topologies.build(name, world_size, **options).describe().to_dict()
+
+
+def test_a_plain_number_is_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "ring", "8", "--every", "2"]) == 0
+    assert capsys.readouterr().out == f"{topologies.build('ring', 8).every(2).describe()}\n"
+    network = ["--latency-us", "50", "--bandwidth-gbps", "1", "--message-mb", "40"]
+    assert main(["recommend", "16", *network, "ring"]) == 0
+    assert "\n16 ranks, 1 rank per node" in capsys.readouterr().out
 
 
 def test_as_a_module() -> None:
