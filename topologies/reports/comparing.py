@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.family_registry import available
+from topologies.family_registry import available, choices_of
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
 from topologies.reports.units import aligned, bytes_text
-from topologies.topology import Topology, variants
+from topologies.topology import Topology, build, variants
 from topologies.validation import check_measured_size, check_world_size
 
 
@@ -202,10 +202,8 @@ def chosen_topologies(
                 warnings.simplefilter("ignore")  # nobody has asked for this family
             found = without_disguises(variants(item, world_size, local_size=local_size))
         if not found and not names_needed:
-            raise ValueError(
-                f"family {item!r} serves world_size {world_size} with none of the options worth trying; build it with "
-                f"topologies.build({item!r}, {world_size}, ...) to see why, and pass the topology"
-            )
+            options = next(iter(choices_of(item, world_size, local_size)), {})
+            found = [build(item, world_size, **options)]  # refuses with the family's own reason
         yield from found
 
 

@@ -75,12 +75,12 @@ class Recommendation:
         return [vars(row) | {"topology": title_of(row.topology)} for row in self.ranked]
 
     def to_text(self, num_rows: int | None = None) -> str:
-        """Return the table of the first ``num_rows`` topologies, by default of all, and a sentence on the first.
+        """Return the table of the first ``num_rows`` topologies, by default of all, and what it says and does not say.
 
         Examples
         --------
         >>> found = recommend(4, latency_us=20, bandwidth_gbps=25, message_mb=100)
-        >>> found.to_text(2).splitlines()[-1].split("; ")[:2]
+        >>> found.to_text(2).splitlines()[-3].split("; ")[:2]
         ['complete agrees first, after 48.12 ms', '18 more take longer, see them with --all']
         """
         network = self.network
@@ -97,6 +97,9 @@ class Recommendation:
                 *self._table(self.ranked[:num_rows]),
                 "",
                 self._closing(len(self.ranked[:num_rows])),
+                f"Ranked by the time until the ranks agree on a mean, to {self._left}: the criterion where a mean is "
+                "wanted. Training hides rounds beside",
+                "its steps and needs no full agreement; for that ask `gossip probe`, which measures steps of training.",
             ]
         )
 
@@ -108,15 +111,14 @@ class Recommendation:
         return f"{100 * self.tolerance:.3g} %"
 
     def _beginning(self) -> list[str]:
-        """What the default loses to the best."""
+        """The default and the best."""
         if self.default is None or not self.ranked:
             return []
-        best, own_s = self.ranked[0], self.default.seconds
-        loss = "; nothing below agrees sooner"
-        if own_s > best.seconds:
-            times = f"{own_s / best.seconds:.2f} times as long as the best"
-            loss = f", {times}, {title_of(best.topology)} ({seconds_text(best.seconds)})"
-        return [f"{DEFAULT}, the default, agrees after {seconds_text(own_s)}{loss}.", ""]
+        best, own = self.ranked[0], self.default
+        others = "; nothing below agrees sooner"
+        if own.seconds > best.seconds:
+            others = f"; {title_of(best.topology)} {_times(best)}"
+        return [f"{DEFAULT}, the default, {_times(own)}{others}.", ""]
 
     def _table(self, shown: Sequence[Recommended]) -> list[str]:
         head = ("", "topology", "longest round", f"time to {self._left}", "= exchanges")
@@ -208,6 +210,11 @@ def recommend(
         len(chosen) - len(candidates),
         None if rounds is None else _recommended(default, rounds, network),
     )
+
+
+def _times(row: Recommended) -> str:
+    total, longest = seconds_text(row.seconds), seconds_text(row.longest_round_seconds)
+    return f"agrees after {total}, its longest round takes {longest}"
 
 
 def _recommended(topology: Topology, rounds: int, network: Network) -> Recommended:
