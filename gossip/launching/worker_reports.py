@@ -121,7 +121,13 @@ def _receive(worker: ForkServerProcess, channel: Connection) -> Any:
         how = (
             f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit status {code}"
         )
-        return Failure(f"the process ended without an error message, with {how}", "", secondary=False)
+        text = f"the process ended without an error message, with {how}"
+        if code == 1:  # as where it cannot import the script, before there is a way to report
+            text += (
+                "; if a traceback above ends in gossip.launch, the script calls it while a worker imports it: put the "
+                'call under if __name__ == "__main__":'
+            )
+        return Failure(text, "", secondary=False)
     try:
         return pickle.loads(data)
     except Exception as error:

@@ -231,7 +231,9 @@ def test_launch_asks_for_the_guard_of_the_main_script(tmp_path: Path) -> None:
     script.write_text(PRINTING_SCRIPT.format(guard=""))
     ended = run(str(script), tmp_path)
     assert ended.status != 0
-    assert "put the call under if __name__ ==" in ended.stderr
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("gossip.errors.LaunchError: rank ")
+    assert last.endswith('put the call under if __name__ == "__main__":')
 
 
 @pytest.mark.parametrize("place", [{}, {"__file__": "<stdin>"}])
