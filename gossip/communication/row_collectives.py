@@ -141,6 +141,6 @@ class RowCollectives:
             reading = self._messages.expect(rank, bucket)
             failure = self._world.wait_for(reading, what, partial(list, (rank,)))
             if failure is not None:
-                raise self._world.lost(failure, what)
+                raise self._world.not_called(failure, what)
             yield rank, reading.buffer.message[: chunk.nbytes].view(chunk.dtype)
             reading.done()

@@ -235,6 +235,18 @@ class World:
             failed_ranks = tuple(self.membership.ranks[rank] for rank in failed_ranks)
         return ExchangeError(f"rank {self.rank}: {text}: {failure.verdict.text}{advice}", failed_ranks=failed_ranks)
 
+    def not_called(self, failure: Failure, what: str, cause: Exception | None = None) -> ExchangeError:
+        """Return the error for a collective that has failed: every rank must call it, and which have not."""
+        verdict, late = failure.verdict, ""
+        if cause is None:
+            late = f"not all of the {self.world_size} ranks took part within {failure.timeout_s:g} s"
+        rule = f"every rank{self._in_group()} must call it, after the same number of steps"
+        if verdict.is_certain and verdict.source is None:  # that a rank has ended, say, is the cause
+            return self.lost(failure, ": ".join(filter(None, [what, late])), cause, f"; {rule}")
+        if len(verdict.failed_ranks) == len(self.others):
+            rule += f" (called on rank {self.rank} only?)"
+        return self.lost(failure, f"{what}: {'; '.join(filter(None, [rule, late]))}", cause)
+
     def lost_by(self, cause: Exception, text: str) -> ExchangeError:
         """Return the error for a failed operation of torch's own classes, whose peers leave no notes."""
         failure = self.wait_for(Ended(cause), text, lambda: self.others)
@@ -439,13 +451,7 @@ class World:
             failure = self.wait_for(awaited, what, lambda: self.others, sequence=sequence)
             if failure is None:
                 return
-            if pending.error is not None:
-                raise self.lost(failure, what, pending.error) from pending.error
-            raise self.lost(
-                failure,
-                f"{what}: not all of the {self.world_size} ranks took part within {failure.timeout_s:g} s",
-                advice=f"; every rank{self._in_group()} must call it, after the same number of steps",
-            )
+            raise self.not_called(failure, what, pending.error) from pending.error
 
         return wait
 

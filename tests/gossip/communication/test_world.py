@@ -223,9 +223,9 @@ def test_rank_absent_from_a_collective_is_named() -> None:
     for rank in (0, 2):
         # Whoever gives up second may learn it from the first.
         assert [text.replace(f" (so rank {2 - rank} found)", "") for text in by_rank[rank]] == [
-            f"rank {rank}: comparing frozen parameters: not all of the 3 ranks took part within 2 s: "
-            "rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'finding neighbours'; "
-            "every rank must call it, after the same number of steps"
+            f"rank {rank}: comparing frozen parameters: every rank must call it, after the same number of steps; not "
+            "all of the 3 ranks took part within 2 s: rank 1 is absent (dead, frozen, cut off or busy); it was last "
+            "seen in 'finding neighbours'"
         ] * 3
 
 
