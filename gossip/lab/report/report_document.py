@@ -16,6 +16,9 @@ from gossip.lab.experiments.validated_models import Model
 
 Numbers = tuple[float | None, ...]
 
+FEWEST_SEEDS = 3
+"""The smallest number of seeds with which a difference has an interval, and may be called significant."""
+
 
 class Part(Model):
     """A part of a document, made of what the fields name in a mapping that may have more."""

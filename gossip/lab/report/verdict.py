@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from gossip.lab.report.charts import quantity_of
 from gossip.lab.report.columns import TO_ALL_REDUCE, best, columns
 from gossip.lab.report.quantities import BYTES, SECONDS
-from gossip.lab.report.report_document import Document, Metric, Row, Value
+from gossip.lab.report.report_document import FEWEST_SEEDS, Document, Metric, Row, Value
 from gossip.lab.report.series import panels
-
-_FEWEST = 3
-"""The smallest number of seeds with which a difference is called significant."""
 
 
 def verdict(document: Document) -> Iterator[str]:
@@ -52,14 +49,12 @@ def _difference(value: Value, metric: Metric) -> str:
     decimals = 1 if abs(mean) >= 1 else 2
     size = f"{abs(mean):.{decimals}f} {'points' if is_accuracy else '%'}"
     text = f"{size} {'above' if mean > 0 else 'below'} all-reduce" if mean else "the same as all-reduce"
-    if not ends:
-        return f"{text} (only one seed)"
+    if not ends or value.count < FEWEST_SEEDS:
+        return f"{text} ({'only one seed' if value.count == 1 else f'{value.count} seeds: no interval'})"
     low, high = ends
     if low == high:
         return f"{text} (the same with all {value.count} seeds)"
-    if value.count < _FEWEST:
-        found = f"only {value.count} seeds"
-    elif low <= 0 <= high:
+    if low <= 0 <= high:
         found = "no significant difference"
     else:
         found = f"significantly {'better' if (low > 0) == is_accuracy else 'worse'}"

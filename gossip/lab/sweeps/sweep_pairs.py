@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
-from gossip.lab.report.report_document import Bar, Value
+from gossip.lab.report.report_document import FEWEST_SEEDS, Bar, Value
 
 Summary = Mapping[str, Any]
 
@@ -50,21 +50,19 @@ def aggregate(values: Sequence[float | None], *, with_interval: bool = False) ->
     """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
 
     A mean over only those seeds that reached the target would make a bad setting look good. The 95 % confidence
-    interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for a single value.
+    interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for fewer than three values.
     """
     present = [value for value in values if value is not None]
     if not present or len(present) < len(values):
         return None
     mean, count = statistics.fmean(present), len(present)
     spread = statistics.stdev(present) if count > 1 else None
-    if not with_interval:
+    if not with_interval or count < FEWEST_SEEDS or spread is None:
         return Value(mean=mean, spread=spread, count=count)
     from scipy.stats import t
 
-    reach = None if spread is None else float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
-    return Value(
-        mean=mean, spread=spread, count=count, interval=None if reach is None else (mean - reach, mean + reach)
-    )
+    reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    return Value(mean=mean, spread=spread, count=count, interval=(mean - reach, mean + reach))
 
 
 def read_bars(config: Mapping[str, Any]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def test_each_number_of_ranks_partition_and_condition_has_a_sentence_and_is_rank
     [
         (None, 1, "(only one seed)"),
         ([-0.1, -0.1], 20, "(the same with all 20 seeds)"),
-        ([-0.2, -0.1], 2, "(95 % interval -0.20 to -0.10; only 2 seeds)"),
+        ([-0.2, -0.1], 2, "(2 seeds: no interval)"),
     ],
 )
 def test_what_no_interval_supports_is_not_called_significant(ends: list[float] | None, count: int, said: str) -> None:

@@ -38,6 +38,7 @@ def pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
         # The quantile of Student's t with 2 degrees of freedom at 97.5 % is 4.30265.
         ([1.0, 2.0, 6.0], 3.0, 7**0.5, (3 - 4.30265273 * (7 / 3) ** 0.5, 3 + 4.30265273 * (7 / 3) ** 0.5)),
         ([0.5], 0.5, None, None),
+        ([1.0, 2.0], 1.5, 0.5**0.5, None),
     ],
 )
 def test_aggregate_is_mean_spread_and_interval(
