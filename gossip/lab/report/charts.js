@@ -1,5 +1,5 @@
 "use strict";
-(async () => {
+loadAfter((async () => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const { title, config, curves, charts } = JSON.parse(await unpack(document.getElementById("chart-data").textContent));
   const entries = all(".legend button[data-name]");
@@ -137,4 +137,4 @@
   for (const panel of panels) await draw(panel);
   show(); // what was filtered and hidden meanwhile
   document.getElementById("figures").setAttribute("aria-busy", "false");
-})();
+})());

@@ -88,6 +88,10 @@ LAYOUT = """(() => {
     }
     for (const cell of document.querySelectorAll("th, td"))
         if (cell.scrollWidth > cell.clientWidth + 1) found.push(`too wide: ${say(cell)}`);
+    for (const side of document.querySelectorAll(".panels:has(.panel + .panel)")) {
+        const ends = [...side.children].filter(visible).map((panel) => box(panel).right);
+        if (ends.length > 1 && Math.max(...ends) < box(side).right - 1) found.push("an empty column beside the charts");
+    }
     for (const plot of document.querySelectorAll(".plot")) {
         if (!visible(plot)) continue;
         if (!plot.querySelector("svg .mark-symbol path, svg .mark-rule line[aria-label]")) found.push("an empty chart");
@@ -161,7 +165,8 @@ def drawn(page: browser.Browser, chart: str = "bytes") -> list[str]:
     ],
 )
 def test_page_is_laid_out_and_silent(name: str, width: int, page: browser.Browser, pages: dict[str, Path]) -> None:
-    page.open_report(pages[name], width=width)
+    page.open(pages[name], width=width)
+    assert page.evaluate(browser.CHARTS_ARE_DRAWN)  # when it is loaded, and may be printed
     assert page.evaluate(LAYOUT) == []
     assert page.complaints == []
     assert page.requests == [pages[name].as_uri()]
@@ -192,9 +197,15 @@ def test_what_decides_is_seen_without_scrolling_and_the_first_column_tells_rows_
 @pytest.mark.parametrize("name", ["compared", "mixed"])
 def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages[name], width=PAPER_WIDTH)
-    page.evaluate("document.querySelectorAll('.columns input:not(:checked)').forEach((box) => box.click())")
     page.call("Emulation.setEmulatedMedia", media="print")
     try:
+        lines = """[...document.querySelectorAll("td.number:not([hidden]):not(:has(.hidden-text))")].map((cell) => {
+            const text = document.createRange();
+            text.selectNodeContents(cell);
+            return text.getClientRects().length;
+        })"""
+        assert set(page.evaluate(lines)) == {1}
+        page.evaluate("document.querySelectorAll('.columns input:not(:checked)').forEach((box) => box.click())")
         outside = """[...document.querySelectorAll("th, td, svg, h3, p, dd, img")].filter((element) =>
             element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 0.5
         ).map((element) => element.textContent.slice(0, 60))"""
