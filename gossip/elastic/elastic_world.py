@@ -344,8 +344,10 @@ class ElasticWorld(FailureDetector):
 
     def _is_one_ahead(self) -> bool:
         """Return whether one that takes part was past the operation: if it has completed it, all have its result."""
+        if self.consensus.have_passed(self._members):
+            return True
         generation = self.consensus.wait_for_generation_after(self._generation.number)
-        return self.consensus.furthest(generation, self._members) > self.consensus.position
+        return generation.furthest(self._members) > self.consensus.position
 
     def check_joint(self) -> None:
         if not self.is_alone:

@@ -196,10 +196,13 @@ class Consensus:
         """
         with self._changed:
             num_loaded, step, num_ended = self.position
-            self._wait_until_free(f"step {step}: ending a collective operation")
-            latest = self._generations[-1]
-            if latest.number != generation.number and self.furthest(latest, members) <= self.position:
-                return False
+            if not self.have_passed(members):
+                self._wait_until_free(f"step {step}: ending a collective operation")
+                latest = self._generations[-1]
+                if latest.number != generation.number and not (
+                    self.have_passed(members) or latest.furthest(members) > self.position
+                ):
+                    return False
             if self._loaded_step is None:
                 self.position = num_loaded, step, num_ended + 1
             else:
@@ -213,10 +216,10 @@ class Consensus:
             self._wait_until(lambda: self._generations[-1].number > number, f"step {self.position[1]}")
             return self._generations[-1]
 
-    def furthest(self, generation: Generation, members: Collection[int]) -> Position:
-        """Return the position of that of ``members`` which was furthest ahead before ``generation``, or in the end."""
+    def have_passed(self, members: Collection[int]) -> bool:
+        """Return whether one of ``members`` was beyond this rank's position when it closed its model."""
         farewells = self._mesh.farewells
-        return max([generation.furthest(members), *(farewells[each] for each in members if each in farewells)])
+        return any(farewells[member] > self.position for member in members if member in farewells)
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
         """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
@@ -351,8 +354,11 @@ class Consensus:
     def _turn(self) -> bool:
         """Wait for a while for something to agree on, and agree; return whether there may be more."""
         with self._changed:
-            is_due = self._changed.wait_for(lambda: self._stop.is_set() or self._is_due(), _TICK_S)
-            is_due = is_due and not self._stop.is_set()
+            self._changed.wait_for(lambda: self._stop.is_set() or self._holds or self._is_due(), _TICK_S)
+            is_due = self._is_due() and not self._stop.is_set()
+            if self._holds and not is_due:  # whoever was lost has said goodbye
+                self._holds = False
+                self._changed.notify_all()
         self.store_monitor.look(time.monotonic())
         if is_due:
             try:

@@ -311,6 +311,8 @@ class Simulation:
                 continue  # it can be started again
             if 2 * len(self.touched) >= self.settings.num_ranks:
                 continue  # it is this rank that most others have lost
+            if any(each.kind == "freeze" and 0.8 < each.lasts_s < 1.5 for each in self.applied):
+                continue  # that one, thawed just as others give it up, notices first that they have lost each other
             is_expected = any(sign in str(error) for sign in _ERRORS)
             may_fail = is_expected and (
                 index in self.touched
