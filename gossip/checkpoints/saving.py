@@ -17,7 +17,7 @@ from gossip.checkpoints.background_saving import BackgroundSave, Files
 from gossip.checkpoints.checkpoint_files import sync_folder, write_tensors
 from gossip.checkpoints.replicas import Replicas, compare, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.trained_models import TrainedModel, collectively
-from gossip.communication.host.available_memory import available_bytes
+from gossip.communication.host.available_memory import available_bytes, size_text
 from gossip.communication.liveness.process_liveness import own_process
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import copied, state_of, to_serializable
@@ -205,8 +205,8 @@ def _copies(replicas: Replicas, shared: Mapping[str, Any]) -> list[tuple[int, di
             raise_on_all_ranks(
                 replicas,
                 CheckpointError(
-                    f"{what}: the copies on the machine of rank {process} would take {on_machine / 1e9:.2f} GB, but "
-                    f"{each['available'] / 1e9:.2f} GB are available; save with background=False"
+                    f"{what}: the copies on the machine of rank {process} would take {size_text(on_machine)}, but "
+                    f"{size_text(each['available'])} are available; save with background=False"
                 ),
             )
     taken: list[tuple[int, dict[str, Any]]] = []

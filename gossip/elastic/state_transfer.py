@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from gossip.communication.host.available_memory import ShrinkingMemory
+from gossip.communication.host.available_memory import ShrinkingMemory, size_text
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.failure_detector import MOST_TIMEOUTS
@@ -95,7 +95,7 @@ class StateSource:
         copied, own, whom = ShrinkingMemory(num_bytes), self._mesh.member, in_words(joining)
         what = ("its state", "the rest of its state")[part]
         logger.info(
-            "rank {}: gives {} to {}: {:.2f} GB in a copy, let go as it is sent", own, what, whom, num_bytes / 1e9
+            "rank {}: gives {} to {}: {} in a copy, let go as it is sent", own, what, whom, size_text(num_bytes)
         )
         with self._lock:
             self._taken |= {(member, part): (copied, 0) for member in joining}

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gossip.compression.codec import BucketShape, gaps
 from gossip.errors import GossipError, warn_user
-from gossip.parameters.names import named_buffers, named_parameters
+from gossip.parameters.names import in_words, named_buffers, named_parameters
 from gossip.parameters.serializable_state import with_own_storage
 
 MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -184,7 +184,7 @@ def check_dense(module: nn.Module, why: str) -> None:
     for name, part in module.named_modules():
         is_trained = any(parameter.requires_grad for parameter in part.parameters(recurse=False))
         if getattr(part, "sparse", False) is True and is_trained:
-            raise ValueError(f"module {name or 'itself'!r} has sparse=True, {why}; build it with sparse=False")
+            raise ValueError(f"{in_words(name)} has sparse=True, {why}; build it with sparse=False")
 
 
 def is_mixable(parameter: torch.Tensor) -> bool:

@@ -53,3 +53,8 @@ def buffer_named(module: nn.Module, name: str) -> torch.Tensor | None:
             return None
         owner = bare_module(child)
     return own_buffers(owner).get(key)
+
+
+def in_words(name: str) -> str:
+    """Return a submodule by its name, and the module itself, whose name is empty, without one."""
+    return f"module {name!r}" if name else "module"

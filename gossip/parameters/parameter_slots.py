@@ -14,7 +14,7 @@ from torch import nn
 
 from gossip.errors import GossipError
 from gossip.parameters.buckets import describe_tensor
-from gossip.parameters.names import bare, named_parameters
+from gossip.parameters.names import bare, in_words, named_parameters
 from gossip.private_torch import is_sharded, own_children, own_parameters
 
 
@@ -148,18 +148,17 @@ def check_not_wrapped(module: nn.Module, *, may_be_sharded: bool = False) -> Non
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"module {name or 'itself'!r} is a DistributedDataParallel, which would all-reduce the gradients; wrap "
-                "its .module"
+                f"{in_words(name)} is a DistributedDataParallel, which would all-reduce the gradients; wrap its .module"
             )
         has_state = any(True for _ in itertools.chain(part.parameters(), part.buffers()))
         if isinstance(part, torch.jit.ScriptModule) and has_state:
             raise ValueError(
-                f"module {name or 'itself'!r} is TorchScript, whose parameters cannot be watched from Python; wrap the "
+                f"{in_words(name)} is TorchScript, whose parameters cannot be watched from Python; wrap the "
                 "module that it was made from (with torch.compile for speed), and script or trace it after training"
             )
         if is_sharded(part) and not may_be_sharded:
             raise ValueError(
-                f"module {name or 'itself'!r} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
+                f"{in_words(name)} is sharded (FullyShardedDataParallel, fully_shard), so that each rank "
                 "holds only a part of the parameters; pass the mesh over whose shard dimension it is sharded, "
                 "GossipDataParallel(..., mesh=mesh), or wrap the module without sharding it"
             )

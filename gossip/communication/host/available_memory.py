@@ -28,6 +28,11 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
+def size_text(num_bytes: int) -> str:
+    """Return a size of memory in GB, or below a tenth of one in MB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+
+
 def _entries(path: str) -> dict[str, int]:
     """Return the numbers of a file with a name and a number in each line."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
@@ -50,11 +55,11 @@ class ShrinkingMemory:
     def __init__(self, num_bytes: int) -> None:
         available = available_bytes()
         if available is not None and available < num_bytes:
-            raise MemoryError(f"a copy takes {num_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB are available")
+            raise MemoryError(f"a copy takes {size_text(num_bytes)}, but {size_text(available)} are available")
         try:
             self._map = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise MemoryError(f"a copy takes {num_bytes / 1e9:.2f} GB, which the system refuses: {error}") from error
+            raise MemoryError(f"a copy takes {size_text(num_bytes)}, which the system refuses: {error}") from error
         self.values = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
         self.num_released = 0
 

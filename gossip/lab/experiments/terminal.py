@@ -124,6 +124,7 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         return None if summary[name] is None else f"{summary[name]:.2f} s"
 
     parts = {"in steps": summary["training_time_s"], "in evaluations": summary["evaluation_s"]}
+    sent = summary["bytes_sent_per_step"]
     parts["starting processes, writing files"] = summary["wall_time_s"] - sum(parts.values())
     return {
         **{
@@ -139,7 +140,7 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         **{f"of which {what}": f"{time_s:.1f} s" for what, time_s in parts.items()},
         "exposed wait, mean of the ranks": seconds("exposed_wait_s"),
         "exchanges beside computation, over buckets": seconds("overlapped_s"),
-        "sent per rank and step": f"{summary['bytes_sent_per_step'] / 1024:.4g} KiB",
+        "sent per rank and step": f"{sent / 2**20:.4g} MiB" if sent >= 2**20 else f"{sent / 2**10:.4g} KiB",
         **{
             f"ranks from step {change['step']} on": ", ".join(map(str, change["members"]))
             for change in summary.get("changes_of_ranks", ())

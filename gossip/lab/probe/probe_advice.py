@@ -248,8 +248,9 @@ def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
     hidden_s, beside = (computing_s, "a whole step") if is_gossip else (workload.backward_s, "backward")
     late = " (for late ranks too)" * bool(workload.stragglers)
     return (
-        f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)} + "
-        f"waiting {seconds_text(row.run.exposed_wait_s)}{late}: {seconds_text(row.run.step_time_s)} per step."
+        f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)}; "
+        f"simulated: {seconds_text(row.run.step_time_s)} per step, of which waiting{late} "
+        f"{seconds_text(row.run.exposed_wait_s)}."
     )
 
 

@@ -166,7 +166,7 @@ def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(
 def test_copies_for_which_there_is_no_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_at(str(tmp_path), 1)
     monkeypatch.setattr(saving, "available_bytes", lambda: 1000)
-    with pytest.raises(CheckpointError, match=r"GB are available; save with background=False"):
+    with pytest.raises(CheckpointError, match=r"but 0.001 MB are available; save with background=False"):
         gossip.save(model, tmp_path, background=True)
     one_step(model)
     gossip.save(model, tmp_path)

@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 import threading
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +48,9 @@ def test_without_a_terminal_a_line_says_every_30_s_how_far_it_is(monkeypatch: py
                 show(RECORD | {"step": step})
     logger.remove(sink)
     assert lines == [f"step {step} of 12: loss 0.123" for step in (3, 6, 9)]
+
+
+@pytest.mark.parametrize(("sent", "text"), [(1000, "0.9766 KiB"), (2**20, "1 MiB"), (483200 * 2**10, "471.9 MiB")])
+def test_what_is_sent_is_in_the_unit_of_its_size(sent: int, text: str) -> None:
+    summary = defaultdict(lambda: 1, bytes_sent_per_step=sent)
+    assert terminal._rows(summary)["sent per rank and step"] == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,7 @@ def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
     assert "gossip reads parameters in memory" in text
     assert "each rank counts as a node" in text
     assert "ddp: 1.75 x 50 MB / 1 Gbit/s = 700 ms on the link of a node, beside backward of 60 ms" in text
+    assert re.search(r"; computing 90 ms; simulated: \S+ m?s per step, of which waiting \(for late ranks too\) ", text)
     assert f"at most {4 * math.ceil(math.log2(8))} rounds" in text
 
 
