@@ -1,7 +1,8 @@
 """Who trains: ranks that continue without those that have died, and that others leave, join and rejoin.
 
 Loaded only with ``on_peer_loss="continue"``. ``connections`` has a connection to every other rank;
-``membership_consensus`` determines who trains, generation by generation (``generations``); ``elastic_world`` has the
-collective operations, with ``failure_detector`` and an ``elastic_flag`` on which ranks agree while they train. A
-``joining_rank`` is admitted after a rank has given it its state (``state_transfer``).
+``membership_consensus`` determines who trains, generation by generation (``generations``), by what ranks propose and
+vote in ``membership_protocol``; ``elastic_world`` has the collective operations, with ``failure_detector`` and an
+``elastic_flag`` on which ranks agree while they train. A ``joining_rank`` is admitted after a rank has given it its
+state (``state_transfer``).
 """

@@ -1,40 +1,26 @@
-"""Consensus on who trains, in the key-value store: only when a rank is lost, leaves or joins, and without a leader.
-
-Attempts are numbered. A rank that notices a loss, leaves or joins writes a proposal: the members without those that it
-has lost, without itself, or with itself; the first proposal counts. Every rank in it, and every rank that leaves, votes
-with its step, and does not go beyond this step before there is a decision. When all votes are there, the decision is
-that these ranks form a generation from the step after the newest of these steps. If one of them is lost meanwhile, the
-decision is that the attempt is void, and the next one begins. A decision is written once, by compare-and-set, and
-reads the same for every rank, including those that learn of it late.
-"""
+"""The generations of one model, as the training thread sees them; ``membership_protocol`` agrees on the next one."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from gossip.communication.authenticated_store import NotGenuine
 from gossip.communication.host import daemon_threads
-from gossip.elastic.connections.mesh import Mesh, in_words
-from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote, within
+from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Kind
+from gossip.elastic.consensus_store import ConsensusStore, within
 from gossip.elastic.flag_votes import FlagVotes, Position
 from gossip.elastic.generations import Generation
-from gossip.elastic.running_time import RunningTime
+from gossip.elastic.membership_protocol import MembershipProtocol
 from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import ExchangeError, GossipError
 
-_PAUSE_S = 0.002
-_TICK_S = 0.5
-_REMINDER_S = 0.1
-_GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
 
-
-class Consensus:
+class Consensus(MembershipProtocol):
     """The generations of one model, and the thread that agrees on the next one.
 
     Parameters
@@ -222,7 +208,6 @@ class Consensus:
         return any(farewells[member] > self.position for member in members if member in farewells)
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
-        """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
         with self._changed:
             self._suspects = {**reasons, **self._suspects}
             self._changed.notify_all()
@@ -314,7 +299,6 @@ class Consensus:
             self._changed.notify_all()
 
     def fail(self, error: GossipError) -> None:
-        """Propose nothing from now on, and raise the error in whoever waits."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -324,222 +308,12 @@ class Consensus:
             self._alarm = max(self._alarm, number)
             self._changed.notify_all()
 
-    def _is_due(self) -> bool:
-        """Return whether there is something to agree on."""
-        if self._error is not None:
-            return False
-        if self._alarm > self._num_attempts:
-            return True
-        if self._is_dropped:
-            return True
-        latest = self._generations[-1]
-        lost = set(latest.members) & self._suspects.keys()
-        if self._mesh.member not in latest.members:
-            return self._asked_in == latest.number and not lost
-        return self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
-
-    def _lost_leaving(self, latest: Generation) -> set[int]:
-        """Return the ranks that were about to leave, and were lost before: the others must learn how they had voted."""
-        return set(latest.left) & self._suspects.keys() - self._mesh.farewells.keys()
-
     def miss(self, members: Sequence[int]) -> None:
         """Treat members that said goodbye, but are waited for, like lost ones that did not."""
         with self._mesh.changed:
             self._mesh.left.difference_update(members)
         with self._changed:
             self._changed.notify_all()
-
-    # ------------------------------------------------------------------ the thread
-
-    def _turn(self) -> bool:
-        """Wait for a while for something to agree on, and agree; return whether there may be more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stop.is_set() or self._holds or self._is_due(), _TICK_S)
-            is_due = self._is_due() and not self._stop.is_set()
-            if self._holds and not is_due:  # whoever was lost has said goodbye
-                self._holds = False
-                self._changed.notify_all()
-        self.store_monitor.look(time.monotonic())
-        if is_due:
-            try:
-                self._attempt(self._num_attempts + 1)
-            except (StoreLost, NotGenuine) as error:
-                why = f"{error}: without it the remaining ranks cannot agree on who trains"
-                self.fail(ExchangeError(f"rank {self._mesh.member}: {why}"))
-        return not self._stop.is_set()
-
-    def _attempt(self, number: int) -> None:
-        member, latest = self._mesh.member, self._generations[-1]
-        with self._changed:
-            self._holds = True  # until it is decided: a rank that cannot reach the store must not continue alone
-            proposed = self._proposed(latest)
-            if self._is_leaving and proposed is not None and len(proposed.members) < self._min_ranks:
-                self._is_leaving = False  # it is refused, maybe as another one leaves
-                proposed = self._proposed(latest)
-                self._changed.notify_all()
-        if not self._consensus_store.is_proposed(number):
-            is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
-            if self._is_dropped:
-                self._is_soon_proposed(number)
-                return
-            if proposed is None or is_same:  # nobody has: a false alarm
-                with self._changed:
-                    self._alarm, self._holds = self._num_attempts, False
-                    self._changed.notify_all()
-                return
-            is_too_few = len(proposed.members) < self._min_ranks
-            if is_too_few or 2 * len(proposed.members) < len(latest.members):  # the others may be more
-                if self._is_soon_proposed(number):
-                    return
-                if is_too_few:
-                    self.fail(self._too_few(proposed.members))
-                    return
-        agreed = self._consensus_store.propose(number, proposed)
-        asked = {*agreed.members, *agreed.leaving}
-        told = (asked | set(latest.members)) - {member}
-        self._tell(told, number)
-        gone = {*latest.members, *latest.left} - asked
-        if member in asked:
-            # Ranks that join are connected before they ask.
-            unmet = self._await(asked - set(latest.members) - {member}, self._mesh.has_met)
-            self.give_up(dict.fromkeys(unmet, "it did not connect"))
-            self._await(
-                gone & set(agreed.ended), lambda other: other in self._mesh.farewells or other in self._mesh.lost
-            )
-            for other in gone:
-                self._mesh.cut(other, "the others continue without it")
-            with self._changed:
-                position = self.position
-            self._consensus_store.vote(number, member, Vote(position, self.flag_votes.votes_of(gone), self.is_joint))
-        decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
-        if decision is not None:
-            self.flag_votes.take_over(decision.flag_votes)
-            # A rank that others cannot reach, and this one can, would be proposed again and again.
-            self._is_dropped |= member in decision.lost
-            self._ended |= set(decision.ended)
-            with self._changed:
-                others = set(decision.lost) - {member}
-                self._suspects = dict.fromkeys(others, "others lost it while they agreed") | self._suspects
-        with self._changed:
-            self._num_attempts = number
-            self._asked_in = None
-            if decision is not None and decision.positions:
-                self._holds = False
-                self._adopt(number, agreed, decision)
-            self._holds = self._holds and self._is_due()
-            self._changed.notify_all()
-        with self._mesh.changed:
-            self._mesh.changed.notify_all()
-
-    def _proposed(self, latest: Generation) -> Proposal | None:
-        """Return who should train, as far as this rank knows; None if it is not to be a member, or has failed."""
-        member = self._mesh.member
-        if self._error is not None or self._is_dropped:
-            return None
-        if member not in latest.members:
-            is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
-            joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
-            return joined if is_asked else None
-        leaving = [member] * self._is_leaving
-        members = [other for other in latest.members if other not in {*self._suspects, *leaving}]
-        have_ended = self._ended | self._mesh.farewells.keys()
-        ended = [other for other in latest.members if other not in members and other in have_ended]
-        return Proposal(members, leaving, ended=ended)
-
-    def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
-        """Wait until something is true of each of the other ranks, and return those of which it is not in time."""
-        running = RunningTime(self._mesh.beat_s)
-        while missing := [other for other in others if not is_met(other)]:
-            if running.passed() > self._timeout.total_seconds() or self._stop.is_set():
-                break
-            time.sleep(_PAUSE_S)
-        return missing
-
-    def _tell(self, others: Iterable[int], number: int) -> None:
-        for other in others:
-            self._mesh.send(other, Key(Kind.ALARM, number))
-
-    def _decide(self, number: int, asked: Sequence[int], told: Iterable[int], *, are_joining: bool) -> Decision | None:
-        """Return the decision, or None if this thread ends before there is one.
-
-        If ranks do not make their steps together, a rank can join only while no other is in a collective operation, and
-        with a state of the same time, so that all take part in the same collective operations from then on.
-        """
-        running, told_at = RunningTime(self._mesh.beat_s), time.monotonic()
-        while not self._consensus_store.is_decided(number):
-            if time.monotonic() - told_at > _REMINDER_S:
-                self._tell(told, number)  # a rank that joins may have been unconnected before
-                told_at = time.monotonic()
-            missing = self._consensus_store.without_vote(number, asked)
-            if not missing:
-                votes = self._consensus_store.votes(number, asked)
-                positions = [vote.position for vote in votes.values()]
-                is_between = min(positions) == max(positions) and not any(vote.is_joint for vote in votes.values())
-                if are_joining and not (self._is_in_step or is_between):
-                    return self._consensus_store.decide(number, Decision())
-                flag_votes = [yes for vote in votes.values() for yes in vote.flag_votes]
-                return self._consensus_store.decide(
-                    number, Decision(list(zip(votes, positions, strict=True)), flag_votes)
-                )
-            if running.passed() > self._timeout.total_seconds():
-                self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
-            is_asked = self._mesh.member in asked and not self._is_dropped
-            if is_asked and (lost := self._suspects.keys() & missing):
-                ended = sorted(lost & self._mesh.farewells.keys())
-                return self._consensus_store.decide(number, Decision(lost=sorted(lost), ended=ended))
-            if self._stop.is_set():
-                return None
-            time.sleep(_PAUSE_S)
-        return self._consensus_store.decision(number)
-
-    def _follow(self) -> None:
-        """Adopt everything that was decided before this rank came."""
-        while self._consensus_store.is_decided(number := self._num_attempts + 1):
-            self._num_attempts = number
-            if (decision := self._consensus_store.decision(number)).positions:
-                self._adopt(number, self._consensus_store.proposal(number), decision)
-
-    def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
-        """Adopt a decision."""
-        before, member = self._generations[-1], self._mesh.member
-        members, leaving, returning, _ = agreed
-        generation = before.followed_by(number, members, leaving, decision.positions, is_in_step=self._is_in_step)
-        self._generations.append(generation)
-        first_step, joining = generation.first_step, set(members) - set(before.members)
-        if self._is_in_step:
-            self._absent_until |= {other: first_step - (other in returning) for other in joining}
-        if member in joining:
-            position = max(of_one for _, of_one in generation.positions)
-            self.position = (position[0], first_step, 0) if self._is_in_step else position
-            self.is_new = not self._is_in_step and member not in returning
-        elif member in leaving:
-            self._is_leaving, self._leaves_at = False, first_step
-        elif member in before.members and member not in members:
-            self._error = ExchangeError(
-                f"rank {member}: the others continued without this rank from step {first_step} on: it was cut off, "
-                "or had not replied for long; its state is older than theirs, and is not mixed in"
-            )
-        if member in members and len(members) < self._min_ranks:
-            self._error = self._too_few(members)
-
-    def _is_soon_proposed(self, number: int) -> bool:
-        """Return whether another rank makes a proposal within a short time."""
-        deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline and not self._stop.is_set():
-            if self._consensus_store.is_proposed(number):
-                return True
-            time.sleep(_PAUSE_S)
-        return False
-
-    def _too_few(self, members: Sequence[int]) -> ExchangeError:
-        gone = [other for other in self._initial if other not in members]
-        missing = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
-        return ExchangeError(
-            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks remain ({in_words(members)}), "
-            f"fewer than min_ranks={self._min_ranks}; missing: {missing}. Start again from the newest checkpoint, or "
-            "pass a lower min_ranks",
-            failed_ranks=gone,
-        )
 
     # ------------------------------------------------------------------ closing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from elastic_simulator.fault_schedules import KINDS, Fault, FaultSchedule, Simulation, simulate
+from elastic_simulator.put_back import FAULTS
 from elastic_simulator.simulated_ranks import Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from loguru import logger
 
 NUM_SCHEDULES, NUM_BLOCKS = 3000, 20
 SIZE = NUM_SCHEDULES // NUM_BLOCKS
+COMMON = [number for number, fault in enumerate(FAULTS) if fault.is_common]
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,29 @@ def test_whatever_happens_to_four_ranks(seed: int, faults: list[Fault], min_rank
     """Hypothesis finds the shortest schedule in which something is wrong."""
     trained = Settings(4, num_steps=5, step_s=0.01, min_ranks=min_ranks)
     Simulation(FaultSchedule(seed, trained, faults)).run()
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_faults_can_be_put_back(number: int) -> None:
+    """The table is of the library as it is."""
+    with FAULTS[number].there():
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", COMMON)
+def test_faults_that_are_put_back_are_found(number: int) -> None:
+    """Others need thousands of schedules."""
+    with FAULTS[number].there():
+        assert any(map(is_found_by, range(100)))
+
+
+def is_found_by(seed: int) -> bool:
+    try:
+        simulate(seed)
+    except Exception:
+        return True
+    return False
 
 
 def test_a_seed_stands_for_the_same_events() -> None:

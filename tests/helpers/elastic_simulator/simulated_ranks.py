@@ -28,7 +28,7 @@ from elastic_simulator.virtual_network import Network, VirtualSocketModule, Virt
 from elastic_simulator.virtual_time import Scheduler, VirtualDaemonThreads, VirtualThreading, VirtualTime
 from gossip.communication.host import available_memory, daemon_threads
 from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
-from gossip.elastic import elastic_world, joining_rank, membership_consensus
+from gossip.elastic import elastic_world, joining_rank, membership_protocol
 from gossip.elastic.connections import listener, mesh
 from gossip.elastic.elastic_flag import ElasticFlag
 from gossip.elastic.elastic_world import ElasticWorld
@@ -61,8 +61,8 @@ def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
     others: list[tuple[object, str, object]] = [
         (mesh, "_TICK_S", 0.1),  # longer pauses change nothing but what the simulation costs
         (joining_rank, "_PAUSE_S", 0.02),
-        (membership_consensus, "_PAUSE_S", 0.01),
-        (membership_consensus, "_GRACE_S", 0.3),
+        (membership_protocol, "_PAUSE_S", 0.01),
+        (membership_protocol, "_GRACE_S", 0.3),
         (mesh, "Watcher", functools.partial(VirtualWatcher, scheduler)),
         (listener, "_has_spare_descriptors", lambda _: True),
         (available_memory, "available_bytes", lambda: None),
