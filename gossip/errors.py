@@ -51,6 +51,10 @@ class CannotJoinError(ExchangeError):
     """This process cannot join a training run, and could not if it tried again: restarting it is pointless."""
 
 
+class EndedTogether(SystemExit):  # no error, and programs end with it
+    """All ranks end, since so many received SIGTERM that too few would remain: restarting one is pointless."""
+
+
 class GenerationEndedError(GossipError):
     """A rank was lost during a collective operation. The remaining ranks repeat it; callers never see this error."""
 

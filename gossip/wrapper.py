@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,6 +112,10 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     partition_timeout : timedelta or float, optional
         With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
         (a number is in seconds). By default it raises at once.
+    on_preemption : callable, optional
+        With "continue": called with the model on every remaining rank, after the same step, once so many ranks have
+        received SIGTERM within 5 s that fewer than ``min_ranks`` would remain; save there. The process then ends with
+        status 143. A rank that receives SIGTERM by itself leaves.
     authenticate : bool
         With "continue": whether every message carries an authentication code, see docs/several_nodes.md.
     mesh : DeviceMesh, optional
@@ -207,6 +211,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         fallback_topology: str = "base",
         soft_deadline: timedelta | float | None = None,
         partition_timeout: timedelta | float | None = None,
+        on_preemption: Callable[[GossipDataParallel], object] | None = None,
         authenticate: bool = True,
         mesh: DeviceMesh | None = None,
         shard: Literal["optimizer", "none"] | None = None,

@@ -21,12 +21,14 @@ class Proposal(NamedTuple):
 
     Ranks that are ``leaving`` vote with their steps like the members. A member that is ``returning`` joins from within
     its loop, where it ends a step like the others. Ranks that ``ended`` have closed their models, and said goodbye.
+    With ``is_last`` all members end together.
     """
 
     members: Sequence[int]
     leaving: Sequence[int] = ()
     returning: Sequence[int] = ()
     ended: Sequence[int] = ()
+    is_last: bool = False
 
 
 class Vote(NamedTuple):

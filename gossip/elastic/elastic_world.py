@@ -62,9 +62,13 @@ class ElasticWorld(FailureDetector):
         Whether the ranks make their steps together.
     authenticate : bool
         Whether every frame is authenticated, and not only the beginning of a connection.
+    ends_if_preempted : bool
+        Whether all ranks end together once so many have received SIGTERM that too few would remain.
 
     Attributes
     ----------
+    on_end : callable
+        Called in place of a collective operation, or of its repetition, once ranks end together.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
     questions : SimpleQueue
@@ -84,8 +88,11 @@ class ElasticWorld(FailureDetector):
         min_ranks: int | None = None,
         is_in_step: bool = True,
         authenticate: bool = True,
+        ends_if_preempted: bool = False,
     ) -> None:
         self.is_in_step, self._authenticate = is_in_step, authenticate
+        self._ends_if_preempted = ends_if_preempted
+        self.on_end: Callable[[], None] = lambda: None
         self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks
@@ -165,6 +172,7 @@ class ElasticWorld(FailureDetector):
             min_ranks=least,
             timeout=self.timeout,
             is_in_step=self.is_in_step,
+            ends_if_preempted=self._ends_if_preempted,
         )
 
     # ------------------------------------------------------------------ joining
@@ -326,6 +334,10 @@ class ElasticWorld(FailureDetector):
         self.is_joint = self.consensus.is_joint = True
         try:
             while True:
+                if self.consensus.can_end:
+                    self.is_joint = self.consensus.is_joint = False
+                    self.on_end()
+                    self.is_joint = self.consensus.is_joint = True
                 self.enter(*self.consensus.begin_together())
                 self._num_primitives = 0
                 results: list[_Result] = []

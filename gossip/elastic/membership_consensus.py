@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gossip.communication.host import daemon_threads
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Kind
+from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.consensus_store import ConsensusStore, within
 from gossip.elastic.flag_votes import FlagVotes, Position
 from gossip.elastic.generations import Generation
@@ -33,6 +33,8 @@ class Consensus(MembershipProtocol):
         How long an agreement waits for a rank.
     is_in_step : bool
         Whether the ranks make their steps together. If not, all steps are step 0 here, and a generation begins at once.
+    ends_if_preempted : bool
+        Whether all ranks end together once so many have received SIGTERM that too few would remain.
 
     Attributes
     ----------
@@ -60,6 +62,7 @@ class Consensus(MembershipProtocol):
         min_ranks: int,
         timeout: timedelta,
         is_in_step: bool = True,
+        ends_if_preempted: bool = False,
     ) -> None:
         self.position: Position = (0, 0, 0)
         self.is_joint = self.is_new = False
@@ -79,6 +82,9 @@ class Consensus(MembershipProtocol):
         self._ended: set[int] = set()  # ranks that have closed their models, as others say
         self._is_dropped = False  # others have lost this rank, and will decide so
         self._leaves_at: int | None = None
+        self._ends_if_preempted = ends_if_preempted
+        self._ends_at: int | None = None
+        self._preempted: set[int] = set()  # ranks that have received SIGTERM
         self._timeout = timeout
         self._is_in_step = is_in_step
         self._error: GossipError | None = None
@@ -92,6 +98,7 @@ class Consensus(MembershipProtocol):
         mesh.on_lost = self._on_lost
         mesh.on_failed = self.fail
         mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
+        mesh.handlers[Kind.PREEMPTED] = lambda member, _frame: self._on_preempted(member)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
             within(timeout, self._follow)
@@ -263,6 +270,25 @@ class Consensus(MembershipProtocol):
                 )
             return self._leaves_at
 
+    @property
+    def ends_at(self) -> int | None:
+        """The step before which all ranks end together, since too many have received SIGTERM; None if they do not."""
+        return self._ends_at
+
+    @property
+    def can_end(self) -> bool:
+        """Whether all ranks end together, and this one is not loading a checkpoint."""
+        return self._ends_at is not None and self._loaded_step is None
+
+    def tell_of_preemption(self) -> None:
+        """Tell the others that this rank has received SIGTERM. Local."""
+        with self._changed:
+            is_told = self._mesh.member in self._preempted
+            members = self._generations[-1].members
+        if not is_told:
+            self._on_preempted(self._mesh.member)
+            self._tell(set(members) - {self._mesh.member}, Key(Kind.PREEMPTED))
+
     def _wait_until_free(self, where: str) -> None:
         self._wait_until(lambda: not (self._holds or self._is_due()), where)
 
@@ -306,6 +332,11 @@ class Consensus(MembershipProtocol):
     def _on_alarm(self, number: int) -> None:
         with self._changed:
             self._alarm = max(self._alarm, number)
+            self._changed.notify_all()
+
+    def _on_preempted(self, member: int) -> None:
+        with self._changed:
+            self._preempted.add(member)
             self._changed.notify_all()
 
     def miss(self, members: Sequence[int]) -> None:

@@ -50,6 +50,9 @@ class MembershipProtocol(ABC):
     _returns: bool
     _is_leaving: bool
     _leaves_at: int | None
+    _ends_if_preempted: bool
+    _ends_at: int | None
+    _preempted: set[int]
     _ended: set[int]
     _is_dropped: bool
     _timeout: timedelta
@@ -82,7 +85,14 @@ class MembershipProtocol(ABC):
         lost = set(latest.members) & self._suspects.keys()
         if self._mesh.member not in latest.members:
             return self._asked_in == latest.number and not lost
-        return self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
+        is_changing = self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
+        return is_changing or self._must_end(latest)
+
+    def _must_end(self, latest: Generation) -> bool:
+        """Return whether so many ranks have received SIGTERM that too few would remain, and all are to end together."""
+        present = [member for member in latest.members if member not in self._suspects]
+        num_remaining = sum(member not in self._preempted for member in present)
+        return self._ends_if_preempted and self._ends_at is None and num_remaining < self._min_ranks <= len(present)
 
     def _lost_leaving(self, latest: Generation) -> set[int]:
         """Return the ranks that were about to leave, and were lost before: the others must learn how they had voted."""
@@ -134,7 +144,7 @@ class MembershipProtocol(ABC):
         agreed = self._consensus_store.propose(number, proposed)
         asked = {*agreed.members, *agreed.leaving}
         told = (asked | set(latest.members)) - {member}
-        self._tell(told, number)
+        self._tell(told, Key(Kind.ALARM, number))
         gone = {*latest.members, *latest.left} - asked
         if member in asked:
             # Ranks that join are connected before they ask.
@@ -177,11 +187,12 @@ class MembershipProtocol(ABC):
             is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
             joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
             return joined if is_asked else None
-        leaving = [member] * self._is_leaving
+        is_last = self._must_end(latest)
+        leaving = [member] * (self._is_leaving and not is_last)
         members = [other for other in latest.members if other not in {*self._suspects, *leaving}]
         have_ended = self._ended | self._mesh.farewells.keys()
         ended = [other for other in latest.members if other not in members and other in have_ended]
-        return Proposal(members, leaving, ended=ended)
+        return Proposal(members, leaving, ended=ended, is_last=is_last)
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""
@@ -192,9 +203,9 @@ class MembershipProtocol(ABC):
             time.sleep(_PAUSE_S)
         return missing
 
-    def _tell(self, others: Iterable[int], number: int) -> None:
+    def _tell(self, others: Iterable[int], key: Key) -> None:
         for other in others:
-            self._mesh.send(other, Key(Kind.ALARM, number))
+            self._mesh.send(other, key)
 
     def _decide(self, number: int, asked: Sequence[int], told: Iterable[int], *, are_joining: bool) -> Decision | None:
         """Return the decision, or None if this thread ends before there is one.
@@ -205,7 +216,7 @@ class MembershipProtocol(ABC):
         running, told_at = RunningTime(self._mesh.beat_s), time.monotonic()
         while not self._consensus_store.is_decided(number):
             if time.monotonic() - told_at > _REMINDER_S:
-                self._tell(told, number)  # a rank that joins may have been unconnected before
+                self._tell(told, Key(Kind.ALARM, number))  # a rank that joins may have been unconnected before
                 told_at = time.monotonic()
             missing = self._consensus_store.without_vote(number, asked)
             if not missing:
@@ -239,10 +250,12 @@ class MembershipProtocol(ABC):
     def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
         """Adopt a decision."""
         before, member = self._generations[-1], self._mesh.member
-        members, leaving, returning, _ = agreed
+        members, leaving, returning, _, is_last = agreed
         generation = before.followed_by(number, members, leaving, decision.positions, is_in_step=self._is_in_step)
         self._generations.append(generation)
         first_step, joining = generation.first_step, set(members) - set(before.members)
+        if is_last and member in members and self._ends_at is None:
+            self._ends_at, self._is_leaving = first_step, False
         if self._is_in_step:
             self._absent_until |= {other: first_step - (other in returning) for other in joining}
         if member in joining:

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from gossip.communication.authenticated_store import VARIABLE as KEY
 from gossip.communication.host.local_size import LOCAL_SIZE
 from gossip.communication.host.open_files import limit_named
 from gossip.communication.waiting import checked_timeout
-from gossip.errors import CannotJoinError, ExchangeError, LaunchError
+from gossip.errors import CannotJoinError, EndedTogether, ExchangeError, LaunchError
 from gossip.launching import fork_server
 from gossip.launching.joining import (
     DEFAULT_TIMEOUT,
@@ -112,8 +113,9 @@ def launch(
         Modules that the fork server imports before the first worker starts, see ``gossip.launching.fork_server.start``.
     on_peer_loss : str
         "raise": a failing worker ends all workers. "continue": the others continue, for models with
-        ``GossipDataParallel(..., on_peer_loss="continue")``, and a warning reports how the worker ended. It has no
-        effect on ranks that were started externally.
+        ``GossipDataParallel(..., on_peer_loss="continue")``, and a warning reports how the worker ended. SIGTERM is
+        passed on to the workers, if the program does not handle it. It has no effect on ranks that were started
+        externally.
     restart : int
         With "continue": how many times a failed worker is started again while others train. It runs the function from
         the beginning, in a process group of its own, and its model joins the others (:func:`gossip.join_training`).
@@ -133,6 +135,8 @@ def launch(
     RuntimeError
         The call was made inside a worker, or while a worker imported the calling script, which lacks ``if __name__ ==
         "__main__":``.
+    SystemExit
+        All ranks have saved and ended, with status 143, since they received SIGTERM.
     LaunchError
         The port is taken, the address of a step's first host is unknown, or a worker failed (with "continue", all of
         them); the other workers have been ended by then.
@@ -201,7 +205,8 @@ def launch(
         for rank in range(world_size):
             start(rank)
         start_again = functools.partial(start, joins=True) if on_peer_loss == "continue" else None
-        results = collect(workers, channels, start_again, restart)
+        with contextlib.nullcontext() if start_again is None else _sigterm_for_workers():
+            results = collect(workers, channels, start_again, restart)
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported, so its work is done whatever has happened since
                 channel.send_bytes(b"leave")
@@ -215,6 +220,30 @@ def launch(
         _end(workers)
         del store
     return results
+
+
+@contextlib.contextmanager
+def _sigterm_for_workers() -> Iterator[None]:
+    """Let the workers react to SIGTERM in place of this process, if it does nothing else then; end as it would have."""
+    came: list[int] = []
+
+    def forward(signal_number: int, _: FrameType | None) -> None:
+        came.append(signal_number)
+        signal_workers(signal_number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    except LaunchError:
+        if came:
+            raise SystemExit(128 + came[0]) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def signal_workers(signal_number: int) -> bool:
@@ -377,8 +406,10 @@ def _work(
         summary = "".join(traceback.format_exception_only(error)).strip()
         blames = _blamed_by(error)
         secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
-        is_final = isinstance(error, CannotJoinError)
-        channel.send_bytes(pickled(Failure(summary, traceback.format_exc(), secondary, blames, is_final)))
+        exit_status = int(str(error)) if isinstance(error, EndedTogether) else None
+        is_final = isinstance(error, CannotJoinError | EndedTogether)
+        failure = Failure(summary, traceback.format_exc(), secondary, blames, is_final, exit_status)
+        channel.send_bytes(pickled(failure))
         _leave_at_once(1)
     channel.send_bytes(report)
     may_leave.wait()  # closing the sockets now could lose a peer's last message

@@ -27,7 +27,7 @@ class Failure:
     """A worker's exception as text.
 
     A secondary failure reports that another rank is gone, and blames that rank if it is known. A final one would recur
-    if the worker were started again.
+    if the worker were started again. With an ``exit_status`` all ranks have ended together.
     """
 
     summary: str
@@ -35,6 +35,7 @@ class Failure:
     secondary: bool
     blames: tuple[int, ...] = ()
     is_final: bool = False
+    exit_status: int | None = None
 
 
 def pickled(content: Any) -> bytes:
@@ -50,8 +51,8 @@ def collect(
 ) -> list[Any]:
     """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it.
 
-    With ``start`` the other ranks continue: failures are logged, and raised only if all ranks failed. It starts the
-    worker of a rank again, ``restart`` times, and appends it and its channel.
+    With ``start`` the other ranks continue: failures are logged, and raised only if all ranks failed, as SystemExit if
+    they ended together. It starts the worker of a rank again, ``restart`` times, and appends it and its channel.
     """
     waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
     results: list[Any] = [None] * len(workers)
@@ -76,6 +77,8 @@ def collect(
             if start is None:
                 deadline = deadline or time.monotonic() + _SIBLING_GRACE_S
                 continue
+            if report.exit_status is not None:
+                continue
             num_starts[rank] += 1
             if num_starts[rank] > restart or not waiting or report.is_final:
                 logger.warning("rank {} failed: {}; the others continue if they can", rank, report.summary)
@@ -90,6 +93,9 @@ def collect(
             start(rank)
             waiting[channels[-1]] = rank, workers[-1]
     if failures and (start is None or len(failures) == len(results)):
+        for failure in failures.values():
+            if failure.exit_status is not None:
+                raise SystemExit(failure.exit_status)
         raise _first_cause(failures, dict(waiting.values()))
     return results
 

@@ -15,7 +15,7 @@ from gossip.optimizers.schedule_free import check_evaluated, evaluate
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.building.construction import make_flag
-from gossip.step.engine import StepEngine
+from gossip.step.engine import StepEngine, do_nothing
 
 if TYPE_CHECKING:
     from gossip.step.generation_change import GenerationChange
@@ -65,9 +65,11 @@ class CollectiveOperations:
             engine.on_step_begin, engine.is_in_join = outer, False
             with engine.fatal():
                 flag.vote(False)
+                engine.on_forward()
                 while flag.wait():
                     engine.idle_step()
                     flag.vote(False)
+                    engine.on_forward()
                 self._collectively(lambda: None)  # what the flag says in the next block concerns later steps
         finally:
             engine.on_step_begin, engine.is_in_join = outer, False
@@ -146,13 +148,13 @@ class CollectiveOperations:
 
             with engine.fatal():
                 self._world.collectively(average, before.close)
-            engine.is_averaged = True
+            engine.is_averaged, engine.put_back = True, before.close
             try:
                 if recalibrate is not None:
                     recalibrate_(self.module, recalibrate, self._world)
                 yield
             finally:
-                engine.is_averaged = False
+                engine.is_averaged, engine.put_back = False, do_nothing
 
     @torch.inference_mode(False)
     def consensus_distance(self) -> tuple[float, float]:

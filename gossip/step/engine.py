@@ -76,6 +76,7 @@ class StepEngine(HealthChecks, ABC):
         self.step = self.generation = 0  # steps made, and so the index of the next round; of the training ranks
         self.synchronise = True  # else a backward pass makes no step, and only accumulates gradients
         self.is_averaged = False  # the buckets temporarily hold the global average
+        self.put_back: Callable[[], object] = do_nothing  # puts this rank's own values in its place
         self.is_in_join = False  # ranks may temporarily be at different steps
         self.on_forward: Callable[[], None] = do_nothing  # not where a checkpoint recomputes
         self.on_step_begin: Callable[[], None] = do_nothing

@@ -56,7 +56,7 @@ class GenerationChange:
 
     def begin(self) -> None:
         """Enter the first generation, or join the ranks that train. Collective."""
-        end_joining, model = do_nothing, self._model
+        end_joining = do_nothing
         if self._world.is_alone:
             end_joining = self._join(returns=False)
         else:
@@ -67,12 +67,7 @@ class GenerationChange:
         self._engine.on_step_begin = self._end_pause
         self.begin_step()
         end_joining()
-
-        def leave() -> None:
-            if (left := model()) is not None:
-                left.leave()
-
-        Preemption(self._engine, leave).install()
+        Preemption(self._engine, self._world, self._model, self._arguments.on_preemption).install()
 
     # A rank that joins starts where its source begins a step, after everything that happens between two steps; a rank
     # that returns does so within its loop, where its source ends a step. If ranks make their steps together, they take
@@ -310,6 +305,9 @@ class GenerationChange:
 
     def _follow(self, generation: Generation) -> None:
         if generation.number <= self.generation.number:
+            return
+        if self._world.consensus.ends_at is not None and generation.members == self.generation.members:
+            self.generation = generation
             return
         topology, algorithm = self._plan(len(generation.members))
         algorithm.follow(self._engine.exchanges.algorithm)

@@ -48,10 +48,15 @@ class HealthChecks:
             ) from self.error
         self._recover_from_dead_backward()
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether the user has stepped some optimizers, and is to step others."""
+        return bool(self._progress.stepped)
+
     def check_between_steps(self) -> None:
         """Raise if this is not a point for a collective operation such as an average or a checkpoint."""
         self.check_usable()
-        if self._progress.stepped:
+        if self.is_within_step:
             raise GossipError(
                 f"rank {self.rank}: step {self.step} is in progress: {len(self._progress.stepped)} of "
                 f"{len(self.updater.optimizers)} optimizers have been stepped; step the others first"

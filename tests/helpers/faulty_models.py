@@ -9,12 +9,14 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gossip.elastic.membership_consensus import Consensus
 from gossip.lab.experiments.graceful_stop import GracefulStop
 
 TRUSTED = "trusted_targets=[faulty_models]"
@@ -92,10 +94,11 @@ class FailingModel(nn.Module):
             assert launcher is not None
             assert launcher.pid is not None
             came: list[int] = []  # no Event: a handler within its wait() needs a lock that this thread has
-            before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+            before: Any = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda number, _: (came.append(number), before(number, None))[0])
             os.kill(launcher.pid, signal.SIGTERM)
-            (stopping,) = (each for each in gc.get_objects() if isinstance(each, GracefulStop))
-            while not (came and stopping._is_asked):  # its thread may get no processor for many steps
+            found = [each for each in gc.get_objects() if isinstance(each, GracefulStop | Consensus)]
+            while not (came and any(map(_is_asked, found))):  # its thread may get no processor for many steps
                 time.sleep(0.01)
             signal.signal(signal.SIGTERM, before)
             return
@@ -105,6 +108,10 @@ class FailingModel(nn.Module):
         assert self.how == "interrupt"
         os.killpg(os.getpgrp(), signal.SIGINT)
         signal.pause()
+
+
+def _is_asked(one: GracefulStop | Consensus) -> bool:
+    return one._is_asked if isinstance(one, GracefulStop) else one.ends_at is not None
 
 
 class LateModel(nn.Module):

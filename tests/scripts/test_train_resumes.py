@@ -74,6 +74,19 @@ def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: P
     assert result(tmp_path / "run") == whole
 
 
+@pytest.mark.slow
+def test_train_whose_ranks_go_on_without_lost_ones_saves_when_all_are_terminated(
+    tmp_path: Path, whole: list[Any]
+) -> None:
+    run = stopped(tmp_path, "terminate", "wrapper.on_peer_loss=continue")
+    assert run.status == 143, run.stderr
+    step = newest_step(tmp_path / "run")
+    assert run.last_line == f"go on from step {step} with resume=run {TRUSTED}"
+    assert "all ranks end together" in run.stderr
+    assert train(tmp_path, "resume=run", TRUSTED).status == 0
+    assert result(tmp_path / "run")[::2] == whole[::2]
+
+
 def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> None:
     long = ("training.epochs=2000", "training.evaluate_every_epochs=0", "checkpoint.every=1000000")
     with running(tmp_path, *long, "launch.world_size=2", "hydra.run.dir=run") as run:

@@ -64,6 +64,7 @@ class Kind(IntEnum):
     AVERAGE = 15
     STEPPED = 16
     READY = 17
+    PREEMPTED = 18
 
 
 _KINDS = frozenset(Kind)

@@ -60,6 +60,8 @@ class GracefulStop:
         The rank of this process, and a function that returns the present ranks: lost ones are not waited for.
     bound_steps : int
         The number of steps that this rank is committed to from the start: it must make the first step of this run.
+    signals : tuple of int
+        Those to which the ranks react together.
     saves : bool
         Whether there is anything to save; False leaves all signals to the program's own handlers.
     last_words : callable
@@ -74,6 +76,7 @@ class GracefulStop:
     ranks: Callable[[], Iterable[int]]
     bound_steps: int
     _: KW_ONLY
+    signals: tuple[int, ...] = SIGNALS
     saves: bool = True
     last_words: Callable[[str], str] = lambda _: ""
 
@@ -93,7 +96,9 @@ class GracefulStop:
             before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             self._at_end.callback(signal.set_wakeup_fd, before)
             if self.saves:
-                _handle(lambda *_: None, self._at_end)  # without a handler in Python, nothing would be written to it
+                _handle(
+                    lambda *_: None, self._at_end, self.signals
+                )  # without a handler in Python, nothing would be written to it
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
@@ -134,7 +139,7 @@ class GracefulStop:
     def _watch(self) -> None:
         try:
             self.signal_number = self._listen()
-            if self.signal_number in SIGNALS and self.saves:
+            if self.signal_number in self.signals and self.saves:
                 self._agree()
             elif self.signal_number is not None and not self._is_there.wait(GRACE_S):
                 self._give_up("the call that the main thread is in has not returned")
@@ -147,7 +152,7 @@ class GracefulStop:
         while not self._is_there.is_set():
             ready, _, _ = select.select([self._reading], [], [], _PAUSE_S)
             for number in os.read(self._reading, 64) if ready else b"":
-                if number in (*SIGNALS, signal.SIGINT):
+                if number in (*self.signals, signal.SIGINT):
                     return number
             with contextlib.suppress(RuntimeError):  # a store that is gone is reported where it is needed
                 if self.saves and self.store is not None and self.store.check([_ASKED]):
@@ -203,11 +208,13 @@ def signals_for_workers() -> Iterator[list[int]]:
 
     with contextlib.ExitStack() as at_end:
         if threading.current_thread() is threading.main_thread():
-            _handle(forward, at_end)
+            _handle(forward, at_end, SIGNALS)
         yield came
 
 
-def _handle(handler: Callable[[int, FrameType | None], None], at_end: contextlib.ExitStack) -> None:
-    """Handle :data:`SIGNALS` by ``handler`` until ``at_end`` is closed."""
-    for number in SIGNALS:
+def _handle(
+    handler: Callable[[int, FrameType | None], None], at_end: contextlib.ExitStack, numbers: tuple[int, ...]
+) -> None:
+    """Handle these signals by ``handler`` until ``at_end`` is closed."""
+    for number in numbers:
         at_end.callback(signal.signal, number, signal.signal(number, handler))

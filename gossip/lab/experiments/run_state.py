@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,6 +31,8 @@ class RunState:
     position : int
         The progress in terms of the data: ``epoch * steps_per_epoch`` plus the completed steps of the current epoch.
         It differs from ``step`` once the number of ranks, and with it the length of an epoch, has changed.
+    record : dict or None
+        The record of the newest step, while it is completed.
     earlier_wall_time_s : float
         The wall time in seconds up to the checkpoint from which the run was resumed.
     """
@@ -43,6 +46,7 @@ class RunState:
         self.elastic_shards = ElasticShards(experiment, method) if method.world.changes else None
         self.step = 0
         self.position = 0
+        self.record: dict[str, Any] | None = None
         self._started_at = time.perf_counter()
         self.earlier_wall_time_s = 0.0
 
@@ -60,6 +64,13 @@ class RunState:
         num_steps = 1 if self.elastic_shards is None else self._method.exchanging.step - self.step
         self.step += num_steps
         self.position += num_steps
+
+    def catch_up(self) -> None:
+        """Count the steps that this rank has made without samples to reach the step at which all end."""
+        while self.step < self._method.exchanging.step:
+            self.scheduler.step()
+            self.step += 1
+            self.position += 1
 
     def save(self, *, is_last: bool) -> None:
         """Write a checkpoint; a failure is logged and training continues. The last one is complete on return.

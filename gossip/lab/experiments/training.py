@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from loguru import logger
@@ -18,17 +20,21 @@ from gossip import export
 from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
 from gossip.lab.experiments.experiment_build import Experiment, build
-from gossip.lab.experiments.graceful_stop import GracefulStop
+from gossip.lab.experiments.graceful_stop import SIGNALS, GracefulStop
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
 from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
-from gossip.lab.experiments.training_methods import Method, make_method
+from gossip.lab.experiments.training_methods import GossipMethod, Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
 
 MODEL_FILE = "model.safetensors"
+
+
+class _EndTogether(Exception):
+    """All ranks have saved, in place of what they were about to do."""
 
 
 def train(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -61,7 +67,11 @@ def train_experiment(
             len(experiment.data.train_targets),
         )
     tracer = Tracer(folder / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
+    saves = settings.checkpoint.every > 0
     with ExitStack() as stack:
+        leaves = saves and experiment.wrapper_options.get("on_peer_loss") == "continue"
+        if leaves and threading.current_thread() is threading.main_thread():  # the model handles it
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_DFL))
         if settings.engine == "virtual":
             method: Method = VirtualMethod(experiment, stack)
         else:
@@ -77,26 +87,49 @@ def train_experiment(
             stack.callback(tracer.close)
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
         last: dict[str, Any] = {}
-        saves = settings.checkpoint.every > 0
         store = world.keys("stopping") if saves else None
-        with GracefulStop(
-            store, world.member, lambda: method.members, state.step + 1, saves=saves, last_words=last_words
-        ) as stopping:
-            for last in _steps(experiment, method, tracer, state):
-                show(last)
-                if state.step == state.total_steps:  # its record is completed by the final evaluation
-                    break
-                records.write(last)
-                stops = not stopping.goes_on(state.step)
-                if stops or every(settings.checkpoint.every, state.step):
-                    records.sync()  # a checkpoint must not be more durable than the records before it
-                    state.save(is_last=stops)
-                if stops:
-                    method.close()
-                    return {"signal": stopping.signal_number}
-        summary = _finish(experiment, method, state, last, folder)
-        summary["wall_time_s"] = state.earlier_wall_time_s
-        records.write(last)
+
+        def save_and_end() -> NoReturn:
+            if state.step < state.total_steps:
+                state.catch_up()
+                if state.record is not None:
+                    records.write(state.record)
+                records.sync()
+                state.save(is_last=True)
+            raise _EndTogether
+
+        if leaves:
+            assert isinstance(method, GossipMethod)
+            method.save_and_end = save_and_end
+        try:
+            with GracefulStop(
+                store,
+                world.member,
+                lambda: method.members,
+                state.step + 1,
+                signals=(signal.SIGUSR1,) if leaves else SIGNALS,
+                saves=saves,
+                last_words=last_words,
+            ) as stopping:
+                for last in _steps(experiment, method, tracer, state):
+                    show(last)
+                    if state.step == state.total_steps:  # its record is completed by the final evaluation
+                        break
+                    records.write(last)
+                    state.record = None
+                    stops = not stopping.goes_on(state.step)
+                    if stops or every(settings.checkpoint.every, state.step):
+                        records.sync()  # a checkpoint must not be more durable than the records before it
+                        state.save(is_last=stops)
+                    if stops:
+                        method.close()
+                        return {"signal": stopping.signal_number}
+            summary = _finish(experiment, method, state, last, folder)
+            summary["wall_time_s"] = state.earlier_wall_time_s
+            records.write(last)
+        except _EndTogether:
+            method.close()
+            return {"signal": int(signal.SIGTERM)}
     if settings.launch.local_size > 1 and method.model is not None:
         export(method.model, folder / MODEL_FILE)
     elif world.rank == 0:
@@ -139,6 +172,7 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         if state.elastic_shards is not None:
             record["num_ranks"] = num_ranks
         state.advance()
+        state.record = record
         if state.step < state.total_steps:
             is_evaluated = every(settings.training.evaluate_every_steps, state.step)
             if state.position % shards.steps_per_epoch == 0:

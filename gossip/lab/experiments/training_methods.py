@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -174,6 +174,8 @@ class GossipMethod(Method):
     """Gossip with :class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
 
     model: GossipDataParallel
+    save_and_end: Callable[[], NoReturn]
+    """Called on all ranks together, where that is asked of the wrapper, once too many of them have got SIGTERM."""
 
     def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
         settings, options = experiment.settings, dict(experiment.wrapper_options)
@@ -185,6 +187,9 @@ class GossipMethod(Method):
             options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         if settings.launch.local_size > 1:
             options |= grouped(module, settings.launch.local_size, settings.shard)
+        if settings.checkpoint.every and options.get("on_peer_loss") == "continue":
+            options["on_preemption"] = lambda _: self.save_and_end()
+            module.register_forward_pre_hook(self._on_evaluation)
         self.model = experiment.make_wrapper(
             module,
             experiment.make_optimizer,
@@ -197,6 +202,11 @@ class GossipMethod(Method):
         assert self.model.optimizer is not None
         self.module, self.optimizer, self.groups = module, self.model.optimizer, self.model.world
         self._be_one_rank(World(settings.timeout) if settings.launch.local_size > 1 else self.groups)
+
+    def _on_evaluation(self, *_: object) -> None:
+        """End an evaluation, in which the wrapper is not called, if all ranks are to end."""
+        if not torch.is_grad_enabled():
+            self.model._live().on_forward()
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ _SAID_ELSEWHERE = {
     "compression": "compression",
     "timeout": "launch.timeout_s",
 }
-_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout")
+_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption")
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
 
 

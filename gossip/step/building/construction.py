@@ -191,6 +191,7 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             min_ranks=arguments.min_ranks,
             is_in_step=not arguments.is_asynchronous,
             authenticate=arguments.authenticate,
+            ends_if_preempted=arguments.on_preemption is not None,
         )
     if training_store.joined() is not None:
         raise ValueError(

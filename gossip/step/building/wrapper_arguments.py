@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -82,6 +82,7 @@ class Arguments:
     mesh: DeviceMesh | None = None
     shard: str | None = None
     max_difference: str | float | None = "warn"
+    on_preemption: Callable[[Any], object] | None = None
 
     @property
     def continues(self) -> bool:
@@ -140,6 +141,7 @@ class Arguments:
             + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
             "soft_deadline": "none" if self.soft_deadline_s is None else f"{self.soft_deadline_s:g} s",
             "max_difference": str(self.max_difference),
+            "on_preemption": "none" if self.on_preemption is None else "given",
         }
         scaler = self.open_scaler
         if scaler is None:
@@ -208,7 +210,7 @@ def check_mesh_arguments(arguments: Arguments) -> None:
 def _check_peer_loss(arguments: Arguments) -> None:
     check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
     if not arguments.continues:
-        for name in ("min_ranks", "soft_deadline", "partition_timeout", "authenticate"):
+        for name in ("min_ranks", "soft_deadline", "partition_timeout", "authenticate", "on_preemption"):
             value = getattr(arguments, name)
             if value is not None and value is not True:
                 raise ValueError(
@@ -216,6 +218,11 @@ def _check_peer_loss(arguments: Arguments) -> None:
                     "torch.distributed, and the first loss of a rank ends the training; leave it out"
                 )
         return
+    if arguments.on_preemption is not None and not callable(arguments.on_preemption):
+        raise TypeError(
+            "on_preemption must be a function that takes the model and saves it, such as lambda model: "
+            f"gossip.save(model, 'checkpoints'), got {arguments.on_preemption!r}"
+        )
     for name in ("soft_deadline", "partition_timeout"):
         if (seconds := getattr(arguments, f"{name}_s")) is not None:
             check_positive(name, seconds, "number of seconds, or timedelta")

@@ -27,7 +27,6 @@ from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults.fault import Fault
 from gossip.step import generation_change
-from gossip.step.preemption import Preemption
 
 NUMEL = 64
 JOINS_AS = 3
@@ -293,11 +292,3 @@ def test_a_rank_that_nobody_can_give_a_state_does_not_try_to_come_back_for_ever(
     assert re.match(
         r"rank 1: .*; this rank could not rejoin them: rank 3: joining: no rank gave .* cannot: the state of", told[1]
     )
-
-
-def test_a_rank_that_cannot_leave_in_time_exits_with_the_status_of_the_signal() -> None:
-    engine = mock.Mock(is_averaged=False)
-    preemption = Preemption(engine, mock.Mock(side_effect=MemoryError("no memory")))
-    preemption._is_due = True
-    with pytest.raises(SystemExit, match="143"):
-        preemption._leave_if_due()

@@ -307,6 +307,39 @@ if __name__ == "__main__":
 """
 
 
+PREEMPTED_SCRIPT = """
+import functools
+import torch
+import gossip
+
+def save(model):
+    gossip.save(model, "checkpoints")
+
+def train():
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model = gossip.GossipDataParallel(torch.nn.Linear(2, 1), sgd, on_peer_loss="continue", on_preemption=save)
+    while True:
+        model(torch.ones(1, 2)).sum().backward()
+        if (model.rank, model.step) == (0, 3):
+            print("trains", flush=True)
+
+if __name__ == "__main__":
+    gossip.launch(train, world_size=3, on_peer_loss="continue", restart=1)
+"""
+
+
+def test_workers_save_and_end_together_where_their_launcher_is_terminated(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREEMPTED_SCRIPT)
+    with running(tmp_path, script=script) as launcher:
+        assert launcher.first_line() == "trains"
+        os.kill(launcher.process.pid, signal.SIGTERM)
+        ended = launcher.finished()
+    assert ended.status == 143, ended.stderr
+    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == 1
+    assert "restarted" not in ended.stderr
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_leave_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     script = tmp_path / "script.py"

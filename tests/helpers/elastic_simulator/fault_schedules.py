@@ -33,6 +33,7 @@ KINDS = (
     "restart",
     "silent store",
     "end of store",
+    "preempt",
 )
 _ERRORS = (
     "fewer than min_ranks",
@@ -106,7 +107,7 @@ class FaultSchedule:
         length_s = settings.num_steps * settings.step_s
         faults = []
         for _ in range(rng.randint(0, _MOST_FAULTS)):
-            kind = rng.choice(KINDS)
+            kind = rng.choice(KINDS[:-1])
             process, other = rng.sample(range(num_ranks + 1), 2)  # one that joins, too
             key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
             lasts_s = 10 ** rng.uniform(-2, 0.6)
@@ -114,7 +115,15 @@ class FaultSchedule:
                 lasts_s = math.inf
             who = frozenset(rng.sample(range(num_ranks + 1), rng.randint(1, num_ranks)))
             faults.append(Fault(kind, rng.random() * length_s, process, other, lasts_s, key, who))
+        if rng.random() < 0.2:
+            at = rng.random() * length_s
+            for process in rng.sample(range(num_ranks), rng.randint(num_ranks // 2, num_ranks)):
+                faults.append(Fault("preempt", at + rng.random() * 2 * settings.step_s, process, 0, 0.0))
         return cls(seed, settings, faults)
+
+
+class _EndTogether(Exception):
+    """All ranks save and end, in place of what this one was about to do."""
 
 
 class Simulation:
@@ -204,24 +213,43 @@ class Simulation:
             return
         self.trained.add(index)
         self.asking.discard(index)
+        try:
+            self._make_steps(index, engine)
+        except _EndTogether:
+            world.on_end = lambda: None
+            while engine.step < (world.consensus.ends_at or 0):
+                engine.end_step()
+            engine.sum_up()  # in place of saving
+            self.record.saves(world.member, engine.step)
+            self.outcomes[index] = "saved"
+        world.close()
+
+    def _make_steps(self, index: int, engine: Engine) -> None:
+        world = engine.world
+
+        def end() -> None:
+            raise _EndTogether
+
+        world.on_end = end
         while engine.step < self.settings.num_steps:
             if index in self.leaving and self._leaves(engine):
                 self.outcomes[index] = "left"
-                world.close()
                 return
+            ends_at = world.consensus.ends_at
+            if ends_at is not None and engine.step >= ends_at:
+                end()
             engine.make_step()
             if engine.step % 3 == 0:
                 engine.sum_up()
         engine.sum_up()
         self.outcomes[index] = "ended"
-        world.close()
 
     def _leaves(self, engine: Engine) -> bool:
         try:
             engine.changes.leave()
         except ExchangeError:
             raise
-        except GossipError:  # too few would remain
+        except GossipError:  # too few would remain, or all end together
             self.leaving.clear()
             return False
         return True
@@ -290,6 +318,10 @@ class Simulation:
             self.network.delay(process, min(fault.lasts_s, 0.1))
         elif fault.kind == "leave":
             self.leaving.add(fault.process)
+        elif fault.kind == "preempt":
+            world = self.worlds.get(fault.process)
+            if world is not None and not world.is_alone and self._runs(fault.process):
+                scheduler.start(process, "SIGTERM", world.consensus.tell_of_preemption)
         elif fault.kind == "join":
             self._start(None)
         elif fault.kind == "silent store":

@@ -35,6 +35,7 @@ class Record:
         self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.contributions: defaultdict[Position, dict[int, float]] = defaultdict(dict)
         self.sums: defaultdict[Position, dict[int, tuple[tuple[int, ...], float]]] = defaultdict(dict)
+        self.saved: dict[int, int] = {}  # steps that ranks had made when they ended together
         self.on_step: Callable[[int, int], None] = lambda *_: None
         self._written: dict[str, bytes] = {}
 
@@ -48,7 +49,7 @@ class Record:
             raise Violation(f"{key} was {self._written[key]!r}, and is {value!r}")
         self._written[key] = value
         if key.startswith("decision/") and (found := json.loads(value))[0]:
-            members, leaving, _, _ = json.loads(self._written[f"proposal/{key.partition('/')[2]}"])
+            members, leaving, *_ = json.loads(self._written[f"proposal/{key.partition('/')[2]}"])
             voted = {member for member, _ in found[0]}
             if voted != {*members, *leaving}:
                 raise Violation(f"{key}: {sorted(voted)} have voted, asked were {members} and {leaving}")
@@ -139,6 +140,12 @@ class Record:
 
     def answered(self, member: int, position: Position, answer: bool | None) -> None:
         self.answers[position][member] = bool(answer)
+
+    def saves(self, member: int, step: int) -> None:
+        """Check that ranks that end together have made the same number of steps."""
+        self.saved[member] = step
+        if len(set(self.saved.values())) > 1:
+            raise Violation(f"ranks have saved after different steps: {self.saved}")
 
     def contributes(self, member: int, position: Position, value: float) -> None:
         self.contributions[position][member] = value

@@ -101,7 +101,8 @@ class SimulatedWorld(ElasticWorld):
     """The world of a rank that is simulated."""
 
     def __init__(self, rank: int | None, store: Any, settings: Settings, is_gone: Callable[[int], bool]) -> None:
-        super().__init__(timedelta(seconds=settings.timeout_s), min_ranks=settings.min_ranks, authenticate=False)
+        timeout = timedelta(seconds=settings.timeout_s)
+        super().__init__(timeout, min_ranks=settings.min_ranks, authenticate=False, ends_if_preempted=True)
         self._token, self._num_initial, self._keys = "simulated", settings.num_ranks, store
         self.world_size = settings.num_ranks
         self._is_gone_ = is_gone
@@ -233,6 +234,7 @@ class Engine:
         arguments = SimpleNamespace(
             soft_deadline_s=settings.soft_deadline_s,
             partition_timeout_s=20.0 if settings.returns else None,
+            on_preemption=None,
         )
         self.model = SimpleNamespace(topology=topology, algorithm=None, leave=lambda: None)
         self._kept = _Kept()
