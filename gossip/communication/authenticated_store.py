@@ -129,6 +129,11 @@ class AuthenticatedStore(dist.Store):
         return hmac.new(self.key, json.dumps([self.name, key]).encode() + value, _DIGEST).hexdigest()
 
 
+def guarded(store: dist.Store, key: bytes | None, name: str) -> dist.Store:
+    """Return a store whose values are authenticated under the key of a training, if there is one. Local."""
+    return store if key is None else AuthenticatedStore(store, derived(key, "store"), name)
+
+
 def under(store: dist.Store, prefix: str) -> dist.Store:
     """Return the keys of a store that begin with a prefix, authenticated like the others. Local."""
     if isinstance(store, AuthenticatedStore):

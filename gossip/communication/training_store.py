@@ -1,20 +1,57 @@
-"""The key-value store of a running training that this process joins."""
+"""The training that the next models of this process found or join, and the keys of its store that announce it."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch.distributed as dist
 
 from gossip.communication.membership import innermost
 
+STORE = "GOSSIP_STORE"
+"""The environment variable that names the store in which this process is to found or join a training."""
+
 _store: dist.Store | None = None
+_prefix = ""
+_is_founder = False
+_num_models = itertools.count()  # of this process, or since it has founded or joined a training
 
 
-def join(store: dist.Store) -> None:
-    """Let the next model of this process join the training that uses this store. Local."""
+def join(store: dist.Store, prefix: str = "") -> None:
+    """Let the next models of this process join the training that is announced in this store. Local.
+
+    ``prefix`` distinguishes it from others that are announced there.
+    """
     global _store
+    _begin(prefix, is_founder=False)
     _store = innermost(store)
+
+
+def found(prefix: str) -> None:
+    """Let the next models of this process train in a process group whose training others join later. Local."""
+    _begin(prefix, is_founder=True)
 
 
 def joined() -> dist.Store | None:
     """Return the store of the training that this process joins, or None. Local."""
     return _store
+
+
+def is_founder() -> bool:
+    """Return whether this process has founded a training, which others expect to be able to join. Local."""
+    return _is_founder
+
+
+def next_announcement() -> str:
+    """Return the key that announces the training of the next model; models are counted alike on all ranks. Local."""
+    return announcement(_prefix, next(_num_models))
+
+
+def announcement(prefix: str, number: int = 0) -> str:
+    """Return the key that announces a training, or says that its founders have ended before it began."""
+    return f"{prefix}gossip/trainings/{number}"
+
+
+def _begin(prefix: str, *, is_founder: bool) -> None:
+    global _store, _prefix, _is_founder, _num_models
+    _store, _prefix, _is_founder, _num_models = None, prefix, is_founder, itertools.count()

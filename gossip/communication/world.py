@@ -98,7 +98,7 @@ class World:
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first, or start the function with gossip.launch"
             )
-        if self.world_size > 1:
+        if self.world_size > 1 or (self.membership is not None and self._may_grow):
             assert self.membership is not None
             if any(group is self.membership.group for group in _parents_groups):
                 raise GossipError(f"rank {self.rank}: {forks.FORKED}")
@@ -155,6 +155,11 @@ class World:
     @property
     def changes(self) -> bool:
         """Whether ranks may be lost, leave and join."""
+        return False
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether others will join, so that one rank is no world of its own."""
         return False
 
     def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:

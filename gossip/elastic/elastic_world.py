@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import json
 import queue
 import time
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gossip.communication import training_store
-from gossip.communication.authenticated_store import AuthenticatedStore, NotGenuine, derived, read, training_key, under
+from gossip.communication.authenticated_store import NotGenuine, derived, guarded, read, training_key, under
 from gossip.communication.host import forks
 from gossip.communication.host.daemon_threads import CLOSING_PATIENCE
 from gossip.communication.host.tcp_options import resending_soon
@@ -32,7 +32,6 @@ from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.state_transfer import StateSource
 from gossip.errors import ExchangeError, GenerationEndedError
 
-_ANNOUNCED = "gossip/trainings"
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
 
@@ -40,7 +39,6 @@ Questions = queue.SimpleQueue[tuple[int, Frame] | None]
 """Frames about averages of two ranks, with the members that sent them; None at the end."""
 
 _Result = TypeVar("_Result")
-_num_trainings = itertools.count()  # of this process
 
 
 class ElasticWorld(FailureDetector):
@@ -99,6 +97,8 @@ class ElasticWorld(FailureDetector):
         self._generation = Generation(0, (0,))
         self._members = self._generation.members
         self._keys: Any = None
+        # Until it is known whether there is a training that others can join.
+        self._announcement = training_store.next_announcement() if process_group is None else None
         self._key, self._token = training_key(), ""
         self._num_initial = 1
         self.is_joint = False
@@ -116,6 +116,10 @@ class ElasticWorld(FailureDetector):
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def _may_grow(self) -> bool:
+        return training_store.is_founder()
 
     def _connect(self) -> None:
         assert self.membership is not None
@@ -143,9 +147,6 @@ class ElasticWorld(FailureDetector):
                 "torchrun, which serve it from a separate process, or, on one machine, pass init_process_group "
                 "store=torch.distributed.FileStore(...)"
             )
-        if not self.membership.is_given:
-            announced = json.dumps({"token": self._token, "num_ranks": self.world_size})
-            self._guarded(innermost(store), "").set(f"{_ANNOUNCED}/{next(_num_trainings)}", announced)
         self.agree()
 
     def _listen(self) -> None:
@@ -179,7 +180,7 @@ class ElasticWorld(FailureDetector):
 
     def _come(self, training: Any) -> None:
         """Find the training, and listen where its ranks can reach this one."""
-        where = f"{_ANNOUNCED}/{next(_num_trainings)}"
+        where, self._announcement = self._announcement, None
         with resending_soon(self.timeout):
             store: Any = self._guarded(own_connection(training), "")
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -191,6 +192,8 @@ class ElasticWorld(FailureDetector):
                 )
             time.sleep(_PAUSE_S)
         announced = read(store.get(where))
+        if "failed" in announced:
+            raise ExchangeError(f"joining: there is no training: {announced['failed']}")
         self._token, self._num_initial = announced["token"], announced["num_ranks"]
         self.world_size, self._keys = self._num_initial, self._keys_at(innermost(store))
         self._take_number()
@@ -225,7 +228,7 @@ class ElasticWorld(FailureDetector):
             return own_connection(under(self._keys, name))
 
     def _guarded(self, store: dist.Store, name: str) -> dist.Store:
-        return store if self._key is None else AuthenticatedStore(store, derived(self._key, "store"), name)
+        return guarded(store, self._key, name)
 
     def _keys_at(self, store: dist.Store) -> dist.Store:
         """Return the keys of this training."""
@@ -233,9 +236,20 @@ class ElasticWorld(FailureDetector):
         return self._guarded(dist.PrefixStore(name, store), name)
 
     def publish(self, manifest: Mapping[str, str]) -> None:
-        """Publish what joining ranks must build. Local."""
+        """Publish what joining ranks must build, and announce that there is a training to join. Local."""
         if not self._keys.check(["manifest"]):
             self._keys.set("manifest", json.dumps(manifest))
+        self._announce({"token": self._token, "num_ranks": self._num_initial})
+
+    def _announce(self, content: Mapping[str, Any]) -> None:
+        """Announce the training, or that it does not begin; the first announcement counts."""
+        where, self._announcement = self._announcement, None
+        if where is None or self._store is None:
+            return
+        store: Any = self._guarded(innermost(self._store), "")
+        found = read(within(self.timeout, store.compare_set, where, "", json.dumps(content)))
+        if found != content:
+            raise ExchangeError(f"rank {self.member}: constructing the model: {found['failed']}")
 
     def published(self) -> dict[str, str]:
         """Return what a joining rank must build. Local."""
@@ -420,6 +434,9 @@ class ElasticWorld(FailureDetector):
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
+        if training_store.is_founder():
+            with contextlib.suppress(ExchangeError, RuntimeError):  # whoever waits for it learns so at the time-out
+                self._announce({"failed": f"rank {self.member} ended before the training began"})
         if hasattr(self, "consensus"):
             self.consensus.close()
         if hasattr(self, "mesh"):

@@ -1,4 +1,4 @@
-"""The command ``gossip train | sweep | bench | probe``: which application it starts, and with which configuration."""
+"""The command ``gossip train | sweep | bench | probe | store``: which application it starts, and how."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ APPLICATIONS = {
     "sweep": "run many experiments, and report on all of them",
     "bench": "measure gossip against all-reduce and Decent-DP",
     "probe": "measure this cluster, and predict whether gossip helps on it",
+    "store": "serve the key-value store in which ranks meet that are started on their own",
 }
 
 PROBE = """\
@@ -68,6 +69,10 @@ def run(name: str) -> int:
 
     Returns the exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
     """
+    if name == "store":
+        from gossip.launching import store_command
+
+        return store_command.main(sys.argv[1:])
     try:
         missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
         if missing:

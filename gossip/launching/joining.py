@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import socket
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from gossip.communication import training_store
 from gossip.errors import LaunchError, reason
 from gossip.launching import slurm
+from gossip.launching.rendezvous import STORE, Rendezvous, connect, find_rendezvous, meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _PAUSE_S = 0.05
@@ -34,14 +36,15 @@ class Placement:
     rank: int
     world_size: int
     variables: str  # of the environment that say so, with their values
-    step: slurm.Step | None  # of SLURM, if srun started the process
+    step: slurm.Step | None = None  # of SLURM, if srun started the process
+    rendezvous: Rendezvous | None = None  # where its group, whose ranks these are then, meets the others
 
 
 def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:
     """Return this process's place if it is a rank that was started externally; None if it starts ranks itself.
 
     It is one if ``RANK`` and ``WORLD_SIZE`` are set, or in a SLURM step with several tasks, see
-    :func:`gossip.launching.slurm.step_of`. ``environment`` is this process's by default.
+    :func:`gossip.launching.slurm.step_of`, or if ``GOSSIP_STORE`` is set. ``environment`` is this process's by default.
 
     Raises
     ------
@@ -49,6 +52,15 @@ def find_placement(environment: Mapping[str, str] | None = None) -> Placement | 
         A variable has an invalid value.
     """
     environment = os.environ if environment is None else environment
+    rendezvous, placement = find_rendezvous(environment), _place_in_group(environment)
+    if rendezvous is None:
+        return placement
+    if placement is None:
+        return Placement(0, 1, f"{STORE}={environment[STORE]}", rendezvous=rendezvous)
+    return dataclasses.replace(placement, rendezvous=rendezvous)
+
+
+def _place_in_group(environment: Mapping[str, str]) -> Placement | None:
     step: slurm.Step | None = None
     names = ("RANK", "WORLD_SIZE")
     if not set(names) <= environment.keys():
@@ -71,6 +83,9 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
     ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and torch uses the CPUs of
     one task.
 
+    With ``GOSSIP_STORE`` set, they meet there, and a rank that comes later joins the training of the others with a
+    group of its own; ``RANK`` and ``WORLD_SIZE`` are those of the group.
+
     The store's keys carry the number of the attempt; otherwise the keys of an attempt that died would be mistaken for
     those of this one (pytorch #135712).
 
@@ -81,14 +96,18 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
     """
     placement = find_placement()
     with contextlib.ExitStack() as stack:
-        if placement is None or placement.step is None:
+        if placement is not None and placement.rendezvous is not None:
+            store, rank, world_size = _met(placement, timeout)
+            stack.enter_context(environment_set({"RANK": rank, "WORLD_SIZE": world_size}))
+        elif placement is None or placement.step is None:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store)
         else:
             rank, world_size, step = placement.rank, placement.world_size, placement.step
             stack.enter_context(_variables_of_torchrun(step))
-            store, attempt = _store_of(step, _address_of(step), timeout), f"{step.job}.{step.step}.{step.restarts}"
-        store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store)
+            attempt = f"{step.job}.{step.step}.{step.restarts}"
+            store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", _store_of(step, _address_of(step), timeout))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
             _await_all(store, rank, world_size, timeout)
@@ -99,38 +118,64 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
             _leave(store, placement, timeout)
 
 
-def join_training(store: dist.Store | str, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Let this process join a running training with ``on_peer_loss="continue"``. Local.
+def join_training(store: dist.Store | str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Let this process join a running training with ``on_peer_loss="continue"``, or found one that others can join.
 
-    It replaces ``init_process_group``: the process group consists of this process alone. Then wrap the model in the
-    same way as on the ranks that train. It takes over the parameters and the optimizer's state from one of these, which
-    continue training meanwhile. When construction returns, this process is one of the ranks, and ``model.step`` is its
-    first step.
+    It replaces ``init_process_group``. Then wrap the model in the same way as on the ranks that train.
+
+    A process that joins has a process group of its own. It takes over the parameters and the optimizer's state from one
+    of the ranks, which continue training meanwhile. When construction returns, this process is one of the ranks, and
+    ``model.step`` is its first step.
+
+    Without ``store``, processes meet at the store that the environment variable ``GOSSIP_STORE`` names (``host:port``
+    of ``gossip store``, or ``host:port/name`` if several trainings use it). Of these, ``GOSSIP_GROUPS`` found the
+    training in a common process group, or, at the ``timeout``, more than half of so many; ``GOSSIP_GROUPS=2:4`` asks
+    for 2 then. Whoever comes later, or comes back, joins them.
 
     Parameters
     ----------
-    store : Store or str
-        The key-value store of the training, or the host and port of its TCPStore ("10.0.0.1:29500").
+    store : Store or str, optional
+        The key-value store of a running training, or the host and port of its TCPStore ("10.0.0.1:29500").
     timeout : timedelta
-        The time-out of the store.
+        The time-out of the store, and of the wait for others.
 
     Raises
     ------
     ValueError
-        ``store`` is not an address.
+        ``store`` is not an address, or neither it nor a valid ``GOSSIP_STORE`` is given.
     LaunchError
-        No store was found at the address.
+        No store was found at the address, too few processes came within the time-out, or this one is one of several
+        ranks of a group.
     """
+    if store is None:
+        placement = find_placement()
+        if placement is None or placement.rendezvous is None:
+            raise ValueError(
+                f"store was not given, and the environment variable {STORE} is not set; set it to the host:port of "
+                "`gossip store`, or pass the address of a running training's store"
+            )
+        store, rank, world_size = _met(placement, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
     if isinstance(store, str):
         host, _, port = store.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f'store must be a torch.distributed.Store or "host:port", got {store!r}')
-        try:
-            store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout)
-        except RuntimeError as error:
-            raise LaunchError(f"there is no key-value store at {host}:{port}: {str(error).splitlines()[0]}") from error
+        store = connect(store, timeout)
     training_store.join(store)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _met(placement: Placement, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Meet the other ranks; return store, rank and size of the process group: the founders', or one of its own."""
+    assert placement.rendezvous is not None
+    if placement.world_size > 1:
+        raise LaunchError(
+            f"{STORE} is set, but {placement.variables}: groups of several ranks cannot meet in a store yet; start one "
+            "rank in each group (torchrun --nproc-per-node 1, srun --ntasks 1)"
+        )
+    met = meet(placement.rendezvous, timeout)
+    return (dist.HashStore(), 0, 1) if met.rank is None else (met.store, met.rank, met.num_founders)
 
 
 def _address_of(step: slurm.Step) -> tuple[str, int]:

@@ -182,6 +182,12 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             )
         check_mesh(arguments.mesh)
         process_group = arguments.mesh.get_group("gossip")
+    meets = training_store.joined() is not None or training_store.is_founder()
+    if training_store.STORE in os.environ and not meets:
+        raise ValueError(
+            f"{training_store.STORE} is set, but this process has not met the others, and would train without them; "
+            "call gossip.join_training() in place of init_process_group, use gossip.launch, or unset the variable"
+        )
     if arguments.continues:
         from gossip.elastic.elastic_world import ElasticWorld
 
@@ -193,7 +199,7 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             authenticate=arguments.authenticate,
             ends_if_preempted=arguments.on_preemption is not None,
         )
-    if training_store.joined() is not None:
+    if meets:
         raise ValueError(
             'this process joins a training; pass on_peer_loss="continue", as on the ranks that train, got "raise"'
         )

@@ -1,0 +1,223 @@
+"""How ranks that no common launcher has started find each other: in a key-value store that outlives all of them.
+
+``gossip store`` serves it. Every process that comes takes a number. Once as many have come as are expected, or enough
+of them at the time-out, they are the founders of the training: whoever sees that first writes their numbers, once, by
+compare-and-set. They make a process group, in the order of their numbers, and train as ranks do that were started
+together. Everybody else joins them. If all founders end before their training is announced, the next attempt begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from gossip.communication import training_store
+from gossip.communication.authenticated_store import guarded, read, training_key
+from gossip.communication.liveness import peer_liveness
+from gossip.communication.liveness.process_liveness import GONE, Process, own_process, state_of
+from gossip.communication.training_store import STORE as STORE
+from gossip.errors import LaunchError
+
+GROUPS = "GOSSIP_GROUPS"
+_PAUSE_S = 0.05
+
+_meetings = itertools.count()  # of this process; all ranks meet equally often
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where ranks meet, and how many must be there for their training to begin.
+
+    Attributes
+    ----------
+    address : str
+        Host and port of the store.
+    name : str
+        What distinguishes the training from others at the same store; may be empty.
+    num_groups : int
+        How many begin at once; each is one rank.
+    least : int
+        How many begin at the time-out.
+    """
+
+    address: str
+    name: str
+    num_groups: int
+    least: int
+
+
+def find_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous | None:
+    """Return where the environment says that this process meets others; None if ``GOSSIP_STORE`` is not set. Local.
+
+    Raises
+    ------
+    ValueError
+        ``GOSSIP_STORE`` or ``GOSSIP_GROUPS`` is invalid, or the latter is missing.
+    """
+    environment = os.environ if environment is None else environment
+    if STORE not in environment:
+        return None
+    where, groups = environment[STORE], environment.get(GROUPS, "")
+    found = re.fullmatch(r"([^/]+:\d+)(?:/([\w.-]+))?", where)
+    if found is None:
+        raise ValueError(
+            f"{STORE} must be the host:port of `gossip store`, or host:port/name if several trainings use it (a name "
+            f"of letters, digits, _, . and -), got {where!r}"
+        )
+    numbers = re.fullmatch(r"(?:(\d+):)?(\d+)", groups)
+    most = int(numbers[2]) if numbers else 0
+    least = int(numbers[1] or most // 2 + 1) if numbers else 0
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"{GROUPS} must be the number of groups with which the training begins, such as 4, or the least and the "
+            f"usual number, such as 2:4, got {groups!r}; set it beside {STORE}, the same for all groups"
+        )
+    return Rendezvous(found[1], found[2] or "", most, least)
+
+
+@dataclass(frozen=True)
+class Met:
+    """How this process takes part.
+
+    Attributes
+    ----------
+    store : Store
+        The keys of the founders' process group.
+    rank : int or None
+        The rank among the founders; None if this process joins their training.
+    num_founders : int
+        How many there are.
+    prefix : str
+        What the keys of this attempt at the training begin with.
+    """
+
+    store: dist.Store
+    rank: int | None
+    num_founders: int
+    prefix: str
+
+
+def meet(rendezvous: Rendezvous, timeout: timedelta) -> Met:
+    """Meet the other ranks, and let the next models of this process found or join their training.
+
+    Collective; returns once the founders are known and, on a rank that joins, once their training is announced.
+
+    Raises
+    ------
+    LaunchError
+        There is no store, or the ranks or the announcement did not come within ``timeout``.
+    """
+    store = connect(rendezvous.address, timeout)
+    meeting = f"gossip/{rendezvous.name}/{next(_meetings)}"
+    attempts = (_Attempt(rendezvous, store, f"{meeting}/{number}/", timeout) for number in itertools.count())
+    met = next(filter(None, (attempt.meet() for attempt in attempts)))
+    if met.rank is None:
+        training_store.join(store, met.prefix)
+    else:
+        training_store.found(met.prefix)
+    return met
+
+
+def connect(address: str, timeout: timedelta) -> dist.TCPStore:
+    """Connect to the store at an address, host:port. Local."""
+    host, _, port = address.rpartition(":")
+    try:
+        return dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise LaunchError(f"there is no key-value store at {host}:{port}: {str(error).splitlines()[0]}") from error
+
+
+class _Attempt:
+    """One attempt to found a training."""
+
+    def __init__(self, rendezvous: Rendezvous, store: dist.Store, prefix: str, timeout: timedelta) -> None:
+        self._prefix = prefix
+        self._rendezvous, self._store, self._timeout_s = rendezvous, store, timeout.total_seconds()
+        self._keys: Any = guarded(store, training_key(), "")
+        self._known: dict[int, Process] = {}
+
+    def meet(self) -> Met | None:
+        """Return how this process takes part; None if all founders ended before their training was announced."""
+        own = None if self._has("founders") else self._take_number()
+        founders = self._await_founders()
+        group = dist.PrefixStore(f"{self._prefix}group", self._store)
+        if own in founders:
+            if own == founders[0]:
+                log = logger.info if len(founders) == self._rendezvous.num_groups else logger.warning
+                log("{} of {} groups begin to train; others can join", len(founders), self._rendezvous.num_groups)
+            return Met(group, founders.index(own), len(founders), self._prefix)
+        return Met(group, None, len(founders), self._prefix) if self._is_announced(founders) else None
+
+    def _take_number(self) -> int:
+        number = int(self._keys.add(f"{self._prefix}num_processes", 1)) - 1
+        host, port = peer_liveness.listen(self._store)
+        self._keys.set(f"{self._prefix}process{number}", json.dumps(own_process()._replace(host=host, port=port)))
+        return number
+
+    def _await_founders(self) -> list[int]:
+        """Return the numbers of the founders; propose those that are there if they are enough."""
+        deadline, wanted = time.monotonic() + self._timeout_s, self._rendezvous.num_groups
+        while not self._has("founders"):
+            present = [
+                number for number in range(self._keys.add(f"{self._prefix}num_processes", 0)) if self._is_here(number)
+            ]
+            is_late = time.monotonic() > deadline
+            if len(present) >= wanted or (is_late and len(present) >= self._rendezvous.least):
+                self._keys.compare_set(f"{self._prefix}founders", "", json.dumps(present[:wanted]))
+            elif is_late:
+                raise LaunchError(
+                    f"{len(present)} of {GROUPS}={wanted} groups came to {self._where} within {self._timeout_s:g} s, "
+                    f"and at least {self._rendezvous.least} are needed to begin; start the others within that time"
+                )
+            else:
+                time.sleep(_PAUSE_S)
+        found: list[int] = self._read("founders")
+        return found
+
+    def _is_announced(self, founders: list[int]) -> bool:
+        """Wait until the founders' training is announced; False if all of them ended before."""
+        key, deadline = training_store.announcement(self._prefix), time.monotonic() + self._timeout_s
+        while not self._keys.check([key]):
+            if not any(map(self._is_here, founders)):
+                self._keys.compare_set(
+                    key, "", json.dumps({"failed": "all founders ended before their training began"})
+                )
+            elif time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the {len(founders)} founders of the training at {self._where} have not wrapped a model with "
+                    f'on_peer_loss="continue" within {self._timeout_s:g} s; if they have ended, let all ranks meet '
+                    f"under another name, {STORE}={self._rendezvous.address}/NAME"
+                )
+            else:
+                time.sleep(_PAUSE_S)
+        return "failed" not in read(self._keys.get(key))
+
+    def _is_here(self, number: int) -> bool:
+        """Whether a process has come, and is not known to have ended."""
+        if number not in self._known:
+            if not self._has(f"process{number}"):
+                return False
+            self._known[number] = Process(*self._read(f"process{number}"))
+            peer_liveness.connect([self._known[number]])
+        process = self._known[number]
+        return state_of(process, own_process()) != GONE and not peer_liveness.is_gone(process)
+
+    @property
+    def _where(self) -> str:
+        return f"{STORE}={self._rendezvous.address}" + f"/{self._rendezvous.name}" * bool(self._rendezvous.name)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._keys.check([self._prefix + key]))
+
+    def _read(self, key: str) -> Any:
+        return read(self._keys.get(self._prefix + key))

@@ -1,0 +1,271 @@
+"""Ranks that are started on their own meet in a store, train together, and come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from running import Running, run, running
+
+from gossip import LaunchError
+from gossip.communication import training_store
+from gossip.communication.authenticated_store import VARIABLE as KEY_VARIABLE
+from gossip.communication.liveness.process_liveness import own_process
+from gossip.launching import rendezvous
+from gossip.launching.rendezvous import Met, Rendezvous, find_rendezvous, meet
+
+PATIENCE_S = 120
+KEY = "k" * 32
+
+
+@pytest.mark.parametrize(
+    ("where", "groups", "text"),
+    [
+        ("node1", "4", "GOSSIP_STORE must be the host:port of `gossip store`.*, got 'node1'"),
+        ("node1:1/a b", "4", "GOSSIP_STORE must be .*, got 'node1:1/a b'"),
+        ("node1:1", "", "GOSSIP_GROUPS must be the number of groups .*, got ''"),
+        ("node1:1", "5:4", "GOSSIP_GROUPS must be .*, such as 2:4, got '5:4'"),
+        ("node1:1", "0", "GOSSIP_GROUPS must be .*, got '0'"),
+    ],
+)
+def test_variables_that_say_nothing_are_refused(where: str, groups: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        find_rendezvous({"GOSSIP_STORE": where, "GOSSIP_GROUPS": groups})
+
+
+def test_more_than_half_begin_unless_it_is_said() -> None:
+    found = [find_rendezvous({"GOSSIP_STORE": "[::1]:7/a", "GOSSIP_GROUPS": groups}) for groups in ("4", "1:4")]
+    assert found == [Rendezvous("[::1]:7", "a", 4, least) for least in (3, 1)]
+
+
+# ---------------------------------------------------------------------- who begins
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """A store in which all threads of this process meet for the first time."""
+    monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
+    monkeypatch.setattr(training_store, "_begin", lambda *_, **__: None)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def met(store: dist.TCPStore, *groups: str, timeout_s: float = 60) -> list[Met | str]:
+    """How each of these processes takes part, of which a thread stands for each; or the error."""
+    found: list[Met | str] = [""] * len(groups)
+
+    def come(place: int, number: str) -> None:
+        where = find_rendezvous({"GOSSIP_STORE": f"127.0.0.1:{store.port}", "GOSSIP_GROUPS": number})
+        assert where is not None
+        try:
+            found[place] = meet(where, timedelta(seconds=timeout_s))
+        except LaunchError as error:
+            found[place] = str(error)
+
+    threads = [threading.Thread(target=come, args=each) for each in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return found
+
+
+def ranks(found: list[Met | str]) -> list[int | None]:
+    assert all(isinstance(each, Met) for each in found), found
+    return sorted((each.rank for each in found if isinstance(each, Met)), key=str)
+
+
+def test_as_many_as_are_expected_begin_and_the_others_join(store: dist.TCPStore) -> None:
+    store.set("gossip//0/0/gossip/trainings/0", json.dumps({"token": ""}))
+    assert ranks(met(store, "2", "2", "2")) == [0, 1, None]
+    assert ranks(met(store, "2")) == [None]
+
+
+def test_enough_begin_at_the_time_out_and_fewer_do_not(store: dist.TCPStore) -> None:
+    (text,) = met(store, "2:4", timeout_s=0.1)
+    assert re.search(r"1 of GOSSIP_GROUPS=4 groups came to .* within 0.1 s, and at least 2 are needed", str(text))
+    assert ranks(met(store, "2:4", timeout_s=0.1)) == [1]  # the first one is still there
+
+
+def test_one_that_has_ended_is_not_waited_for(store: dist.TCPStore) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    gone = json.dumps(own_process()._replace(pid=ended.pid))
+    store.set("gossip//0/0/process0", gone)
+    store.add("gossip//0/0/num_processes", 1)
+    assert ranks(met(store, "2", "2")) == [0, 1]
+    # All founders of the second training end before it is announced.
+    store.set("gossip/b/0/0/process0", gone)
+    store.set("gossip/b/0/0/founders", "[0]")
+    where = Rendezvous(f"127.0.0.1:{store.port}", "b", 1, 1)
+    assert meet(where, timedelta(seconds=60)).rank == 0
+    assert store.get("gossip/b/0/1/founders") == b"[0]"
+
+
+def test_founders_that_do_not_wrap_a_model_are_not_waited_for_for_ever(store: dist.TCPStore) -> None:
+    assert ranks(met(store, "1")) == [0]
+    (text,) = met(store, "1", timeout_s=0.1)
+    assert "the 1 founders of the training at" in str(text)
+    assert f"under another name, GOSSIP_STORE=127.0.0.1:{store.port}/NAME" in str(text)
+
+
+# ---------------------------------------------------------------------- ranks that train
+
+SCRIPT = """
+import functools, json, os, sys
+from pathlib import Path
+
+import torch
+import gossip
+
+def train():
+    model = gossip.GossipDataParallel(
+        torch.nn.Linear(WIDTH, 1, dtype=torch.float64), functools.partial(torch.optim.SGD, lr=0.1), topology="ring",
+        on_peer_loss="continue", min_ranks=1)
+    member, last = model.world.member, None
+    inputs = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(member))
+    while last is None or model.step < last:
+        if last is None and eval(sys.argv[1], {"members": model.members}):
+            last = model.step + 10
+        model(inputs).square().sum().backward()
+        seen = {"agent": int(sys.argv[2]), "pid": os.getpid(), "group": torch.distributed.get_world_size()}
+        Path(f"member{member}.part").write_text(json.dumps(seen | {"members": model.members}))
+        Path(f"member{member}.part").rename(f"member{member}")
+    model.global_avg()
+    Path(f"result{member}").write_text(json.dumps([model.members, model.module.weight.tolist()]))
+    model.close()
+
+if __name__ == "__main__":
+    BEGIN
+"""
+
+
+def script(folder: Path, name: str, begin: str, width: int = 4) -> Path:
+    path = folder / name
+    path.write_text(SCRIPT.replace("BEGIN", begin).replace("WIDTH", str(width)))
+    return path
+
+
+@contextlib.contextmanager
+def served(monkeypatch: pytest.MonkeyPatch, groups: str) -> Iterator[list[str]]:
+    """``gossip store``, what it has printed, and the variables for those who meet there."""
+    command = [sys.executable, "-m", "gossip", "store", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3)]
+            port = re.findall(r":(\d+),", lines[0])[0]
+            monkeypatch.setenv("GOSSIP_STORE", f"127.0.0.1:{port}")
+            monkeypatch.setenv("GOSSIP_GROUPS", groups)
+            yield lines
+        finally:
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def wait_until(condition: Callable[[], object], *programs: Running) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, [program.process.poll() for program in programs]
+        time.sleep(0.02)
+
+
+def test_three_agents_of_torchrun_outlive_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(tmp_path, "train.py", "gossip.launch(train)")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+
+    def agent(number: int) -> contextlib.AbstractContextManager[Running]:
+        return running(tmp_path, "members[-1] == 4 == len(members) + 1", str(number), script=path, torchrun=1)
+
+    def trained_by(*members: int) -> bool:
+        files = [tmp_path / f"member{member}" for member in members]
+        return all(file.exists() and read(file)["members"] == [*members] for file in files)
+
+    with served(monkeypatch, "3"), contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(agent(number)) for number in range(3)]
+        wait_until(lambda: trained_by(0, 1, 2), *agents)
+        seen = [read(tmp_path / f"member{member}") for member in range(3)]
+        assert [each["group"] for each in seen] == [3, 3, 3]
+        lost = agents[seen[2]["agent"]]
+        os.killpg(lost.process.pid, signal.SIGKILL)  # an agent and its rank, as with a node
+        os.kill(seen[2]["pid"], signal.SIGKILL)
+        wait_until(lambda: trained_by(0, 1), *agents)
+        os.kill(seen[0]["pid"], signal.SIGKILL)  # its agent starts it again
+        wait_until(lambda: trained_by(1, 3), *agents)
+        again = read(tmp_path / "member3")
+        assert (again["group"], again["agent"]) == (1, seen[0]["agent"])
+        agents.append(stack.enter_context(agent(3)))
+        for each in agents:
+            ended = each.finished()
+            assert ended.status == (-signal.SIGKILL if each is lost else 0), ended.stderr
+    assert result_of(tmp_path) == {1: [1, 3, 4], 3: [1, 3, 4], 4: [1, 3, 4]}
+
+
+def test_trainings_at_one_store_are_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank begins one, with a loop of its own; another one joins it."""
+    path = script(tmp_path, "train.py", "gossip.join_training(); train()")
+    other_model = script(tmp_path, "other.py", "gossip.join_training(); train()", width=5)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with served(monkeypatch, "1") as lines, running(tmp_path, "len(members) == 2", "0", script=path) as first:
+        assert re.search(r"who may join: those who have the key of GOSSIP_KEY \(fingerprint [0-9a-f]{8}\)", lines[2])
+        wait_until((tmp_path / "member0").exists, first)
+        refused = run(str(other_model), tmp_path, "True", "0")
+        assert "cannot join: parameter 1 is 'weight' float64 [1, 5]" in refused.stderr
+        with monkeypatch.context() as stranger:
+            stranger.delenv(KEY_VARIABLE)
+            refused = run(str(path), tmp_path, "True", "0")
+            assert "the other ranks have a GOSSIP_KEY, and this one has none" in refused.stderr
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setenv("GOSSIP_STORE", f"{os.environ['GOSSIP_STORE']}/another")
+            (tmp_path / "another").mkdir()
+            ended = run(str(other_model), tmp_path / "another", "True", "0")
+            assert ended.status == 0, ended.stderr
+        assert result_of(tmp_path / "another") == {0: [0]}
+        assert run(str(path), tmp_path, "len(members) == 2", "0").status == 0
+        assert first.finished().status == 0
+        (found,) = set(map(tuple, result_of(tmp_path).values()))
+        assert len(found) == 2
+        assert found[0] == 0
+        late = run(str(path), tmp_path, "True", "0")
+        assert late.status == 1
+        assert "cannot be reached: the training has ended" in late.stderr
+
+
+def test_founders_that_build_different_models_leave_the_store_to_those_who_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [script(tmp_path, f"{width}.py", "gossip.launch(train)", width) for width in (4, 5)]
+    with served(monkeypatch, "2"), contextlib.ExitStack() as stack:
+        both = [stack.enter_context(running(tmp_path, "len(members) == 2", "0", script=path)) for path in paths]
+        for each in both:
+            ended = each.finished()
+            assert "ManifestError: the ranks do not train the same thing" in ended.stderr
+        both = [stack.enter_context(running(tmp_path, "len(members) == 2", "0", script=paths[0])) for _ in paths]
+        for each in both:
+            ended = each.finished()
+            assert ended.status == 0, ended.stderr
+    assert result_of(tmp_path) == {0: [0, 1], 1: [0, 1]}
+
+
+def result_of(folder: Path) -> dict[int, list[int]]:
+    """Who trained in the end, by rank; all have the same average."""
+    found = {int(each.name.removeprefix("result")): read(each) for each in folder.glob("result*")}
+    assert len({json.dumps(average) for _, average in found.values()}) == 1
+    return {member: members for member, (members, _) in found.items()}
