@@ -6,6 +6,7 @@ import itertools
 
 import torch.distributed as dist
 
+from gossip.communication.authenticated_store import guarded, training_key
 from gossip.communication.membership import innermost
 
 STORE = "GOSSIP_STORE"
@@ -22,24 +23,29 @@ def join(store: dist.Store, prefix: str = "") -> None:
 
     ``prefix`` distinguishes it from others that are announced there.
     """
-    global _store
-    _begin(prefix, is_founder=False)
-    _store = innermost(store)
+    _begin(store, prefix, is_founder=False)
 
 
-def found(prefix: str) -> None:
+def found(store: dist.Store, prefix: str) -> None:
     """Let the next models of this process train in a process group whose training others join later. Local."""
-    _begin(prefix, is_founder=True)
+    _begin(store, prefix, is_founder=True)
 
 
 def joined() -> dist.Store | None:
     """Return the store of the training that this process joins, or None. Local."""
-    return _store
+    return None if _is_founder else _store
 
 
 def is_founder() -> bool:
     """Return whether this process has founded a training, which others expect to be able to join. Local."""
     return _is_founder
+
+
+def shared_keys(name: str) -> dist.Store | None:
+    """Return keys that the founders of a training share with all who join it; None if there are no founders. Local."""
+    if _store is None or not _prefix:
+        return None
+    return guarded(dist.PrefixStore(f"{_prefix}{name}", _store), training_key(), f"{_prefix}{name}")
 
 
 def next_announcement() -> str:
@@ -52,6 +58,6 @@ def announcement(prefix: str, number: int = 0) -> str:
     return f"{prefix}gossip/trainings/{number}"
 
 
-def _begin(prefix: str, *, is_founder: bool) -> None:
+def _begin(store: dist.Store, prefix: str, *, is_founder: bool) -> None:
     global _store, _prefix, _is_founder, _num_models
-    _store, _prefix, _is_founder, _num_models = None, prefix, is_founder, itertools.count()
+    _store, _prefix, _is_founder, _num_models = innermost(store), prefix, is_founder, itertools.count()

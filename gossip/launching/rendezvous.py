@@ -124,7 +124,7 @@ def meet(rendezvous: Rendezvous, timeout: timedelta) -> Met:
     if met.rank is None:
         training_store.join(store, met.prefix)
     else:
-        training_store.found(met.prefix)
+        training_store.found(store, met.prefix)
     return met
 
 

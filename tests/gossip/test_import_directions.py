@@ -65,6 +65,8 @@ INTERNALS_OF_LAB = {
     "gossip.algorithms.integral_correction": "in how many steps a topology mixes, for the same",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
+    "gossip.communication": "whether others have founded the run that a rank joins",
+    "gossip.communication.training_store": "the same",
     "gossip.communication.host": "the module of daemon threads",
     "gossip.exchange.distributed_transport": "when a traced exchange has ended",
     "gossip.communication.json_gathering": "what ranks have measured",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import LaunchError, World, launch
+from gossip.communication import training_store
 from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.graceful_stop import signals_for_workers
@@ -76,10 +77,12 @@ def run_job(
             "and WORLD_SIZE, or SLURM's variables of a step, are set in its environment; unset them, or set "
             "engine=processes"
         )
+    if training_store.shared_keys("") is not None:
+        _check_can_be_joined(config)
     is_resumed = config.get("resume") is not None
     with contextlib.ExitStack() as until_the_end:
         with _refused_by_all(world):
-            if world.rank == 0:
+            if _leads(world):
                 until_the_end.enter_context(run_folder.lock(folder))
                 if again:
                     run_folder.clear(folder)
@@ -122,11 +125,11 @@ def _run_in_folder(
             if starts_workers:
                 fork_server.start(PRELOAD)  # in the background
             experiment = check(config)
-            if world.rank == 0:
+            if _leads(world):
                 logging_settings(config)
         world.close()
         has_begun = True
-        if world.rank == 0:
+        if _leads(world):
             logger.info("run folder: {}", folder)
             if experiment.data.notes:
                 logger.info("data: {}", experiment.data.notes)
@@ -141,9 +144,10 @@ def _run_in_folder(
             summary = train_experiment(experiment, folder, last_words)
         if "signal" in summary:
             raise SystemExit(128 + summary["signal"])
+        is_first = summary.pop("rank") == 0 or starts_workers
         summary["overrides"] = list(overrides)
         summary["wall_time_s"] += time.perf_counter() - started_at
-        if world.rank == 0:
+        if is_first:
             if not math.isfinite(summary["averaged_test_loss"]):
                 logger.warning("the run diverged: its test loss is not finite; try a smaller optimizer.lr")
             if config["figures"]:
@@ -155,7 +159,7 @@ def _run_in_folder(
     except BaseException as error:
         is_refused = is_refusal(error) and (isinstance(error, LaunchError) or not has_begun)
         if is_refused and config.get("resume") is None:
-            if world.rank == 0:
+            if _leads(world):
                 run_folder.unclaim(folder)
             raise
         why = reason(error)
@@ -172,6 +176,21 @@ def _run_in_folder(
         if world.rank == 0:
             restore_cursor()
     return summary
+
+
+def _leads(world: World) -> bool:
+    """Whether this process cares for the run folder: rank 0 of those that begin."""
+    return world.rank == 0 and training_store.joined() is None
+
+
+def _check_can_be_joined(config: Mapping[str, Any]) -> None:
+    on_peer_loss = value_of(config, "wrapper").get("on_peer_loss")
+    if config.get("method") != "gossip" or on_peer_loss != "continue" or config.get("profile"):
+        raise ConfigurationError(
+            f"ranks that meet in a store, since {training_store.STORE} is set, come and go; set method=gossip, "
+            f"wrapper.on_peer_loss=continue and profile=false, got method={config.get('method')}, "
+            f"wrapper.on_peer_loss={on_peer_loss} and profile={config.get('profile')}"
+        )
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from loguru import logger
 
 from gossip import CheckpointError
 from gossip.checkpoints.checkpoint_folder import age_key, find_checkpoints
+from gossip.communication.training_store import STORE
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.records import cut_jsonl, leaves, record_files
 from gossip.lab.experiments.run_folder import read_json
@@ -48,7 +49,12 @@ class State(enum.Enum):
 
 
 def restarter(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the launcher ("torchrun" or "SLURM") that restarted this run after an attempt that failed, or None."""
+    """Return the launcher ("torchrun" or "SLURM") that restarted this run after an attempt that failed, or None.
+
+    Ranks that meet in a store are restarted one by one, and join the others.
+    """
+    if STORE in environment:
+        return None
     for name, variable in _RESTARTS.items():
         count = environment.get(variable, "0")
         if count.isdecimal() and int(count) > 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from gossip import ExchangeError, LaunchError, World
+from gossip.communication import training_store
 from gossip.lab.experiments import config_store, folder_cleanup, resuming, run_folder
 from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.config_store import plain
@@ -182,7 +183,7 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
             )
         config = plain(hydra_config)
         if dist.is_initialized():
-            config["launch"]["world_size"] = dist.get_world_size()
+            config["launch"]["world_size"] = _num_ranks()
         state = State.BEGIN
         if config.get("resume") is not None and in_sweep:
             raise ConfigurationError("resume=... goes on with one run; leave out -m")
@@ -297,11 +298,24 @@ def _report_rank(error: BaseException, rank: int) -> int:
 
 
 def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
-    """Return on every rank what ``text`` returns on rank 0. Collective."""
+    """Return on every rank what ``text`` returns on rank 0. Collective; a rank that joins others reads it later."""
+    keys: Any = training_store.shared_keys("said by rank 0")
+    if training_store.joined() is not None:
+        found: bytes = keys.get(what)
+        return found.decode()
     world = World(DEFAULT_TIMEOUT)
     texts = world.gather_bytes(text().encode() if world.rank == 0 else b"", what)
+    if world.rank == 0 and keys is not None:
+        keys.set(what, texts[0].decode())
     world.close()
     return texts[0].decode()
+
+
+def _num_ranks() -> int:
+    """Return the number of ranks at the beginning. Collective, like the above, if ranks may join."""
+    if training_store.shared_keys("") is None:
+        return dist.get_world_size()
+    return int(_said_by_rank_0(lambda: str(dist.get_world_size()), "counting the ranks"))
 
 
 def terminate(signal_number: int, _: FrameType | None) -> None:

@@ -53,8 +53,9 @@ def train_experiment(
     Writes their records and, on rank 0, the averaged model to ``folder``, which must exist. ``last_words`` is as in
     :class:`gossip.lab.experiments.graceful_stop.GracefulStop`.
 
-    Returns the summary of the run, the same on every rank, with the ``wall_time_s`` before the run was resumed; or, if
-    checkpoints are enabled and a signal ended the run, only ``signal``, the number of that signal.
+    Returns the summary of the run, the same on every rank, with the ``wall_time_s`` before the run was resumed and the
+    ``rank`` at the end; or, if checkpoints are enabled and a signal ended the run, only ``signal``, the number of that
+    signal.
     """
     settings, shards = experiment.settings, experiment.shards
     rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0
@@ -125,7 +126,7 @@ def train_experiment(
                         method.close()
                         return {"signal": stopping.signal_number}
             summary = _finish(experiment, method, state, last, folder)
-            summary["wall_time_s"] = state.earlier_wall_time_s
+            summary |= {"wall_time_s": state.earlier_wall_time_s, "rank": world.rank}
             records.write(last)
         except _EndTogether:
             method.close()

@@ -19,12 +19,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from running import Running, run, running
+from faulty_models import FAULTY
+from running import Running, run, run_folders, running, train
 
 from gossip import LaunchError
 from gossip.communication import training_store
 from gossip.communication.authenticated_store import VARIABLE as KEY_VARIABLE
 from gossip.communication.liveness.process_liveness import own_process
+from gossip.lab.experiments.records import read_jsonl
 from gossip.launching import rendezvous
 from gossip.launching.rendezvous import Met, Rendezvous, find_rendezvous, meet
 
@@ -216,6 +218,45 @@ def test_three_agents_of_torchrun_outlive_one_of_them(tmp_path: Path, monkeypatc
             ended = each.finished()
             assert ended.status == (-signal.SIGKILL if each is lost else 0), ended.stderr
     assert result_of(tmp_path) == {1: [1, 3, 4], 3: [1, 3, 4], 4: [1, 3, 4]}
+
+
+@pytest.mark.slow
+def test_a_configured_run_ends_well_without_the_process_that_began_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
+    dies = ("+model.how=killed", "+model.rank=0", "+model.step=5", f"+model.once={tmp_path}/once")
+    scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={tmp_path}/once")
+    options = (
+        *FAULTY,
+        *dies,
+        *scheduler,
+        "wrapper.on_peer_loss=continue",
+        "wrapper.min_ranks=1",
+        "training.steps=3000",
+        "checkpoint.every=99",
+    )
+    with served(monkeypatch, "2"), contextlib.ExitStack() as stack:
+        with monkeypatch.context() as alone:
+            alone.setenv("GOSSIP_STORE", f"{os.environ['GOSSIP_STORE']}/refused")
+            alone.setenv("GOSSIP_GROUPS", "1")
+            refused = train(tmp_path)
+        assert "error: ranks that meet in a store, since GOSSIP_STORE is set, come and go" in refused.stderr
+        agents = [stack.enter_context(running(tmp_path, *options, torchrun=1)) for _ in range(2)]
+        for each in agents:
+            ended = each.finished()
+            assert ended.status == 0, ended.stderr
+    (folder,) = run_folders(tmp_path)
+    summary = read(folder / "summary.json")
+    assert (summary["status"], summary["world_size"], summary["steps"]) == ("completed", 2, 3000)
+    assert [change["members"] for change in summary["changes_of_ranks"]] == [[1], [1, 2]]
+    joined_at = summary["changes_of_ranks"][-1]["step"]
+    rates = {
+        rank: {each["step"]: each["learning_rate"] for each in read_jsonl(folder / f"rank{rank}.jsonl")}
+        for rank in (1, 2)
+    }
+    assert rates[2] == {step: rates[1][step] for step in range(joined_at, 3000)}
+    assert (folder / "model.safetensors").exists()
 
 
 def test_trainings_at_one_store_are_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
