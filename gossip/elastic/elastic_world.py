@@ -9,6 +9,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -359,7 +360,9 @@ class ElasticWorld(FailureDetector):
                     results.append(operation())
                     self.exchange(dict.fromkeys(self._others), "ending it together")
                 except GenerationEndedError:
-                    may_have_ended = self._is_one_ahead() and bool(results)
+                    may_have_ended = bool(results) and self._is_one_ahead()
+                    if not may_have_ended:
+                        self.consensus.wait_for_generation_after(self._generation.number)
                 else:
                     may_have_ended = True
                 if may_have_ended and self.consensus.commit(self._generation, self._members):
@@ -370,10 +373,11 @@ class ElasticWorld(FailureDetector):
 
     def _is_one_ahead(self) -> bool:
         """Return whether one that takes part was past the operation: if it has completed it, all have its result."""
-        if self.consensus.have_passed(self._members):
+        have_passed = partial(self.consensus.have_passed, self._members)
+        if have_passed():
             return True
-        generation = self.consensus.wait_for_generation_after(self._generation.number)
-        return generation.furthest(self._members) > self.consensus.position
+        generation = self.consensus.wait_for_generation_after(self._generation.number, unless=have_passed)
+        return have_passed() or generation.furthest(self._members) > self.consensus.position
 
     def check_joint(self) -> None:
         if not self.is_alone:

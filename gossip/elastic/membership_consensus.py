@@ -111,15 +111,15 @@ class Consensus(MembershipProtocol):
 
     @property
     def latest(self) -> Generation:
-        """The generation that was decided last; an error if the next one has been due for too long."""
+        """The generation that was decided last; an error, which is final, if the next one has been due for too long."""
         with self._changed:
-            self._check()
-            if not (self._holds or self._is_due()):
+            if self._is_free():
                 self._due = None
             elif self._due is None or self._due[0] != self._num_attempts:
                 self._due = self._num_attempts, time.monotonic()
             elif time.monotonic() - self._due[1] > self._patience_s:
-                raise self._stuck(f"step {self.position[1]}")
+                self._fail_stuck(f"step {self.position[1]}")
+            self._check()
             return self._generations[-1]
 
     @property
@@ -190,7 +190,8 @@ class Consensus(MembershipProtocol):
         with self._changed:
             num_loaded, step, num_ended = self.position
             if not self.have_passed(members):
-                self._wait_until_free(f"step {step}: ending a collective operation")
+                where = f"step {step}: ending a collective operation"
+                self._wait_until(lambda: self._is_free() or self.have_passed(members), where)
                 latest = self._generations[-1]
                 if latest.number != generation.number and not (
                     self.have_passed(members) or latest.furthest(members) > self.position
@@ -203,10 +204,13 @@ class Consensus(MembershipProtocol):
                 self._absent_until.clear()  # a rank that has not taken part is behind for good
             return True
 
-    def wait_for_generation_after(self, number: int) -> Generation:
-        """Return the generation without the member that was lost in generation ``number``."""
+    def wait_for_generation_after(self, number: int, *, unless: Callable[[], bool] = lambda: False) -> Generation:
+        """Return the generation without the member that was lost in generation ``number``.
+
+        It is not waited for if ``unless`` returns True, now or after others have said goodbye.
+        """
         with self._changed:
-            self._wait_until(lambda: self._generations[-1].number > number, f"step {self.position[1]}")
+            self._wait_until(lambda: self._generations[-1].number > number or unless(), f"step {self.position[1]}")
             return self._generations[-1]
 
     def have_passed(self, members: Collection[int]) -> bool:
@@ -290,7 +294,11 @@ class Consensus(MembershipProtocol):
             self._tell(set(members) - {self._mesh.member}, Key(Kind.PREEMPTED))
 
     def _wait_until_free(self, where: str) -> None:
-        self._wait_until(lambda: not (self._holds or self._is_due()), where)
+        self._wait_until(self._is_free, where)
+
+    def _is_free(self) -> bool:
+        """Return whether no agreement is due, or in progress."""
+        return not (self._holds or self._is_due())
 
     def _wait_until(self, is_met: Callable[[], bool], where: str) -> None:
         if self._error is None and not is_met():
@@ -298,7 +306,7 @@ class Consensus(MembershipProtocol):
                 number = self._num_attempts
                 while not self._changed.wait_for(lambda: self._error or is_met(), self._patience_s):
                     if self._num_attempts == number:
-                        raise self._stuck(where)
+                        self._fail_stuck(where)
                     number = self._num_attempts
         self._check()
 
@@ -307,11 +315,10 @@ class Consensus(MembershipProtocol):
         """How long an attempt may take: a rank that is frozen meanwhile is dropped after the first half."""
         return 2 * self._timeout.total_seconds()
 
-    def _stuck(self, where: str) -> ExchangeError:
-        return ExchangeError(
-            f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._patience_s:g} s: "
-            "the key-value store does not reply, or this rank is cut off from it"
-        )
+    def _fail_stuck(self, where: str) -> None:
+        """Fail for good: what this rank then did without an agreement is not undone by one that comes after all."""
+        text = f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._patience_s:g} s: "
+        self.fail(ExchangeError(f"{text}the key-value store does not reply, or this rank is cut off from it"))
 
     def _check(self) -> None:
         if self._error is not None:

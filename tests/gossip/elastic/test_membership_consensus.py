@@ -33,7 +33,7 @@ class Wires:
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.farewells: dict[int, tuple[int, int, int]] = {}
-        self.waits = contextlib.nullcontext
+        self.waits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.beat_s = 0.5
         self.on_lost: Callable[[int, str], None] = lambda *_: None
         self.handlers: dict[Kind, Callable[[int, Frame], None]] = {}
@@ -175,8 +175,9 @@ def test_nobody_leaves_the_step_of_its_vote_before_there_is_a_decision() -> None
             members[0].enter_step(6)
         members[0]._timeout = TIMEOUT
         may_vote.set()
-        members[0].enter_step(6)
-        assert members.told_after(0, [0]) == {(1, (0, 1), 6)}
+        assert members.told_after(0, [1]) == {(1, (0, 1), 6)}
+        with pytest.raises(ExchangeError, match="no agreement"):  # which comes too late
+            members[0].enter_step(6)
 
 
 def test_who_has_lost_others_makes_no_step_before_the_agreement_begins() -> None:
@@ -327,6 +328,27 @@ def test_one_that_takes_no_part_does_not_end_it_by_being_ahead() -> None:
         members.die(4)
         members.generations_after(0, [0, 1, 2, 3])
         assert not any(members[member].commit(start, (0, 1, 2, 4)) for member in (0, 1, 2))
+        assert members[0].commit(start, start.members)
+
+
+def test_who_waits_for_others_hears_that_one_of_them_has_ended_it() -> None:
+    """They may all have gone since, and agree on nothing any more."""
+    with in_memory(3, timeout=timedelta(seconds=0.2)) as members:
+        members[0].close()  # its thread agrees on nothing either
+        members.wires[0].lose(2)
+        start, wires = members[0].latest, members.wires[0]
+
+        def have_passed() -> bool:
+            return members[0].have_passed(start.members)
+
+        @contextlib.contextmanager
+        def waits() -> Iterator[None]:
+            wires.farewells[1] = (0, 0, 1)
+            yield
+            wires.farewells.clear()
+
+        wires.waits = waits
+        assert members[0].wait_for_generation_after(0, unless=have_passed) == start
         assert members[0].commit(start, start.members)
 
 

@@ -54,11 +54,13 @@ _CHANGE = "step.generation_change.GenerationChange."
 FAULTS = (
     # ------------------------------------------------------------------ who trains
     PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
-    PutBack(_CONSENSUS + "_wait_until_free", "(self._holds or self._is_due())", "self._holds", True),
+    PutBack(_CONSENSUS + "_is_free", "(self._holds or self._is_due())", "self._holds", True),
     PutBack(_CONSENSUS + "_wait_until", "self._mesh.waits()", "self._changed", True),
     PutBack(_CONSENSUS + "_attempt", "self._is_leaving and proposed is not None", "False", True),
     PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True),
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True),
+    PutBack(_CONSENSUS + "commit", "self._is_free() or self.have_passed(members)", "self._is_free()", True),
+    PutBack(_CONSENSUS + "_fail_stuck", "self.fail(", "raise (", True),
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True),
     PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
@@ -81,7 +83,7 @@ FAULTS = (
         is_common=True,
     ),
     # ------------------------------------------------------------------ the failure detector, and what all do together
-    PutBack(_WORLD + "collectively", "self._is_one_ahead() and bool(results)", "self._is_one_ahead()", True),
+    PutBack(_WORLD + "collectively", "bool(results) and self._is_one_ahead()", "self._is_one_ahead()", True),
     PutBack(_DETECTOR + "exchange", "self.consensus.miss(lost)", "pass", True),
     PutBack(
         _WORLD + "collectively",
