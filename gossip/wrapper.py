@@ -26,7 +26,7 @@ from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
-from gossip.step.building.construction import construct, give_back, make_world
+from gossip.step.building.construction import construct, give_back, make_worlds
 from gossip.step.building.wrapper_arguments import Arguments, refuses_arguments_of_ddp
 from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
@@ -101,9 +101,10 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         else may use it during training.
     on_peer_loss : str
         "raise": the loss of a rank ends the training of all. "continue": the others continue, and ``rank`` and
-        ``world_size`` refer to the remaining ranks, see docs/when_ranks_die.md.
+        ``world_size`` refer to the remaining ranks, or with ``mesh`` groups, see docs/when_ranks_die.md.
     min_ranks : int, optional
-        With "continue": training ends when fewer ranks than this remain. The default is a majority of the ranks.
+        With "continue": training ends when fewer ranks (with ``mesh``, groups) than this remain. The default is a
+        majority of them.
     fallback_topology : str
         With "continue": the topology family used for a number of ranks that ``topology`` cannot serve.
     soft_deadline : timedelta or float, optional
@@ -222,9 +223,9 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         arguments = Arguments(**{entry.name: given[entry.name] for entry in dataclasses.fields(Arguments)})
-        world = make_world(arguments, timeout, process_group)
+        world, local = make_worlds(arguments, timeout, process_group)
         try:
-            parts = construct(module, arguments, world)
+            parts = construct(module, arguments, world, local)
         except BaseException:
             world.close()
             raise
@@ -273,7 +274,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         """The ranks that train, numbered as at the beginning; the position in the tuple is the rank in the topology."""
         if self._engine is None:
             return (0,)
-        return self._world.members if self._generations is None else self._generations.generation.members
+        return self._world.members if self._generations is None else self._generations.members
 
     @property
     def world(self) -> World:

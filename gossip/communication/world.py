@@ -162,6 +162,16 @@ class World:
         """Whether others will join, so that one rank is no world of its own."""
         return False
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether a collective operation is in progress that ranks may repeat."""
+        return False
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a collective that torch waits for may last."""
+        return self.timeout
+
     def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
         """Return the result of ``operation``, which consists of collectives and what is computed from them. Collective.
 
@@ -262,6 +272,11 @@ class World:
     @property
     def member(self) -> int:
         """This rank's number at the beginning, by which the log and errors name it."""
+        return self.rank
+
+    @property
+    def worker(self) -> int:
+        """The number of this rank's replica at the beginning, by which topologies and draws know it."""
         return self.rank
 
     @property

@@ -30,8 +30,9 @@ from gossip.elastic.consensus_store import within
 from gossip.elastic.failure_detector import FailureDetector
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
+from gossip.elastic.shard_group_world import ShardGroupWorld
 from gossip.elastic.state_transfer import StateSource
-from gossip.errors import ExchangeError, GenerationEndedError
+from gossip.errors import ExchangeError, GenerationEndedError, ManifestError
 
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
@@ -49,6 +50,9 @@ class ElasticWorld(FailureDetector):
     operation completes on all ranks or on none: the remaining ranks repeat it. After one, they refer to the ranks that
     took part until the next step: all but those that start with this one, or are about to leave.
 
+    If the ranks of shard groups hold a replica together, they refer to those ranks, one of each group, that hold the
+    same shard as this one. Generations, collective operations that complete on all or none, and flags are of all ranks.
+
     Parameters
     ----------
     timeout : timedelta
@@ -63,6 +67,9 @@ class ElasticWorld(FailureDetector):
         Whether every frame is authenticated, and not only the beginning of a connection.
     ends_if_preempted : bool
         Whether all ranks end together once so many have received SIGTERM that too few would remain.
+    shard_group : ShardGroupWorld, optional
+        The ranks with which this one holds a replica; by default it holds one alone. Ranks with consecutive numbers
+        make up a group, and all groups have the same size.
 
     Attributes
     ----------
@@ -72,8 +79,6 @@ class ElasticWorld(FailureDetector):
         Carries messages to ranks on this machine.
     questions : SimpleQueue
         What ranks ask each other if they do not make their steps together; the thread that replies may start later.
-    is_joint : bool
-        Whether a collective operation is in progress.
     """
 
     state_source: StateSource
@@ -88,21 +93,24 @@ class ElasticWorld(FailureDetector):
         is_in_step: bool = True,
         authenticate: bool = True,
         ends_if_preempted: bool = False,
+        shard_group: ShardGroupWorld | None = None,
     ) -> None:
         self.is_in_step, self._authenticate = is_in_step, authenticate
         self._ends_if_preempted = ends_if_preempted
         self.on_end: Callable[[], None] = lambda: None
+        self.shard_group = shard_group
+        self.group_size, self._place = (1, 0) if shard_group is None else (shard_group.world_size, shard_group.rank)
         self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks
         self._generation = Generation(0, (0,))
-        self._members = self._generation.members
+        self._members = self._taking_part = self._generation.members
         self._keys: Any = None
         # Until it is known whether there is a training that others can join.
         self._announcement = training_store.next_announcement() if process_group is None else None
         self._key, self._token = training_key(), ""
         self._num_initial = 1
-        self.is_joint = False
+        self._is_joint = False
         self._num_primitives = 0
         super().__init__(timeout, process_group)
         training = training_store.joined()
@@ -117,6 +125,12 @@ class ElasticWorld(FailureDetector):
             except BaseException:
                 self.close()
                 raise
+        if shard_group is not None:
+            shard_group.gossip = self
+
+    def _join(self) -> None:
+        if training_store.joined() is None:
+            super()._join()
 
     @property
     def _may_grow(self) -> bool:
@@ -132,11 +146,11 @@ class ElasticWorld(FailureDetector):
         assert self._store is not None
         self._member = self.rank
         store: Any = self._guarded(own_connection(self._store), "beginning")
-        _least(self._min_ranks, self.world_size)
+        self._num_initial = self.world_size
+        self._least()
         if is_served_here(self._store):
             store.set("kept_by_a_rank", str(self.member))
         self._token = hashlib.sha256("".join(self.progress_markers.nonces).encode()).hexdigest()
-        self._num_initial = self.world_size
         self._keys = self._keys_at(innermost(store))
         with resending_soon(self.timeout):
             self._listen()
@@ -164,18 +178,29 @@ class ElasticWorld(FailureDetector):
 
     def agree(self) -> None:
         """Start to agree with the others on who trains. Local."""
-        self._generation = Generation(0, tuple(range(self._num_initial)))
-        self._members = self._generation.members
-        least = _least(self._min_ranks, self._num_initial)
+        generation = Generation(0, tuple(range(self._num_initial)))
+        self._generation, self._taking_part = generation, generation.members
+        self._members = self.holding_shard(generation.members)
+        if self.member in self._members:
+            self.rank, self.world_size = self._members.index(self.member), len(self._members)
         self.consensus = Consensus(
             self._keys,
             self.mesh,
             self._generation.members,
-            min_ranks=least,
+            min_ranks=self._least(),
             timeout=self.timeout,
+            group_size=self.group_size,
             is_in_step=self.is_in_step,
             ends_if_preempted=self._ends_if_preempted,
         )
+
+    def _least(self) -> int:
+        """Return the number of ranks, or of shard groups, below which training ends."""
+        number, unit = self._num_initial // self.group_size, "ranks" if self.shard_group is None else "shard groups"
+        least = number // 2 + 1 if self._min_ranks is None else self._min_ranks
+        if not 1 <= least <= number:
+            raise ValueError(f"min_ranks must be from 1 to the number of {unit}, {number}, got {least}")
+        return least
 
     # ------------------------------------------------------------------ joining
 
@@ -196,7 +221,13 @@ class ElasticWorld(FailureDetector):
         if "failed" in announced:
             raise ExchangeError(f"joining: there is no training: {announced['failed']}")
         self._token, self._num_initial = announced["token"], announced["num_ranks"]
-        self.world_size, self._keys = self._num_initial, self._keys_at(innermost(store))
+        if announced["group_size"] != self.group_size:
+            raise ManifestError(
+                f"joining: the shard groups of the training have {announced['group_size']} ranks each, and this one "
+                f"{self.group_size}; start as many ranks in every group"
+            )
+        self.rank, self.world_size = 0, self._num_initial // self.group_size
+        self._keys = self._keys_at(innermost(store))
         self._take_number()
 
     def come_back(self) -> None:
@@ -216,11 +247,20 @@ class ElasticWorld(FailureDetector):
         self._take_number()
 
     def _take_number(self) -> None:
-        number = within(self.timeout, self._keys.add, "num_joining", 1)
-        if number < 1:
-            raise NotGenuine(f"joining: somebody else changed num_joining in the key-value store to {number - 1}")
-        self._member = self._num_initial + number - 1
+        """Become the next rank, or those of the next shard group. Collective over the group."""
+        number, group = 0, self.shard_group
+        if self._place == 0:
+            number = within(self.timeout, self._keys.add, "num_joining", self.group_size) - self.group_size
+        if group is not None:
+            number = int(group.gather_bytes(str(number).encode(), "joining: agreeing on the number of the group")[0])
+        if number < 0 or number % self.group_size:
+            raise NotGenuine(f"joining: somebody else changed num_joining in the key-value store to {number}")
+        self._member = self._num_initial + number + self._place
         self._listen()
+
+    def holding_shard(self, members: Iterable[int]) -> tuple[int, ...]:
+        """Return those of ``members`` that hold the same shard of their replicas as this rank. Local."""
+        return tuple(member for member in members if member % self.group_size == self._place)
 
     def keys(self, name: str) -> dist.Store | None:
         if self.is_alone:
@@ -240,7 +280,7 @@ class ElasticWorld(FailureDetector):
         """Publish what joining ranks must build, and announce that there is a training to join. Local."""
         if not self._keys.check(["manifest"]):
             self._keys.set("manifest", json.dumps(manifest))
-        self._announce({"token": self._token, "num_ranks": self._num_initial})
+        self._announce({"token": self._token, "num_ranks": self._num_initial, "group_size": self.group_size})
 
     def _announce(self, content: Mapping[str, Any]) -> None:
         """Announce the training, or that it does not begin; the first announcement counts."""
@@ -305,6 +345,10 @@ class ElasticWorld(FailureDetector):
         return self._member
 
     @property
+    def worker(self) -> int:
+        return self._member // self.group_size
+
+    @property
     def members(self) -> tuple[int, ...]:
         return self._members
 
@@ -315,6 +359,10 @@ class ElasticWorld(FailureDetector):
     @property
     def changes(self) -> bool:
         return hasattr(self, "mesh")
+
+    @property
+    def is_joint(self) -> bool:
+        return self._is_joint
 
     @property
     def can_split(self) -> bool:
@@ -338,7 +386,9 @@ class ElasticWorld(FailureDetector):
                     or (key.kind == Kind.COLLECTIVE and key.first < generation.number)
                 )
             )
-        self._generation, self._members = generation, generation.members if members is None else members
+        self._generation = generation
+        self._taking_part = generation.members if members is None else members
+        self._members = self.holding_shard(self._taking_part)
         self.rank, self.world_size = self._members.index(self.member), len(self._members)
 
     # ------------------------------------------------------------------ collective operations
@@ -346,38 +396,39 @@ class ElasticWorld(FailureDetector):
     def collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
         if self.is_alone or self.is_joint:
             return operation()
-        self.is_joint = self.consensus.is_joint = True
+        self._is_joint = self.consensus.is_joint = True
         try:
             while True:
                 if self.consensus.can_end:
-                    self.is_joint = self.consensus.is_joint = False
+                    self._is_joint = self.consensus.is_joint = False
                     self.on_end()
-                    self.is_joint = self.consensus.is_joint = True
+                    self._is_joint = self.consensus.is_joint = True
                 self.enter(*self.consensus.begin_together())
-                self._num_primitives = 0
+                self._num_primitives = self._num_in_group = 0
                 results: list[_Result] = []
                 try:
                     results.append(operation())
-                    self.exchange(dict.fromkeys(self._others), "ending it together")
+                    others = [member for member in self._taking_part if member != self.member]
+                    self.exchange(dict.fromkeys(others), "ending it together", others)
                 except GenerationEndedError:
                     may_have_ended = bool(results) and self._is_one_ahead()
                     if not may_have_ended:
                         self.consensus.wait_for_generation_after(self._generation.number)
                 else:
                     may_have_ended = True
-                if may_have_ended and self.consensus.commit(self._generation, self._members):
+                if may_have_ended and self.consensus.commit(self._generation, self._taking_part):
                     return results[0]
                 undo()
         finally:
-            self.is_joint = self.consensus.is_joint = False
+            self._is_joint = self.consensus.is_joint = False
 
     def _is_one_ahead(self) -> bool:
         """Return whether one that takes part was past the operation: if it has completed it, all have its result."""
-        have_passed = partial(self.consensus.have_passed, self._members)
+        have_passed = partial(self.consensus.have_passed, self._taking_part)
         if have_passed():
             return True
         generation = self.consensus.wait_for_generation_after(self._generation.number, unless=have_passed)
-        return have_passed() or generation.furthest(self._members) > self.consensus.position
+        return have_passed() or generation.furthest(self._taking_part) > self.consensus.position
 
     def check_joint(self) -> None:
         if not self.is_alone:
@@ -446,11 +497,3 @@ class ElasticWorld(FailureDetector):
         if hasattr(self, "mesh"):
             self.mesh.leave(CLOSING_PATIENCE)
         super().close()
-
-
-def _least(min_ranks: int | None, num_ranks: int) -> int:
-    """Return the number of ranks below which training ends."""
-    least = num_ranks // 2 + 1 if min_ranks is None else min_ranks
-    if not 1 <= least <= num_ranks:
-        raise ValueError(f"min_ranks must be from 1 to the number of ranks, {num_ranks}, got {least}")
-    return least

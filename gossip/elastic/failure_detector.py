@@ -15,13 +15,12 @@ from gossip.elastic.flag_votes import Position
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.running_time import RunningTime
+from gossip.elastic.shard_group_world import MOST_TIMEOUTS
 from gossip.errors import GenerationEndedError
 
 _SUSPECTED = 0.25  # of the time-out
 _SILENT = 0.9
 _TIMEOUTS_OF_A_LOST_MESSAGE = 2
-MOST_TIMEOUTS = 5
-"""For so many time-outs a rank is waited for that itself waits for others."""
 _PRIMITIVES = 2**24  # per operation
 _STEPS = 2**40
 
@@ -32,8 +31,10 @@ class FailureDetector(World):
     mesh: Mesh
     consensus: Consensus
     is_in_step: bool
+    group_size: int
     _generation: Generation
     _num_primitives = 0
+    _num_in_group = 0
     _told_of_step_at = 0.0
 
     @property
@@ -43,7 +44,7 @@ class FailureDetector(World):
 
     @property
     def _others(self) -> list[int]:
-        """The other ranks that take part in collective operations."""
+        """The other ranks that take part in collective operations, at this rank's place in their shard groups."""
         return [member for member in self.members if member != self.member]
 
     @property
@@ -136,13 +137,25 @@ class FailureDetector(World):
             | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
         )
 
+    def group_of(self, member: int) -> range:
+        """Return the ranks that hold a replica together with ``member``, and ``member``. Local."""
+        first = member - member % self.group_size
+        return range(first, first + self.group_size)
+
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
-        """Return whether a member itself is responsible for the wait, because it does not report that it waits."""
-        position = self.mesh.waits_at(member)
+        """Return whether a member itself is responsible for the wait, because it does not report that it waits.
+
+        Nor does a rank of its shard group, for which it may wait, unless nothing is heard of the member at all.
+        """
+        position, timeout_s = self.mesh.waits_at(member), self.timeout.total_seconds()
         if position is None:
-            return True
-        num_timeouts = waited_s / self.timeout.total_seconds()
-        is_lost = is_sent_at is not None and position >= is_sent_at
+            group = self.group_of(member)
+            is_own = self.member in group
+            mates_wait = not is_own and any(self.mesh.waits_at(mate) is not None for mate in group)
+            if not mates_wait or self.mesh.silent_s(member) > timeout_s * _SILENT:
+                return True
+        num_timeouts = waited_s / timeout_s
+        is_lost = is_sent_at is not None and position is not None and position >= is_sent_at
         return num_timeouts > (_TIMEOUTS_OF_A_LOST_MESSAGE if is_lost else MOST_TIMEOUTS)
 
     def exchange(
@@ -153,20 +166,25 @@ class FailureDetector(World):
         *,
         num_bytes: Mapping[int, int] | None = None,
         turn: int | None = None,
+        in_group: bool = False,
     ) -> dict[int, torch.Tensor]:
         """Send to some members, and return by member what some (by default all) others send.
 
         A member that sends another number of bytes than ``num_bytes`` has for it is lost. Outside of collective
-        operations, when ranks enter a generation together, such exchanges are numbered by ``turn``.
+        operations, when ranks enter a generation together, such exchanges are numbered by ``turn``. Those ``in_group``,
+        between the ranks of a shard group, are counted separately, as not all groups have the same ones.
 
         Raises
         ------
         GenerationEndedError
             A member was lost, or there is a later generation.
         """
-        self._num_primitives += turn is None
+        self._num_primitives += turn is None and not in_group
+        self._num_in_group += in_group
         num_loaded, step, num_ended = self.consensus.position
         number = num_ended * _PRIMITIVES + (self._num_primitives if turn is None else _PRIMITIVES - turn)
+        if in_group:
+            number = num_ended * _PRIMITIVES + _PRIMITIVES // 2 + self._num_in_group
         key = Key(Kind.COLLECTIVE, self._generation.number, num_loaded * _STEPS + step, number)
         outgoing = {member: self.mesh.send(member, key, payload) for member, payload in sent.items()}
         found: dict[int, torch.Tensor] = {}
@@ -193,3 +211,13 @@ class FailureDetector(World):
             look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
         )
         return found
+
+    def exchange_in_group(self, payload: torch.Tensor | None, what: str) -> list[torch.Tensor | None]:
+        """Return what each rank of the shard group sends, by its place there; None for this rank.
+
+        Within a collective operation of all groups. Raises what :meth:`exchange` does.
+        """
+        group = self.group_of(self.member)
+        mates = [mate for mate in group if mate != self.member]
+        found = self.exchange(dict.fromkeys(mates, payload), what, mates, in_group=True)
+        return [found.get(mate) for mate in group]

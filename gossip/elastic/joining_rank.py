@@ -1,18 +1,27 @@
-"""How a process becomes a rank of a running training: it takes a state, asks to be admitted, and is admitted."""
+"""How a process becomes a rank of a running training: it takes a state, asks to be admitted, and is admitted.
+
+The ranks of a shard group join together: each takes its shard from the same place of one group, of the same step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
-from gossip.elastic.state_transfer import take_state
+from gossip.elastic.shard_group_world import ShardGroupWorld
+from gossip.elastic.state_transfer import step_of, take_state
 from gossip.errors import CannotJoinError, ExchangeError
 
 _PAUSE_S = 0.005
+_STEPS_AHEAD = 3, 12, 48
+"""So many steps later than now a shard group gives its state; all of its ranks must have been asked by then."""
 
 
 class JoiningRank:
@@ -38,9 +47,41 @@ class JoiningRank:
         """
         self._consensus.look_up()
         members = self._reach(self._consensus.latest)
+        if self._world.shard_group is not None:
+            return self._take_with_group(members, self._world.shard_group)
         first = self._world.member % len(members)
         at_step_end = self._returns or self._world.is_in_step
         return take_state(self._mesh, members[first:] + members[:first], at_step_end=at_step_end, returns=self._returns)
+
+    def _take_with_group(self, members: Sequence[int], group: ShardGroupWorld) -> tuple[int, str, ShrinkingMemory]:
+        """Let each rank of this shard group take its shard from the same place of one group, and of the same step."""
+        world, what = self._world, "joining: choosing whose state to take"
+        complete = {each // len(held) for each in members if set(held := world.group_of(each)).issubset(members)}
+        found = [json.loads(each) for each in group.gather_bytes(json.dumps(sorted(complete)).encode(), what)]
+        sources = sorted(set.intersection(*map(set, found)))
+        if not sources:
+            raise ExchangeError(f"rank {world.member}: joining: no shard group can be reached by all ranks of this one")
+        first, reasons = world.worker % len(sources), list[str]()
+        for source, num_steps in itertools.product(sources[first:] + sources[:first], _STEPS_AHEAD):
+            given_at = 0
+            if group.rank == 0:
+                with contextlib.suppress(ExchangeError):
+                    given_at = num_steps + step_of(self._mesh, source * world.group_size)
+            given_at = int(group.gather_bytes(str(given_at).encode(), what)[0])
+            taken, outcome = None, f"rank {source * world.group_size} did not say at which step it is"
+            if given_at:
+                try:
+                    place = source * world.group_size + group.rank
+                    taken = take_state(self._mesh, [place], at_step_end=True, returns=False, at_step=given_at)
+                    outcome = ""
+                except ExchangeError as error:
+                    outcome = str(error)
+            outcomes = [each.decode() for each in group.gather_bytes(outcome.encode(), what)]
+            if not any(outcomes):
+                assert taken is not None
+                return taken
+            reasons.append(next(filter(None, outcomes)))
+        raise ExchangeError("; ".join(reasons))
 
     def be_admitted(self, check_size: Callable[[int], None]) -> Generation | None:
         """Join, and return the first generation of which this rank is a member; it makes steps from its first one on.
@@ -62,7 +103,7 @@ class JoiningRank:
             found = self._reach(latest)
             if len(found) == len(latest.members):
                 if checked != latest:
-                    check_size(len(latest.members) + 1)
+                    check_size(len(latest.members) // self._world.group_size + 1)
                     checked = latest
                 self._consensus.ask_in(latest.number, returns=self._returns)
                 has_asked = True
@@ -79,11 +120,13 @@ class JoiningRank:
 
         A member that cannot be reached will soon be lost for the others too; otherwise this rank cannot join.
         """
-        mesh, members = self._mesh, generation.members
-        mesh.call({other: self._world.address_of(other) for other in members if not mesh.has_met(other)})
+        mesh, members, own = self._mesh, generation.members, self._world.member
+        mates = [mate for mate in self._world.group_of(own) if mate != own]
+        called = [*members, *(mate for mate in mates if mate < own)]
+        mesh.call({other: self._world.address_of(other) for other in called if not mesh.has_met(other)})
         with mesh.changed:
             mesh.changed.wait_for(
-                lambda: mesh.failure is not None or all(map(mesh.has_met, members)),
+                lambda: mesh.failure is not None or all(map(mesh.has_met, [*members, *mates])),
                 timeout=self._world.timeout.total_seconds(),
             )
             mesh.check()

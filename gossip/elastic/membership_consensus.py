@@ -29,8 +29,12 @@ class Consensus(MembershipProtocol):
         A store with keys that no other model uses, on a separate connection. It must not end with a rank.
     members : sequence of int
         The members of the first generation. A rank that is not among them joins, see :meth:`ask_in`.
+    min_ranks : int
+        Training ends with an error when fewer remain, in ranks or shard groups.
     timeout : timedelta
         How long an agreement waits for a rank.
+    group_size : int
+        How many ranks, with consecutive numbers, hold a replica together: a shard group trains as a whole or not.
     is_in_step : bool
         Whether the ranks make their steps together. If not, all steps are step 0 here, and a generation begins at once.
     ends_if_preempted : bool
@@ -61,6 +65,7 @@ class Consensus(MembershipProtocol):
         *,
         min_ranks: int,
         timeout: timedelta,
+        group_size: int = 1,
         is_in_step: bool = True,
         ends_if_preempted: bool = False,
     ) -> None:
@@ -71,7 +76,7 @@ class Consensus(MembershipProtocol):
         self._mesh = mesh
         self._generations = [Generation(0, tuple(members))]
         self._initial = tuple(members)
-        self._min_ranks = min_ranks
+        self._group_size, self._min_ranks = group_size, min_ranks * group_size
         self._entered = 0
         self._absent_until: dict[int, int] = {}  # ranks that have joined: the last step at which the others meet alone
         self._loaded_step: int | None = None  # by the current collective operation
@@ -219,6 +224,7 @@ class Consensus(MembershipProtocol):
         return any(farewells[member] > self.position for member in members if member in farewells)
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
+        self._fail_with_group(reasons)
         with self._changed:
             self._suspects = {**reasons, **self._suspects}
             self._changed.notify_all()
@@ -262,15 +268,17 @@ class Consensus(MembershipProtocol):
         """
         with self._changed:
             self._check()
-            self._is_leaving = True
+            self._is_leaving = self._leaves_at is None  # another rank of the shard group may have said so
             self._changed.notify_all()
             self._wait_until(lambda: not self._is_leaving, f"step {self.position[1]}: leaving")
             if self._leaves_at is None:
-                num_others = len(self._generations[-1].members) - 1
+                size = self._group_size
+                num_others = len(self._generations[-1].members) // size - 1
                 raise GossipError(
-                    f"rank {self._mesh.member}: step {self.position[1]}: without this rank {num_others} "
-                    f"would remain, fewer than min_ranks={self._min_ranks}; save a checkpoint on all ranks instead, "
-                    "or pass a lower min_ranks to let the others continue"
+                    f"rank {self._mesh.member}: step {self.position[1]}: without this "
+                    f"{'shard group' if size > 1 else 'rank'} {num_others} "
+                    f"would remain, fewer than min_ranks={self._min_ranks // size}; save a checkpoint on all ranks "
+                    "instead, or pass a lower min_ranks to let the others continue"
                 )
             return self._leaves_at
 
@@ -320,6 +328,11 @@ class Consensus(MembershipProtocol):
         text = f"rank {self._mesh.member}: {where}: no agreement on the remaining ranks within {self._patience_s:g} s: "
         self.fail(ExchangeError(f"{text}the key-value store does not reply, or this rank is cut off from it"))
 
+    def check(self) -> None:
+        """Raise the reason why this rank cannot continue, if there is one."""
+        with self._changed:
+            self._check()
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -327,9 +340,22 @@ class Consensus(MembershipProtocol):
     # ------------------------------------------------------------------ triggers of an attempt
 
     def _on_lost(self, member: int, reason: str) -> None:
+        if member not in self._mesh.left:
+            self._fail_with_group({member: reason})
         with self._changed:
             self._suspects.setdefault(member, reason)
             self._changed.notify_all()
+
+    def _fail_with_group(self, lost: Mapping[int, str]) -> None:
+        """Continue no more if a rank of the own shard group is lost."""
+        for member in sorted(self._own_group() & lost.keys()):
+            self.fail(
+                ExchangeError(
+                    f"rank {self._mesh.member}: rank {member} of its shard group was lost ({lost[member]}): without it "
+                    "the replica is incomplete; the other groups continue without this one",
+                    failed_ranks=(member,),
+                )
+            )
 
     def fail(self, error: GossipError) -> None:
         with self._changed:

@@ -6,6 +6,8 @@ with its step, and does not go beyond this step before there is a decision. When
 that these ranks form a generation from the step after the newest of these steps. If one of them is lost meanwhile, the
 decision is that the attempt is void, and the next one begins. A decision is written once, by compare-and-set, and
 reads the same for every rank, including those that learn of it late.
+
+Ranks that hold a replica together are members together: a shard group is lost, leaves and joins as a whole.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class MembershipProtocol(ABC):
     _mesh: Mesh
     _generations: list[Generation]
     _initial: tuple[int, ...]
+    _group_size: int
     _min_ranks: int
     _absent_until: dict[int, int]
     _asked_in: int | None
@@ -84,14 +87,14 @@ class MembershipProtocol(ABC):
         latest = self._generations[-1]
         lost = set(latest.members) & self._suspects.keys()
         if self._mesh.member not in latest.members:
-            return self._asked_in == latest.number and not lost
+            return self._asked_in == latest.number and not (lost or self._own_group() & self._suspects.keys())
         is_changing = self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
         return is_changing or self._must_end(latest)
 
     def _must_end(self, latest: Generation) -> bool:
         """Return whether so many ranks have received SIGTERM that too few would remain, and all are to end together."""
-        present = [member for member in latest.members if member not in self._suspects]
-        num_remaining = sum(member not in self._preempted for member in present)
+        present = self._of_whole_groups(latest.members, self._suspects)
+        num_remaining = len(self._of_whole_groups(present, self._preempted))
         return self._ends_if_preempted and self._ends_at is None and num_remaining < self._min_ranks <= len(present)
 
     def _lost_leaving(self, latest: Generation) -> set[int]:
@@ -184,15 +187,28 @@ class MembershipProtocol(ABC):
         if self._error is not None or self._is_dropped:
             return None
         if member not in latest.members:
-            is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(latest.members)
-            joined = Proposal(sorted([*latest.members, member]), returning=[member] * self._returns)
-            return joined if is_asked else None
+            joined = {*latest.members, *self._own_group()}
+            is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(joined)
+            return Proposal(sorted(joined), returning=[member] * self._returns) if is_asked else None
         is_last = self._must_end(latest)
-        leaving = [member] * (self._is_leaving and not is_last)
-        members = [other for other in latest.members if other not in {*self._suspects, *leaving}]
+        leaving = sorted(self._own_group()) if self._is_leaving and not is_last else []
+        members = self._of_whole_groups(latest.members, {*self._suspects, *leaving})
         have_ended = self._ended | self._mesh.farewells.keys()
         ended = [other for other in latest.members if other not in members and other in have_ended]
         return Proposal(members, leaving, ended=ended, is_last=is_last)
+
+    def _group_of(self, member: int) -> int:
+        """Return the number of a rank's shard group, which is its own number if it holds a replica alone."""
+        return member // self._group_size
+
+    def _of_whole_groups(self, members: Iterable[int], missing: Iterable[int]) -> list[int]:
+        """Return those of ``members`` whose shard groups lack none of their ranks."""
+        incomplete = set(map(self._group_of, missing))
+        return [member for member in members if self._group_of(member) not in incomplete]
+
+    def _own_group(self) -> set[int]:
+        first = self._group_of(self._mesh.member) * self._group_size
+        return set(range(first, first + self._group_size))
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""
@@ -284,9 +300,13 @@ class MembershipProtocol(ABC):
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
         gone = [other for other in self._initial if other not in members]
         missing = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
+        size = self._group_size
+        remain = (
+            f"{len(members) // size} of {len(self._initial) // size} {'shard groups' if size > 1 else 'ranks'} remain"
+        )
         return ExchangeError(
-            f"rank {self._mesh.member}: {len(members)} of {len(self._initial)} ranks remain ({in_words(members)}), "
-            f"fewer than min_ranks={self._min_ranks}; missing: {missing}. Start again from the newest checkpoint, or "
-            "pass a lower min_ranks",
+            f"rank {self._mesh.member}: {remain} ({in_words(members)}), "
+            f"fewer than min_ranks={self._min_ranks // size}; missing: {missing}. Start again from the newest "
+            "checkpoint, or pass a lower min_ranks",
             failed_ranks=gone,
         )

@@ -21,7 +21,7 @@ from loguru import logger
 from gossip.communication.host.available_memory import ShrinkingMemory, size_text
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.failure_detector import MOST_TIMEOUTS
+from gossip.elastic.shard_group_world import MOST_TIMEOUTS
 from gossip.errors import CannotJoinError, ExchangeError, reason
 
 _PIECE_BYTES = 2**20  # a message of training waits behind at most one of them
@@ -29,6 +29,8 @@ _NUM_ASKED = 4  # number of pieces requested at a time
 _TICK_S = 1.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LAST = 2**62  # requested last, in place of a piece: nothing more of this part and those before it is needed
+_WHERE = _LAST - 1  # in place of a piece: the step at which the rank is
+_AT_STEP = 2  # plus a step: when a state is taken, in place of whether at the end of any step
 _FIRST, _SECOND = 0, 1  # parts of the state
 _REFUSES = 1  # in place of any piece of a part: the reason why there is none
 
@@ -43,15 +45,19 @@ class StateSource:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[bool, bool]] = {}  # joining ranks; has each ended a step, is it within its loop
+        # Joining ranks: at the end of a step or before one, or of which one; is each within its loop.
+        self._waiting: dict[int, tuple[int, bool]] = {}
         self._begun: dict[int, bool] = {}  # joining ranks that have the first part; is each within its loop
         # By joining rank and part, the copy of a state, and how many of its bytes have arrived there.
         self._taken: dict[tuple[int, int], tuple[ShrinkingMemory, int]] = {}
         self._said: set[str] = set()
         mesh.handlers[Kind.ASK] = lambda member, frame: self._on_ask(member, frame.key)
 
-    def asked_by(self, *, at_step_end: bool) -> list[int]:
-        """Return the joining ranks that wait for a state as at the end of a step, or as at the beginning of one."""
+    def asked_by(self, step: int, *, at_step_end: bool) -> list[int]:
+        """Return the joining ranks that wait for a state as at the end of a step, or as at the beginning of one.
+
+        Those of a shard group wait for that after a certain number of steps, so that their shards fit together.
+        """
         with self._lock:
             known = {*self._waiting, *self._begun, *(member for member, _ in self._taken)}
         patience_s = self._mesh.timeout.total_seconds()
@@ -59,8 +65,13 @@ class StateSource:
         with self._lock:
             for member in gone:
                 self._forget(member, _SECOND)
+            late = [member for member, (when, _) in self._waiting.items() if _AT_STEP <= when < _AT_STEP + step]
+        for member in late:
+            self._refuse([member], _FIRST, f"it has already made step {step - 1}")
+        with self._lock:
             waiting = {} if self._taken else self._waiting  # there is at most one copy
-            return [member for member, (has_ended_step, _) in waiting.items() if has_ended_step == at_step_end]
+            now = {_AT_STEP + step, True} if at_step_end else {False}
+            return [member for member, (when, _) in waiting.items() if when in now]
 
     def begun(self, members: Iterable[int], *, returning: bool) -> list[int]:
         """Return those of ``members`` that wait for the second part, because they train from this step on.
@@ -89,7 +100,7 @@ class StateSource:
             for member in joining:
                 self._send(member, 0, torch.frombuffer(bytearray(head), dtype=torch.uint8), part)
         except Exception as error:
-            self._refuse(joining, part, error)
+            self._fail(joining, part, error)
 
     def _allocate(self, joining: Sequence[int], part: int, num_bytes: int) -> torch.Tensor:
         copied, own, whom = ShrinkingMemory(num_bytes), self._mesh.member, in_words(joining)
@@ -105,8 +116,11 @@ class StateSource:
         """Handle a request, in the mesh's thread. Piece 0 describes the others, and makes this rank take its state."""
         _, piece, second, third = key
         with self._lock:
+            if piece == _WHERE:
+                self._send(member, _WHERE, torch.tensor([self._mesh.position()[1]]).view(torch.uint8), _FIRST)
+                return
             if piece == 0:
-                self._waiting[member] = bool(second), bool(third)
+                self._waiting[member] = second, bool(third)
             elif piece == _LAST:
                 self._forget(member, second)
             copied, _ = self._taken.get((member, second), (None, 0))
@@ -120,7 +134,7 @@ class StateSource:
                 raise ExchangeError(f"piece {piece} of its state was let go when those behind it were asked for")
             self._send(member, piece, copied.values[begin : begin + _PIECE_BYTES], second)
         except Exception as error:
-            self._refuse([member], second, error)
+            self._fail([member], second, error)
 
     def _forget(self, member: int, part: int) -> None:
         self._waiting.pop(member, None)
@@ -129,12 +143,10 @@ class StateSource:
         if part == _SECOND:
             self._begun.pop(member, None)
 
-    def _refuse(self, joining: Sequence[int], part: int, error: Exception) -> None:
-        """Tell them why they do not get this rank's state, and log it once."""
+    def _fail(self, joining: Sequence[int], part: int, error: Exception) -> None:
+        """Refuse this rank's state because of an error, which is logged once."""
         why = reason(error)
         with self._lock:
-            for member in joining:
-                self._forget(member, _SECOND)
             is_new = why not in self._said
             self._said.add(why)
         if is_new:
@@ -144,6 +156,13 @@ class StateSource:
                 in_words(joining),
                 why,
             )
+        self._refuse(joining, part, why)
+
+    def _refuse(self, joining: Sequence[int], part: int, why: str) -> None:
+        """Tell them why they do not get this rank's state."""
+        with self._lock:
+            for member in joining:
+                self._forget(member, _SECOND)
         for member in joining:
             self._mesh.send(
                 member, Key(Kind.STATE, 0, part, _REFUSES), torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
@@ -156,12 +175,12 @@ class StateSource:
 
 
 def take_state(
-    mesh: Mesh, sources: Sequence[int], *, at_step_end: bool, returns: bool
+    mesh: Mesh, sources: Sequence[int], *, at_step_end: bool, returns: bool, at_step: int | None = None
 ) -> tuple[int, str, ShrinkingMemory]:
     """Return the state of the first of ``sources`` that gives it: its rank, text and values.
 
-    It is taken ``at_step_end``, or else at the beginning of a step, after everything that happens between two steps. A
-    rank that ``returns`` is within its loop, and not before it.
+    It is taken ``at_step_end``, or else at the beginning of a step, after everything that happens between two steps; or
+    when a source has made ``at_step`` steps. A rank that ``returns`` is within its loop, and not before it.
 
     Raises
     ------
@@ -175,7 +194,7 @@ def take_state(
     for source in sources:
         needless = _SECOND
         try:
-            mesh.send(source, Key(Kind.ASK, 0, at_step_end, returns))
+            mesh.send(source, Key(Kind.ASK, 0, at_step_end if at_step is None else _AT_STEP + at_step, returns))
             taken = _take_from(mesh, source, _FIRST)
             needless = _FIRST
             return source, *taken
@@ -190,6 +209,13 @@ def take_state(
     reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
     text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
     raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
+
+
+def step_of(mesh: Mesh, source: int) -> int:
+    """Return how many steps a member has made; ExchangeError if it does not reply."""
+    mesh.send(source, Key(Kind.ASK, _WHERE))
+    (number,) = _pieces(mesh, source, _FIRST, [_WHERE], asks=False)
+    return int(number.view(torch.int64))
 
 
 def take_second_part(mesh: Mesh, source: int) -> tuple[str, ShrinkingMemory]:
@@ -228,9 +254,9 @@ def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory
     return text, copied
 
 
-def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int]) -> list[torch.Tensor]:
+def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int], *, asks: bool = True) -> list[torch.Tensor]:
     """Request pieces, but for the first one, and wait for them; raise if what arrives is not what was sent."""
-    for number in filter(None, numbers):
+    for number in filter(None, numbers if asks else ()):
         mesh.send(source, Key(Kind.ASK, number, part))
     found: dict[int, torch.Tensor] = {}
     timeout_s = mesh.timeout.total_seconds()

@@ -269,7 +269,8 @@ def make_generation_transport(
 ) -> Transport:
     """Return the transport of a generation; by default, of the first one."""
     assert isinstance(world, ElasticWorld)
-    members = range(schedule.world_size) if members is None else members
+    if members is None:
+        members = world.holding_shard(range(schedule.world_size * world.group_size))
     if isinstance(algorithm, Asynchronous):
         averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)
         return PairTransport(world, members, averager, algorithm.max_staleness)

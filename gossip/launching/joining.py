@@ -123,9 +123,10 @@ def join_training(store: dist.Store | str | None = None, *, timeout: timedelta =
 
     It replaces ``init_process_group``. Then wrap the model in the same way as on the ranks that train.
 
-    A process that joins has a process group of its own. It takes over the parameters and the optimizer's state from one
-    of the ranks, which continue training meanwhile. When construction returns, this process is one of the ranks, and
-    ``model.step`` is its first step.
+    A process that joins has a process group of its own; the ranks of a shard group initialise one of the group first,
+    and all of them join. It takes over the parameters and the optimizer's state from one of the ranks, which continue
+    training meanwhile. When construction returns, this process is one of the ranks, and ``model.step`` is its first
+    step.
 
     Without ``store``, processes meet at the store that the environment variable ``GOSSIP_STORE`` names (``host:port``
     of ``gossip store``, or ``host:port/name`` if several trainings use it). Of these, ``GOSSIP_GROUPS`` found the
@@ -163,7 +164,8 @@ def join_training(store: dist.Store | str | None = None, *, timeout: timedelta =
             raise ValueError(f'store must be a torch.distributed.Store or "host:port", got {store!r}')
         store = connect(store, timeout)
     training_store.join(store)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _met(placement: Placement, timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import gc
 import multiprocessing
 import os
@@ -119,6 +118,7 @@ def launch(
     restart : int
         With "continue": how many times a failed worker is started again while others train. It runs the function from
         the beginning, in a process group of its own, and its model joins the others (:func:`gossip.join_training`).
+        With ``local_size`` all workers of a group are started again together, once all of them have ended.
 
     Returns
     -------
@@ -190,9 +190,9 @@ def launch(
     workers: list[ForkServerProcess] = []
     channels: list[Connection] = []
 
-    def start(rank: int, *, joins: bool = False) -> None:
+    def start(rank: int, attempt: int = 0) -> None:
         channel, theirs = context.Pipe()
-        arguments = function, args, rank, rendezvous, theirs, joins
+        arguments = function, args, rank, rendezvous, theirs, attempt
         process = context.Process(target=_work, args=arguments, name=f"rank{rank}", daemon=False)
         process.start()
         theirs.close()
@@ -204,9 +204,9 @@ def launch(
     try:
         for rank in range(world_size):
             start(rank)
-        start_again = functools.partial(start, joins=True) if on_peer_loss == "continue" else None
+        start_again = start if on_peer_loss == "continue" else None
         with contextlib.nullcontext() if start_again is None else _sigterm_for_workers():
-            results = collect(workers, channels, start_again, restart)
+            results = collect(workers, channels, start_again, restart, group_size=local_size or 1)
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported, so its work is done whatever has happened since
                 channel.send_bytes(b"leave")
@@ -365,11 +365,11 @@ def _work(
     rank: int,
     rendezvous: _Rendezvous,
     channel: Connection,
-    joins: bool,
+    attempt: int,
 ) -> None:
     """Run a worker: join the group, call the function, report, wait for all the others, exit.
 
-    With ``joins`` the others have already started, and the worker joins their training.
+    In a later ``attempt`` the others have already started, and the worker, or its shard group, joins their training.
     """
     global _is_worker
     _is_worker = True
@@ -395,12 +395,16 @@ def _work(
     torch.set_num_threads(rendezvous.num_threads)
     try:
         with limit_named(), _local_size_set(rendezvous.local_size):
-            size, timeout = rendezvous.world_size, rendezvous.timeout
-            store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=timeout)
-            if joins:
+            store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+            if attempt:
+                group, place = divmod(rank, group_size := rendezvous.local_size or 1)
+                if group_size > 1:
+                    name = f"group{group}/attempt{attempt}"
+                    of_group = dist.PrefixStore(name, store)
+                    _init(rendezvous, of_group, place, group_size)
                 join_training(store)
             else:
-                dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+                _init(rendezvous, store, rank, rendezvous.world_size)
             report = _pickled_result(function(*args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -415,6 +419,10 @@ def _work(
     may_leave.wait()  # closing the sockets now could lose a peer's last message
     if dist.is_initialized():  # the function may have ended it
         dist.destroy_process_group()
+
+
+def _init(rendezvous: _Rendezvous, store: dist.Store, rank: int, size: int) -> None:
+    dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=rendezvous.timeout)
 
 
 def _pickled_result(result: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import time
@@ -18,6 +19,7 @@ from gossip.communication.liveness.process_liveness import is_suspended
 from gossip.errors import LaunchError
 
 _SIBLING_GRACE_S = 0.5
+_GROUP_GRACE_S = 10.0
 _GLANCE_S = 1.0
 _EXIT_PATIENCE_S = 1.0
 
@@ -46,18 +48,22 @@ def pickled(content: Any) -> bytes:
 def collect(
     workers: Sequence[ForkServerProcess],
     channels: Sequence[Connection],
-    start: Callable[[int], None] | None,
+    start: Callable[[int, int], None] | None,
     restart: int,
+    group_size: int = 1,
 ) -> list[Any]:
     """Wait for every rank's report; after a failure, wait a moment longer for its cause, then raise it.
 
     With ``start`` the other ranks continue: failures are logged, and raised only if all ranks failed, as SystemExit if
-    they ended together. It starts the worker of a rank again, ``restart`` times, and appends it and its channel.
+    they ended together. It starts the worker of a rank again, ``restart`` times, and appends it and its channel; it is
+    told how often this has been done. Ranks of a shard group are started again together, once all of them have ended;
+    those that do not end soon after another has failed are killed.
     """
     waiting = {channel: (rank, worker) for rank, (channel, worker) in enumerate(zip(channels, workers, strict=True))}
     results: list[Any] = [None] * len(workers)
     failures: dict[int, Failure] = {}
-    num_starts: Counter[int] = Counter()
+    num_starts: Counter[int] = Counter()  # of a group
+    doomed: dict[int, float] = {}  # groups of which a rank has failed, and when the others are killed
     deadline: float | None = None
     while waiting:
         patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -65,9 +71,13 @@ def collect(
         # When the others have ended, no report can be expected of suspended ones.
         if not ready and (start is None or all(is_suspended(worker.pid or 0) for _, worker in waiting.values())):
             break
+        for rank, worker in list(waiting.values()):
+            if time.monotonic() > doomed.get(rank // group_size, math.inf):
+                worker.kill()
         for channel in ready:
             assert isinstance(channel, Connection)
             rank, worker = waiting.pop(channel)
+            group, others = rank // group_size, {other for other, _ in waiting.values()}
             report = _receive(worker, channel)
             if not isinstance(report, Failure):
                 results[rank] = report
@@ -79,19 +89,22 @@ def collect(
                 continue
             if report.exit_status is not None:
                 continue
-            num_starts[rank] += 1
-            if num_starts[rank] > restart or not waiting or report.is_final:
-                logger.warning("rank {} failed: {}; the others continue if they can", rank, report.summary)
-                continue
+            members = range(group * group_size, (group + 1) * group_size)
+            is_over = num_starts[group] >= restart or others.issubset(members) or report.is_final
+            whom = "it" if group_size == 1 else f"its shard group, ranks {members.start} to {members.stop - 1},"
+            how = f"{whom} is restarted ({num_starts[group] + 1} of {restart} restarts)"
             logger.warning(
-                "rank {} failed: {}; it is restarted ({} of {} restarts)",
-                rank,
-                report.summary,
-                num_starts[rank],
-                restart,
+                "rank {} failed: {}; {}", rank, report.summary, "the others continue if they can" if is_over else how
             )
-            start(rank)
-            waiting[channels[-1]] = rank, workers[-1]
+            doomed.setdefault(group, time.monotonic() + _GROUP_GRACE_S)
+            if not others.isdisjoint(members):
+                continue
+            del doomed[group]
+            if not is_over:
+                num_starts[group] += 1
+                for member in members:
+                    start(member, num_starts[group])
+                    waiting[channels[-1]] = member, workers[-1]
     if failures and (start is None or len(failures) == len(results)):
         for failure in failures.values():
             if failure.exit_status is not None:

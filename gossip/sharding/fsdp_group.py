@@ -211,7 +211,7 @@ def watch_collectives(module: nn.Module, world: World, where: Callable[[], str])
         return
     membership = world.membership
     assert membership is not None
-    bound_waits(membership.group, world.timeout)
+    bound_waits(membership.group, world.patience)
 
     def failed(what: str, error: RuntimeError) -> ExchangeError | None:
         if isinstance(error, ExchangeError) or not is_lost_connection(error):

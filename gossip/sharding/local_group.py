@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
@@ -99,7 +100,14 @@ class LocalGroup:
         """Wait until the module has the values of this step. Collective over the group."""
 
     def changed(self) -> None:
-        """React to values that were replaced outside a step. Collective over the group."""
+        """React to values that were replaced outside a step. Collective over the group.
+
+        Within a collective operation of all groups, some ranks of a group may make an attempt that others do not: they
+        react after it, in :meth:`complete_changes`.
+        """
+
+    def complete_changes(self) -> None:
+        """React to what was replaced within a collective operation. Collective over the group."""
 
     def reduce_(self, parameters: Iterable[nn.Parameter], step: int, index: int) -> None:
         """Replace a bucket's gradients by their means over the group, unless something else does. Collective over it.
@@ -250,6 +258,16 @@ class PartitionedGroup(SharedGroup):
         for handle in self._handles:
             handle.remove()
         super().close()
+
+
+def check_mesh_of_all(mesh: DeviceMesh) -> None:
+    """Refuse, by ValueError, a mesh of other ranks than all, or in another order."""
+    num_groups, size = mesh.shape
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError(
+            f'on_peer_loss="continue": mesh must be of all {dist.get_world_size()} ranks in their order, got '
+            f"{num_groups} groups of {size}: {mesh.mesh.tolist()}; make it by gossip.make_shard_mesh(local_size)"
+        )
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

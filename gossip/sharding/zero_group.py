@@ -113,6 +113,7 @@ class ZeroGroup(PartitionedGroup):
         self._buckets: list[Bucket] = []
         self._reductions: deque[Callable[[], None]] = deque()
         self._gatherings: deque[Callable[[], None]] = deque()
+        self._is_behind = False  # the module's parameters: the rows have newer values
         self._begin_pass()
 
     def start_equal_(self) -> None:
@@ -130,7 +131,8 @@ class ZeroGroup(PartitionedGroup):
         self.changed()
 
     def take_edits(self) -> None:
-        self.replica.pull()
+        if not self._is_behind:
+            self.replica.pull()
 
     def before_forward(self, step: int) -> None:
         del step
@@ -227,10 +229,18 @@ class ZeroGroup(PartitionedGroup):
         _end(self._gatherings)
 
     def changed(self) -> None:
+        self._is_behind = True
+        if not self.world.is_joint:
+            self.complete_changes()
+
+    def complete_changes(self) -> None:
+        if not self._is_behind:
+            return
         self.finish_step()
         for bucket in self._buckets:
             self.updated(bucket.index)
         self.finish_step()
+        self._is_behind = False
 
     # ------------------------------------------------------------------ between steps
 

@@ -97,7 +97,6 @@ class CollectiveOperations:
         before = contextlib.ExitStack()
 
         def average() -> None:
-            self._catch_up()
             engine.frozen.compare()
             if self._world.changes:  # then it may be repeated
                 before.callback(snapshot(self.module, self._buckets, engine.exchanges.message_as_sent))
@@ -105,7 +104,7 @@ class CollectiveOperations:
             self._average_()
 
         with engine.fatal():
-            self._world.collectively(average, before.close)
+            self._collectively(average, before.close)
             before.pop_all()
             engine.frozen.are_equal()
             engine.exchanges.averaged()
@@ -138,7 +137,6 @@ class CollectiveOperations:
         with contextlib.ExitStack() as before:
 
             def average() -> None:
-                self._catch_up()
                 engine.frozen.compare()
                 before.callback(engine.group.changed)
                 before.callback(snapshot(self.module, self._buckets, engine.exchanges.message_as_sent))
@@ -147,7 +145,7 @@ class CollectiveOperations:
                 self._average_(is_put_back=True)
 
             with engine.fatal():
-                self._world.collectively(average, before.close)
+                self._collectively(average, before.close)
             engine.is_averaged, engine.put_back = True, before.close
             try:
                 if recalibrate is not None:
@@ -184,19 +182,17 @@ class CollectiveOperations:
         """The buckets of the parameters that are exchanged, in launch order."""
         return [bucket for bucket in self._live().buckets if isinstance(bucket, Bucket)]
 
-    def _catch_up(self) -> None:
-        """Exchange along the topology of the ranks that are about to do something together."""
-        if self._generations is not None:
-            self._generations.catch_up()
-
-    def _collectively(self, operation: Callable[[], _Result]) -> _Result:
+    def _collectively(self, operation: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
         """Return the result of ``operation``, carried out with the remaining ranks."""
 
         def catch_up_and_operate() -> _Result:
-            self._catch_up()
+            if self._generations is not None:
+                self._generations.catch_up()  # exchange along the topology of those that do this together
             return operation()
 
-        return self._world.collectively(catch_up_and_operate)
+        result = self._world.collectively(catch_up_and_operate, undo)
+        self._live().group.complete_changes()
+        return result
 
     def _begin_together(self) -> None:
         engine = self._live()

@@ -21,6 +21,7 @@ from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason, warn_user
 from gossip.exchange.edge_transport import make_generation_transport
+from gossip.exchange.transport import Transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import deserialize, serialize
@@ -44,7 +45,7 @@ class GenerationChange:
     def __init__(self, model: Any, world: World, parts: Parts, arguments: Arguments, kept: KeptObjects) -> None:
         assert isinstance(world, ElasticWorld)
         # The model exchanges along this generation's topology; the rank is this one's place among its members.
-        self.generation, self.rank = Generation(0, tuple(range(parts.topology.world_size))), world.rank
+        self.generation, self.rank = world.generation, world.rank
         self._model = weakref.ref(model)
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
@@ -53,6 +54,12 @@ class GenerationChange:
         self._is_checked = False
         self._own_options: set[tuple[str, int, str]] = set()  # of which it has been said that they are not given
         self._has_common_state = True
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train, numbered as at the beginning; with shard groups, these."""
+        world = self._world
+        return tuple(member // world.group_size for member in world.holding_shard(self.generation.members))
 
     def begin(self) -> None:
         """Enter the first generation, or join the ranks that train. Collective."""
@@ -141,7 +148,7 @@ class GenerationChange:
     def _give(self, *, at_step_end: bool) -> None:
         """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
         source, in_step = self._world.state_source, self._world.is_in_step
-        if joining := source.asked_by(at_step_end=at_step_end):
+        if joining := source.asked_by(self._engine.step, at_step_end=at_step_end):
             source.give(
                 joining,
                 lambda room: serialize(self._state() | ({} if in_step else {"second": self._second_part()}), room),
@@ -186,6 +193,7 @@ class GenerationChange:
                 raise CannotJoinError(
                     f"rank {world.member}: joining: what rank {source} gave cannot be loaded here: {reason(error)}"
                 ) from error
+            engine.group.changed()
             self._has_common_state = False  # it is from an earlier step
             given_at = self._joined_at = engine.step
             num_loaded, step, num_ended = state["position"]
@@ -202,7 +210,7 @@ class GenerationChange:
                 time.sleep(_PAUSE_S)  # each attempt delays the others for a moment
         if world.is_in_step:
             engine.step = generation.first_step
-        self.generation, self.rank = Generation(-1, (world.member,)), 0
+        self.generation, self.rank = Generation(-1, tuple(world.group_of(world.member))), 0
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, source, given_at
         )
@@ -309,22 +317,24 @@ class GenerationChange:
         if self._world.consensus.ends_at is not None and generation.members == self.generation.members:
             self.generation = generation
             return
-        topology, algorithm = self._plan(len(generation.members))
+        members = self._world.holding_shard(generation.members)
+        topology, algorithm = self._plan(len(members))
         algorithm.follow(self._engine.exchanges.algorithm)
         schedule = algorithm.schedule(topology)
-        transport = None
-        if len(generation.members) > 1:
+        transport: Transport | None = None
+        if len(members) > 1:
             transport = make_generation_transport(
                 self._world,
                 schedule,
                 algorithm=algorithm,
                 compression=self._parts.compression,
                 soft_deadline_s=self._arguments.soft_deadline_s,
-                members=generation.members,
+                members=members,
                 before=self._engine.exchanges.transport,
             )
-        self.rank = generation.members.index(self._world.member)
-        self._engine.move(schedule, transport, algorithm, self.rank)
+        self.rank = members.index(self._world.member)
+        self._engine.move(schedule, self._engine.group.carried(transport), algorithm, self.rank)
+        self._engine.group.changed()
         before, self.generation = self.generation, generation
         self._engine.generation = generation.number
         self._agree()
@@ -336,7 +346,7 @@ class GenerationChange:
         """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
         common = common_state(self._engine.exchanges)
         is_latest = self._world.generation.number == self.generation.number
-        if common and is_latest and len(self.generation.members) > 1:
+        if common and is_latest and len(self.members) > 1:
             self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
@@ -372,9 +382,10 @@ class GenerationChange:
         joined = [f"rank {member}" for member in self.generation.members if member not in before.members]
         changes = {"lost": lost, "left": left, "joined": joined}
         what = "; ".join(f"{how}: {', '.join(who)}" for how, who in changes.items() if who)
+        units = "ranks" if self._world.group_size == 1 else "shard groups"
         logger.log(
             "WARNING" if lost else "INFO",
-            f"step {self._engine.step}: {len(self.generation.members)} ranks continue, "
+            f"step {self._engine.step}: {len(self.members)} {units} continue, "
             f"{in_words(self.generation.members)}, with topology {topology.name}; {what}",
         )
 

@@ -1,6 +1,7 @@
 """Ranks that go on without those that die, and that others join and leave; and the dense recursion of those that train.
 
-Every rank's loss is half its squared distance from a target of its own.
+Every rank's loss is half its squared distance from a target of its own. With ``shape`` and ``shard`` among the options
+there are shard groups in place of ranks: as many as the shape says, of so many ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -24,10 +26,13 @@ import pytest
 import torch
 import unsupervised
 from loguru import logger
+from sharded_models import make_sharded
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import topologies
 from gossip import GossipDataParallel
+from gossip.communication import training_store
 from gossip.lab.faults.fault import Fault
 from gossip.parameters.serializable_state import serialize, to_serializable
 
@@ -63,7 +68,14 @@ def make_model(numel: int, options: Mapping[str, Any]) -> GossipDataParallel:
         "timeout": TIMEOUT,
         "on_peer_loss": "continue",
     }
-    return GossipDataParallel(Pair(numel), **chosen | dict(options))
+    chosen |= options
+    module, (_, size) = Pair(numel), chosen.pop("shape", (0, 1))
+    if size > 1:
+        shape = torch.distributed.get_world_size() // size, size
+        module, of_mesh = make_sharded(module, shape, chosen.pop("shard"))
+        chosen |= of_mesh
+        chosen["bucket_cap_mb"] *= 1 if "shard" in of_mesh else 1.001  # FSDP
+    return GossipDataParallel(module, **chosen)
 
 
 def targets(rank: int, numel: int) -> torch.Tensor:
@@ -71,20 +83,21 @@ def targets(rank: int, numel: int) -> torch.Tensor:
 
 
 def flat(module: Any) -> torch.Tensor:
-    """Copies of both parameters, [2, numel]."""
-    return torch.stack([parameter.detach().clone() for parameter in module.parameters()])
+    """Copies of both parameters, [2, numel], or of what this rank holds of them."""
+    values = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters()]
+    return torch.stack([each.detach().clone() for each in values])
 
 
 def digest_of(model: GossipDataParallel) -> str:
     """Of parameters and the optimizer's state."""
-    state = to_serializable([dict(model.module.named_parameters()), model.optimizer.state_dict()], "the state")
+    state = to_serializable([flat(model.module), model.optimizer.state_dict()], "the state")
     text, values = serialize(state)
     return hashlib.sha256(text.encode() + values.numpy().tobytes()).hexdigest()
 
 
 def joins() -> bool:
     """Whether this process joins the training of others."""
-    return torch.distributed.get_world_size() == 1
+    return training_store.joined() is not None
 
 
 def steps_until(
@@ -105,7 +118,7 @@ def without(members: tuple[int, ...], leaves: tuple[int, ...]) -> tuple[int, ...
 def train_until(model: GossipDataParallel, is_complete: Callable[[], bool], num_more: int = NUM_MORE) -> None:
     """Make these steps."""
     for _ in steps_until(model, is_complete, num_more):
-        model(targets(model.world.member, model.module.first.numel())).backward()
+        model(targets(model.world.worker, model.module.first.numel())).backward()
 
 
 # ---------------------------------------------------------------------- what ranks tell
@@ -195,7 +208,7 @@ def stay(
         model = make_model(numel, options)
         member, first = model.world.member, model.step
         stack.enter_context(recorded(Path(folder) / str(member)))
-        target = targets(member, numel)
+        target = targets(model.world.worker, numel)
 
         def note() -> None:
             if not generations or model.members != generations[-1][1]:
@@ -212,13 +225,13 @@ def stay(
         def is_complete() -> bool:
             if isinstance(until, int):
                 return True
-            expected = until if member in leaves else without(until, leaves)
+            expected = until if model.world.worker in leaves else without(until, leaves)
             have_been = [model.members, *(members for _, members in generations)]
             return model.members == expected and set(until) <= set().union(*have_been)
 
         for last in steps_until(model, is_complete, num_steps):
             note()
-            if last is not None and member in leaves and model.step == last - num_steps // 2:
+            if last is not None and model.world.worker in leaves and model.step == last - num_steps // 2:
                 if is_told:
                     os.kill(os.getpid(), signal.SIGTERM)
                     with pytest.raises(SystemExit, match="143"):
@@ -244,10 +257,27 @@ def stay(
 
 
 class Outcome(NamedTuple):
-    """By member, what those tell who have not ended, and whose messages each did not mix in."""
+    """By member, what those tell who have not ended, and whose messages each did not mix in.
+
+    Members are ranks; those of ``stays[...].generations`` are shard groups of ``size`` ranks.
+    """
 
     stays: dict[int, Stay]
     dropped: dict[int, Dropped]
+    size: int = 1
+    holds_shards: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of values of a parameter."""
+        return sum(rows.stop - rows.start for rows in self.rows)
+
+    @property
+    def rows(self) -> list[slice]:
+        """Of a parameter, by the place of a rank in its group."""
+        held = self.longest.values[0].shape[1]
+        length = held if self.holds_shards else held // self.size
+        return [slice(place * length, (place + 1) * length) for place in range(self.size)]
 
     @property
     def longest(self) -> Stay:
@@ -269,6 +299,8 @@ def run(
 ) -> Outcome:
     """Train, with joining ranks; with ``doomed`` one more comes first, and ends there."""
     faults = dict(ends or {})
+    _, size = options.get("shape", (world_size, 1))
+    ended = {rank for fault in faults for rank in range(fault - fault % size, fault - fault % size + size)}
     frozen = {rank for rank, fault in faults.items() if fault.kind == "freeze"}
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, numel, until, faults, leaves, options, is_told)
@@ -277,26 +309,28 @@ def run(
                 ranks.join(stay, folder, numel, until, {JOINING: doomed}, leaves, options)
                 ranks.wait_until_stopped(world_size)
             for _ in range(num_joining):
-                ranks.join(stay, *arguments)
+                ranks.join(stay, *arguments, group_size=size)
             results = ranks.results(silent=frozen)
-        assert [rank for rank, one in enumerate(results[:world_size]) if one is None] == sorted(faults)
+        assert [rank for rank, one in enumerate(results[:world_size]) if one is None] == sorted(ended)
         told = [one for one in results if one is not None]
-        members = {member for one in told for _, generation in one.generations for member in generation}
+        groups = {group for one in told for _, generation in one.generations for group in generation}
+        members = [member for group in groups for member in range(group * size, group * size + size)]
         dropped = {member: read_dropped(Path(folder) / str(member)) for member in members}
-    return Outcome({one.member: one for one in told}, dropped)
+    return Outcome({one.member: one for one in told}, dropped, size, options.get("shard", "fsdp") == "fsdp")
 
 
 def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:
     """By step, the members' values in the recursion along each generation's topology, without what was dropped."""
-    stays, longest = outcome.stays, outcome.longest
+    size, longest = outcome.size, outcome.longest
+    stays = {member // size: one for member, one in outcome.stays.items() if member % size == 0}
     last = longest.first_step + len(longest.values) - 2
-    numel = longest.values[0].shape[1]
+    numel = outcome.numel
     quits = {
         member: one.first_step + len(one.values) - 1
         for member, one in stays.items()
         if member not in longest.generations[-1][1]
     }
-    goal = {member: targets(member, numel).numpy() for member in outcome.dropped}
+    goal = {member // size: targets(member // size, numel).numpy() for member in outcome.dropped}
     x = {member: np.zeros((2, numel)) for member in longest.generations[0][1]}
     differences = dict.fromkeys(x, np.zeros((2, numel)))
     by_step: list[dict[int, np.ndarray]] = []
@@ -306,7 +340,7 @@ def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:
             x = {member: values + differences[member] for member, values in x.items()}
             for member in set(members) - x.keys():
                 source, given_at = stays[member].came or (0, 0)
-                x[member] = by_step[given_at][source]
+                x[member] = by_step[given_at][source // size]
             differences = dict.fromkeys(x, np.zeros((2, numel)))
         x = {member: x[member] for member in members}
         by_step.append(x)
@@ -317,10 +351,13 @@ def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:
             after[member] = x[member] + differences[member] - RATE * updates * (x[member] - goal[member])
         for i, member in enumerate(members):
             mixed[member] = np.zeros((2, numel))
-            for (j, other), parameter in ((pair, p) for pair in enumerate(members) for p in range(2)):
-                # Buckets are in the reversed order of the parameters.
-                if other not in outcome.dropped[member].get((step, 1 - parameter), ()):
-                    mixed[member][parameter] += matrix[i, j] * (after[other][parameter] - after[member][parameter])
+            for j, other in enumerate(members):
+                for parameter, (place, rows) in itertools.product(range(2), enumerate(outcome.rows)):
+                    # Buckets are in the reversed order of the parameters.
+                    dropped = outcome.dropped[member * size + place].get((step, 1 - parameter), ())
+                    if other * size + place not in dropped:
+                        difference = after[other][parameter, rows] - after[member][parameter, rows]
+                        mixed[member][parameter, rows] += matrix[i, j] * difference
         x, differences = after, mixed
     return by_step
 
@@ -329,23 +366,26 @@ def assert_follow_the_recursion(outcome: Outcome, topology: str) -> None:
     assert_agree(outcome)
     expected = dense(outcome, topology)
     for member, one in outcome.stays.items():
+        group, place = divmod(member, outcome.size)
         for step, values in enumerate(one.values if one.has_left else one.values[:-1], one.first_step):
-            np.testing.assert_allclose(
-                values, expected[step][member], atol=1e-11, err_msg=f"rank {member}, step {step}"
-            )
+            wanted = expected[step][group]
+            held = wanted if values.shape == wanted.shape else wanted[:, outcome.rows[place]]
+            np.testing.assert_allclose(values, held, atol=1e-11, err_msg=f"rank {member}, step {step}")
 
 
 def assert_agree(outcome: Outcome) -> None:
     """All have seen the same generations since they came, took what one had exactly, and end with the same mean."""
     stays, longest = outcome.stays, outcome.longest
-    assert set(longest.generations[-1][1]) == {member for member, one in stays.items() if not one.has_left}
-    left = [stays[member] for member in longest.generations[-1][1]]
+    size = outcome.size
+    assert set(longest.generations[-1][1]) == {member // size for member, one in stays.items() if not one.has_left}
+    left = [stays[group * size + place] for group in longest.generations[-1][1] for place in range(size)]
     for one in left:
         seen = [members for first, members in longest.generations if first >= one.first_step]
         assert [members for _, members in one.generations[-len(seen) :]] == seen
         if one.came is not None:
             source, step = one.came
             assert one.digests[0] == stays[source].digests[step - stays[source].first_step]
-    mean = np.mean([one.values[-2] for one in left], axis=0)
-    for one in left:
-        np.testing.assert_allclose(one.values[-1], mean, atol=1e-12)
+    for place in range(size):
+        mean = np.mean([one.values[-2] for one in left[place::size]], axis=0)
+        for one in left[place::size]:
+            np.testing.assert_allclose(one.values[-1], mean, atol=1e-12)

@@ -34,6 +34,14 @@ _GLANCE_S = 0.02
 _TIMEOUT = timedelta(seconds=60)
 
 
+class _Group(NamedTuple):
+    """Of those that join: a name of its own, the place of a rank in it, and its size."""
+
+    name: str
+    place: int
+    size: int
+
+
 class _Place(NamedTuple):
     """Where a rank is: ``namespace`` is the file of its host's. One whose ``rank`` is None joins the others.
 
@@ -46,6 +54,7 @@ class _Place(NamedTuple):
     port: int
     namespace: str | None
     clock: str
+    group: _Group | None = None
 
 
 class Ranks:
@@ -54,13 +63,17 @@ class Ranks:
     def __init__(self, host: str, port: int, clock: str) -> None:
         self.address, self._clock = (host, port), clock
         shared_clock.SharedClock.make(clock)
+        self._num_joins = 0
         self._processes: list[ForkServerProcess] = []
         self._channels: list[Connection] = []
         self._deadline = time.monotonic() + _PATIENCE_S
 
-    def join(self, function: Callable[..., Any], *args: Any) -> None:
-        """Start ``function(*args)`` in one more process, which joins the training of the others."""
-        self._start(function, args, _Place(None, 0, *self.address, None, self._clock))
+    def join(self, function: Callable[..., Any], *args: Any, group_size: int = 1) -> None:
+        """Start ``function(*args)`` in one more process, or shard group, which joins the training of the others."""
+        self._num_joins += 1
+        for place in range(group_size):
+            group = _Group(f"join{self._num_joins}", place, group_size)
+            self._start(function, args, _Place(None, 0, *self.address, None, self._clock, group))
 
     def wait_until_stopped(self, rank: int) -> None:
         """Until its process has ended or is suspended."""
@@ -126,7 +139,7 @@ def results_of(
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...], place: _Place, number: int, channel: Connection) -> None:
-    rank, world_size, host, port, namespace, clock = place
+    rank, world_size, host, port, namespace, clock, group = place
     torch.set_num_threads(1)
     shared_clock.SharedClock(clock, number).replace_monotonic()
     from gossip.lab.faults import injection  # it loads what a test shows not to be loaded otherwise
@@ -139,6 +152,9 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], place: _Place, nu
             stack.enter_context(inside.entered())
             os.environ["GLOO_SOCKET_IFNAME"] = Lab.interface
         store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+        if group is not None and group.size > 1:
+            of_group = dist.PrefixStore(group.name, store)
+            dist.init_process_group("gloo", store=of_group, rank=group.place, world_size=group.size, timeout=_TIMEOUT)
         if rank is None:
             join_training(store)
         else:

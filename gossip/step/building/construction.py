@@ -9,6 +9,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.private_torch import fsdp_modules
 from gossip.sharding.fsdp_group import FSDPGroup
-from gossip.sharding.local_group import LocalGroup, check_mesh
+from gossip.sharding.local_group import LocalGroup, check_mesh, check_mesh_of_all
 from gossip.sharding.replica_group import ReplicaGroup
 from gossip.sharding.zero_group import ZeroGroup
 from gossip.step.backward_steps import BackwardSteps, BucketwiseSteps, GatheredSteps
@@ -63,6 +64,9 @@ from gossip.step.local_update import Updater
 from gossip.step.optimizer_steps import OptimizerSteps
 from topologies import Topology
 
+if TYPE_CHECKING:
+    from gossip.elastic.shard_group_world import ShardGroupWorld
+
 _MAX_BUCKETS_LISTED = 8
 
 
@@ -79,9 +83,11 @@ class Parts:
 
 
 @limit_named()
-def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
-    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective."""
-    local = World(world.timeout, arguments.mesh.get_group("shard")) if arguments.mesh is not None else None
+def construct(module: nn.Module, arguments: Arguments, world: World, local: World | None) -> Parts:
+    """Check the arguments, compare them between ranks, build the parts, and start all ranks from rank 0. Collective.
+
+    ``local`` are the ranks that hold a replica together, if there is a mesh; errors close it.
+    """
     has_compared = False
     try:
         check_mesh_arguments(arguments)
@@ -134,7 +140,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
         group=group,
     )
     # The position among the ranks at the beginning, even if some have been lost since.
-    place = world.rank if world.is_alone else world.member
+    place = world.rank if world.is_alone else world.worker
     transport = group.carried(transport)
     exchanges = RankExchanges(
         everything,
@@ -173,15 +179,38 @@ def construct(module: nn.Module, arguments: Arguments, world: World) -> Parts:
 
 
 @limit_named()
-def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None) -> World:
-    """Return the ranks that train together. Collective."""
-    if arguments.mesh is not None:
-        if process_group is not None:
-            raise ValueError(
-                "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
-            )
-        check_mesh(arguments.mesh)
-        process_group = arguments.mesh.get_group("gossip")
+def make_worlds(
+    arguments: Arguments, timeout: timedelta, process_group: dist.ProcessGroup | None
+) -> tuple[World, World | None]:
+    """Return the ranks that gossip with each other, and with a mesh those that hold a replica together. Collective."""
+    mesh, continues = arguments.mesh, arguments.continues
+    if mesh is None:
+        return _make_world(arguments, timeout, process_group), None
+    if process_group is not None:
+        raise ValueError(
+            "process_group cannot be combined with mesh, whose gossip dimension is that group; leave it out"
+        )
+    check_mesh(mesh)
+    if not continues:
+        world = _make_world(arguments, timeout, mesh.get_group("gossip"))
+        return world, World(timeout, mesh.get_group("shard"))
+    from gossip.elastic.shard_group_world import ShardGroupWorld
+
+    check_mesh_of_all(mesh)
+    local = ShardGroupWorld(timeout, mesh.get_group("shard"))
+    try:
+        return _make_world(arguments, timeout, None, local), local
+    except BaseException:
+        local.close()
+        raise
+
+
+def _make_world(
+    arguments: Arguments,
+    timeout: timedelta,
+    process_group: dist.ProcessGroup | None,
+    shard_group: ShardGroupWorld | None = None,
+) -> World:
     meets = training_store.joined() is not None or training_store.is_founder()
     if training_store.STORE in os.environ and not meets:
         raise ValueError(
@@ -198,6 +227,7 @@ def make_world(arguments: Arguments, timeout: timedelta, process_group: dist.Pro
             is_in_step=not arguments.is_asynchronous,
             authenticate=arguments.authenticate,
             ends_if_preempted=arguments.on_preemption is not None,
+            shard_group=shard_group,
         )
     if meets:
         raise ValueError(

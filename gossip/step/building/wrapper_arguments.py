@@ -201,8 +201,12 @@ def check_mesh_arguments(arguments: Arguments) -> None:
             "functools.partial(torch.optim.AdamW, lr=0.001)": has_mesh and shard != "none" and is_built,
             "algorithm asynchronous cannot be combined with mesh: the shards of a replica would be averaged at "
             "different times; choose another algorithm": has_mesh and arguments.is_asynchronous,
-            'on_peer_loss="continue" cannot be combined with mesh: a shard group that loses a rank has lost a part of '
-            "its replica; leave one of them out": has_mesh and arguments.continues,
+            "partition_timeout cannot be combined with mesh: the ranks of a shard group come back together, in new "
+            "processes; leave it out": has_mesh and arguments.partition_timeout is not None,
+            'soft_deadline cannot be combined with shard="none": the ranks of a group would mix parts of a message at '
+            'different times, and their replicas would differ; leave it out, or pass shard="optimizer"': (
+                has_mesh and shard == "none" and arguments.soft_deadline is not None
+            ),
         }
     )
 

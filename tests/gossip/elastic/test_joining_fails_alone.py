@@ -157,14 +157,14 @@ def test_what_is_taken_for_a_joining_rank_is_not_kept_when_it_is_of_no_use(end: 
     asked(mesh, 0)
     if end == "elsewhere before":
         asked(mesh, state_transfer._LAST)
-        assert source.asked_by(at_step_end=False) == []
+        assert source.asked_by(0, at_step_end=False) == []
         return
-    source.give(source.asked_by(at_step_end=False), lambda room: ("null", room(8)))
+    source.give(source.asked_by(0, at_step_end=False), lambda room: ("null", room(8)))
     assert asked(mesh, 1)
     if end == "elsewhere":
         asked(mesh, state_transfer._LAST)
     silent_s = 3.0 if end == "silent" else 0.0
-    source.asked_by(at_step_end=False)
+    source.asked_by(0, at_step_end=False)
     assert not asked(mesh, 1)
 
 
@@ -184,7 +184,7 @@ def test_a_copy_is_let_go_as_far_as_all_have_it_and_is_the_only_one() -> None:
     for member in (3, 4):
         asked(mesh, 0, member)
     with logged("INFO") as lines:
-        source.give(source.asked_by(at_step_end=False), lambda room: ("null", room(12 * size).copy_(values)))
+        source.give(source.asked_by(0, at_step_end=False), lambda room: ("null", room(12 * size).copy_(values)))
     assert lines == ["rank 0: gives its state to ranks 3, 4: 12.6 MB in a copy, let go as it is sent"]
     copied = source._taken[4, 0][0].values
     assert all(asked(mesh, number, 3).endswith(piece) for number, piece in enumerate(pieces, 1))
@@ -193,9 +193,9 @@ def test_a_copy_is_let_go_as_far_as_all_have_it_and_is_the_only_one() -> None:
     assert held_bytes(copied) == 6 * size  # when 4 requests a piece, it has those up to the fourth before
     assert b"piece 6 of its state was let go" in asked(mesh, 6, 4)
     asked(mesh, 0, 5)
-    assert source.asked_by(at_step_end=False) == []
+    assert source.asked_by(0, at_step_end=False) == []
     asked(mesh, state_transfer._LAST, 3)
-    assert source.asked_by(at_step_end=False) == [5]
+    assert source.asked_by(0, at_step_end=False) == [5]
     with mock.patch.object(available_memory, "available_bytes", return_value=9 * 10**8):
         source.give([5], lambda room: ("null", room(148 * 10**7)))
     refusal = mesh.send.call_args.args[2].numpy().tobytes()

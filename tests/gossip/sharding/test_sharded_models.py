@@ -282,7 +282,16 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
     "without a mesh": (lambda _: nn.Linear(4, 4), {"shard": "optimizer", "mesh": None}, "needs mesh"),
     "asynchronous": (whole, {"algorithm": "asynchronous"}, "asynchronous cannot be combined with mesh"),
     "in part": (in_part, {}, "parameter '1.weight' is not sharded"),
-    "elastic": (whole, {"on_peer_loss": "continue"}, "cannot be combined with mesh"),
+    "rejoins": (
+        whole,
+        {"on_peer_loss": "continue", "partition_timeout": 9.0},
+        "partition_timeout cannot be combined with mesh",
+    ),
+    "late": (
+        lambda _: nn.Linear(4, 4),
+        {"on_peer_loss": "continue", "shard": "none", "soft_deadline": 1.0},
+        'soft_deadline cannot be combined with shard="none"',
+    ),
     "no mesh": (whole, {"mesh": None}, "is sharded .FullyShardedDataParallel, fully_shard."),
     "in DDP": (
         lambda _: nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))),

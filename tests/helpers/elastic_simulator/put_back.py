@@ -87,7 +87,7 @@ FAULTS = (
     PutBack(_DETECTOR + "exchange", "self.consensus.miss(lost)", "pass", True),
     PutBack(
         _WORLD + "collectively",
-        "may_have_ended and self.consensus.commit(self._generation, self._members)",
+        "may_have_ended and self.consensus.commit(self._generation, self._taking_part)",
         "may_have_ended",
         is_common=True,
     ),
@@ -123,7 +123,7 @@ FAULTS = (
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
     PutBack(_MESH + "_serve_one", "self._lose(connection, str(error))", "pass"),
     # ------------------------------------------------------------------ state transfer
-    PutBack(_SOURCE + "asked_by", "if has_ended_step == at_step_end", "if has_ended_step != at_step_end"),
+    PutBack(_SOURCE + "asked_by", "if when in now", "if when not in now"),
     PutBack(_SOURCE + "begun", "is returning", "is not returning"),
     PutBack(_CHANGE + "_join", "engine.step = generation.first_step", "engine.step = generation.first_step - 1"),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass"),

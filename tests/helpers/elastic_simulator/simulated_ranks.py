@@ -217,6 +217,7 @@ class Engine:
         self.rank = world.rank
         self.last_meter = None
         self.updater = SimpleNamespace(scaler=None)
+        self.group = SimpleNamespace(carried=lambda transport: transport, changed=lambda: None)
         self.exchanges = SimpleNamespace(algorithm=None, transport=None, on_astray=None)
         self.on_step_begin = self.on_step_end = lambda: None
         self._in_flight: Any = None

@@ -1,0 +1,55 @@
+"""Shard groups continue without those that lose a rank, as the dense recursion of the groups that are left does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+from elastic_ranks import assert_follow_the_recursion, joins, make_model, run, targets, train_until
+
+from gossip import launch
+from gossip.lab.faults.fault import Fault
+
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
+def test_the_other_groups_go_on_as_the_dense_recursion_does(shard: str) -> None:
+    ends = {3: Fault(step=5, bucket=1)}
+    outcome = run(NUM_STEPS, ends=ends, world_size=6, shape=(3, 2), shard=shard, topology="ring")
+    assert_follow_the_recursion(outcome, "ring")
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
+def test_a_group_takes_the_place_of_one_that_was_lost(shard: str) -> None:
+    ends = {3: Fault(step=5, bucket=1)}
+    options = {"world_size": 6, "shape": (3, 2), "shard": shard, "topology": "ring"}
+    outcome = run((0, 2, 3), ends=ends, num_joining=1, **options)
+    assert_follow_the_recursion(outcome, "ring")
+    assert {member for member, one in outcome.stays.items() if one.came is not None} == {6, 7}
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer", "none"])
+def test_a_group_leaves_together(shard: str) -> None:
+    outcome = run((0, 1, 2), leaves=(1,), world_size=6, shape=(3, 2), shard=shard, topology="ring")
+    assert_follow_the_recursion(outcome, "ring")
+
+
+def train_until_back(victim: int) -> tuple[tuple[int, ...], int, float]:
+    model = make_model(8, {"shape": (3, 2), "shard": "optimizer", "topology": "ring"})
+    is_victim = dist.get_rank() == victim and not joins()
+    if is_victim:
+        for _ in range(5):
+            model(targets(model.world.worker, 8)).backward()
+        os.kill(os.getpid(), signal.SIGKILL)
+    train_until(model, lambda: model.members == (0, 2, 3))
+    model.global_avg()
+    return model.members, model.step, float(sum(each.sum() for each in model.module.parameters()))
+
+
+def test_launch_starts_all_ranks_of_a_group_again() -> None:
+    results = launch(train_until_back, 3, world_size=6, local_size=2, on_peer_loss="continue", restart=1)
+    assert results[0][0] == (0, 2, 3)
+    assert len(set(results)) == 1
