@@ -46,14 +46,16 @@ class Vote(NamedTuple):
 class Decision(NamedTuple):
     """What the votes of all ranks of a proposal add up to: their positions, and the votes for yes of lost ranks.
 
-    Without positions the attempt is void; the next one is made without the ranks that were ``lost`` meanwhile, of which
-    some have ``ended``, as in a proposal.
+    ``begun`` is the position of the furthest collective operation that one of them is in, if any is. Without positions
+    the attempt is void; the next one is made without the ranks that were ``lost`` meanwhile, of which some have
+    ``ended``, as in a proposal.
     """
 
     positions: Sequence[tuple[int, Position]] = ()
     flag_votes: Sequence[FlagVote] = ()
     lost: Sequence[int] = ()
     ended: Sequence[int] = ()
+    begun: Position | None = None
 
 
 class StoreLost(ExchangeError):

@@ -399,11 +399,12 @@ class ElasticWorld(FailureDetector):
         self._is_joint = self.consensus.is_joint = True
         try:
             while True:
+                found = self.consensus.begin_together()
                 if self.consensus.can_end:
                     self._is_joint = self.consensus.is_joint = False
                     self.on_end()
                     self._is_joint = self.consensus.is_joint = True
-                self.enter(*self.consensus.begin_together())
+                self.enter(*found)
                 self._num_primitives = self._num_in_group = 0
                 results: list[_Result] = []
                 try:

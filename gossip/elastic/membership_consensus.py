@@ -89,6 +89,7 @@ class Consensus(MembershipProtocol):
         self._leaves_at: int | None = None
         self._ends_if_preempted = ends_if_preempted
         self._ends_at: int | None = None
+        self._begun: Position | None = None
         self._preempted: set[int] = set()  # ranks that have received SIGTERM
         self._timeout = timeout
         self._is_in_step = is_in_step
@@ -155,7 +156,7 @@ class Consensus(MembershipProtocol):
         A rank that joins, and has made none yet, is refused.
         """
         with self._changed:
-            self._check()
+            self._wait_until_free(f"step {self.position[1]}: beginning a collective operation")
             self._loaded_step = None
             latest, step, member = self._generations[-1], self.position[1], self._mesh.member
             here = tuple(other for other in latest.members if self._absent_until.get(other, -1) < step)
@@ -289,8 +290,12 @@ class Consensus(MembershipProtocol):
 
     @property
     def can_end(self) -> bool:
-        """Whether all ranks end together, and this one is not loading a checkpoint."""
-        return self._ends_at is not None and self._loaded_step is None
+        """Whether all ranks end together, and this one is beyond the collective operations that any of them had begun.
+
+        Otherwise a rank might exchange as those that have begun one do, and others as those that have not.
+        """
+        has_begun = self._begun is not None and self.position <= self._begun
+        return self._ends_at is not None and self._loaded_step is None and not has_begun
 
     def tell_of_preemption(self) -> None:
         """Tell the others that this rank has received SIGTERM. Local."""

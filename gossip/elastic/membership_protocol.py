@@ -55,6 +55,7 @@ class MembershipProtocol(ABC):
     _leaves_at: int | None
     _ends_if_preempted: bool
     _ends_at: int | None
+    _begun: Position | None
     _preempted: set[int]
     _ended: set[int]
     _is_dropped: bool
@@ -242,9 +243,9 @@ class MembershipProtocol(ABC):
                 if are_joining and not (self._is_in_step or is_between):
                     return self._consensus_store.decide(number, Decision())
                 flag_votes = [yes for vote in votes.values() for yes in vote.flag_votes]
-                return self._consensus_store.decide(
-                    number, Decision(list(zip(votes, positions, strict=True)), flag_votes)
-                )
+                begun = max((vote.position for vote in votes.values() if vote.is_joint), default=None)
+                noted = list(zip(votes, positions, strict=True))
+                return self._consensus_store.decide(number, Decision(noted, flag_votes, begun=begun))
             if running.passed() > self._timeout.total_seconds():
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             is_asked = self._mesh.member in asked and not self._is_dropped
@@ -272,6 +273,9 @@ class MembershipProtocol(ABC):
         first_step, joining = generation.first_step, set(members) - set(before.members)
         if is_last and member in members and self._ends_at is None:
             self._ends_at, self._is_leaving = first_step, False
+            if decision.begun is not None:
+                num_loaded, step, num_ended = decision.begun
+                self._begun = num_loaded, step, num_ended
         if self._is_in_step:
             self._absent_until |= {other: first_step - (other in returning) for other in joining}
         if member in joining:

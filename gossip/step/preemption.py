@@ -92,7 +92,7 @@ class Preemption:
         ends_at = self._world.consensus.ends_at
         trains = torch.is_grad_enabled() and not engine.is_averaged
         if ends_at is not None:
-            if engine.step >= ends_at or not trains:
+            if engine.step >= ends_at or (not trains and self._world.consensus.can_end):
                 self._end()
         elif self._came_at is not None:
             waits = self._on_preemption is not None
