@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import lone_ranks
 import pytest
 from faulty_models import FAULTY
+from free_ports import free_port
 from repository import REPOSITORY
 from slurm_cluster import cluster, why_not
 
@@ -35,7 +37,7 @@ pytestmark = [
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of commands that use the cluster."""
     with cluster(tmp_path_factory.mktemp("slurm")) as environment:
-        yield {**environment, "PYTHONPATH": str(MODELS), "OMP_NUM_THREADS": "1"}
+        yield {**environment, "PYTHONPATH": f"{MODELS}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
 
 
 def run(slurm: dict[str, str], folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -182,6 +184,68 @@ def test_the_batch_script_of_the_page_about_several_nodes(tmp_path: Path, slurm:
         time.sleep(0.2)
     (summary,) = tmp_path.glob("outputs/*/summary.json")
     assert json.loads(summary.read_text())["world_size"] == 2
+
+
+def blocks_of(page: str) -> list[str]:
+    """The batch scripts of a page."""
+    return re.findall(r"^```bash\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def wait_for_jobs(slurm: dict[str, str], folder: Path, *jobs: str) -> None:
+    def have_ended() -> bool:
+        waiting = run(slurm, folder, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
+        for job in waiting:  # SLURM would have a requeued job wait for two minutes
+            run(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
+        states = [run(slurm, folder, "scontrol", "show", "job", job).stdout for job in jobs]
+        assert not any("JobState=FAILED" in state for state in states), (folder / "batch.out").read_text()
+        return all("JobState=COMPLETED" in state for state in states)
+
+    lone_ranks.wait_until(have_ended)
+
+
+def train_alone(folder: Path) -> str:
+    """The command of a rank that trains until there are three, and one of them has come later."""
+    path = lone_ranks.script(folder, "train.py", "gossip.launch(train)")
+    return shlex.join([sys.executable, str(path), "members[-1] == 3 == len(members)", "$SLURM_JOB_ID.$SLURM_STEP_ID"])
+
+
+def test_a_step_that_is_killed_is_started_anew_while_the_others_train(tmp_path: Path, slurm: dict[str, str]) -> None:
+    script, _ = blocks_of("gossip_store.md")
+    for ours, here in {
+        "--nodes=4 --ntasks-per-node=1": "--nodes=1 --ntasks=3 --output=batch.out",
+        "$(hostname):29400": f"localhost:{(port := free_port())}",
+        "$SLURM_NNODES": "3",
+        "gossip store": f"{sys.executable} -m gossip store --port {port}",
+        '$(scontrol show hostnames "$SLURM_JOB_NODELIST")': "localhost localhost localhost",
+        "python train.py": train_alone(tmp_path),
+    }.items():
+        assert ours in script
+        script = script.replace(ours, here)
+    (tmp_path / "job.sh").write_text(script)
+    submitted = run(slurm, tmp_path, "sbatch", "--parsable", "job.sh")
+    assert submitted.returncode == 0, submitted.stderr
+    lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
+    killed = lone_ranks.read(tmp_path / "member1")["agent"]
+    assert run(slurm, tmp_path, "scancel", "--signal=KILL", killed).returncode == 0
+    wait_for_jobs(slurm, tmp_path, submitted.stdout.strip())
+    assert lone_ranks.result_of(tmp_path) == {rank: [0, 2, 3] for rank in (0, 2, 3)}
+    assert lone_ranks.read(tmp_path / "member3")["agent"] == f"{submitted.stdout.strip()}.3"  # the fourth step
+
+
+@pytest.mark.slow
+def test_one_of_several_jobs_is_requeued_while_the_others_train(tmp_path: Path, slurm: dict[str, str]) -> None:
+    _, script = blocks_of("gossip_store.md")
+    (tmp_path / "group.sh").write_text(script.replace("python train.py", train_alone(tmp_path)))
+    with lone_ranks.served() as (address, _):
+        environment = slurm | {"GOSSIP_STORE": address, "GOSSIP_GROUPS": "3"}
+        submit = ("sbatch", "--parsable", "--output=batch.out", "group.sh")
+        jobs = [run(environment, tmp_path, *submit).stdout.strip() for _ in range(3)]
+        lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
+        job, _, _ = lone_ranks.read(tmp_path / "member1")["agent"].partition(".")
+        assert run(slurm, tmp_path, "scontrol", "requeue", job).returncode == 0
+        wait_for_jobs(slurm, tmp_path, *jobs)
+    assert lone_ranks.result_of(tmp_path) == {rank: [0, 2, 3] for rank in (0, 2, 3)}
+    assert lone_ranks.read(tmp_path / "member3")["agent"] == f"{job}.0"
 
 
 def test_a_sweep_is_an_array_of_jobs(tmp_path: Path, slurm: dict[str, str]) -> None:

@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import lone_ranks
 import pytest
 import torch.distributed as dist
 from faulty_models import FAULTY
+from lone_ranks import PATIENCE_S, read, result_of, script, trained_by, wait_until
 from running import Running, run, run_folders, running, train
 
 from gossip import LaunchError
@@ -30,7 +30,6 @@ from gossip.lab.experiments.records import read_jsonl
 from gossip.launching import rendezvous
 from gossip.launching.rendezvous import Met, Rendezvous, find_rendezvous, meet
 
-PATIENCE_S = 120
 KEY = "k" * 32
 
 
@@ -126,67 +125,14 @@ def test_founders_that_do_not_wrap_a_model_are_not_waited_for_for_ever(store: di
 
 # ---------------------------------------------------------------------- ranks that train
 
-SCRIPT = """
-import functools, json, os, sys
-from pathlib import Path
-
-import torch
-import gossip
-
-def train():
-    model = gossip.GossipDataParallel(
-        torch.nn.Linear(WIDTH, 1, dtype=torch.float64), functools.partial(torch.optim.SGD, lr=0.1), topology="ring",
-        on_peer_loss="continue", min_ranks=1)
-    member, last = model.world.member, None
-    inputs = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(member))
-    while last is None or model.step < last:
-        if last is None and eval(sys.argv[1], {"members": model.members}):
-            last = model.step + 10
-        model(inputs).square().sum().backward()
-        seen = {"agent": int(sys.argv[2]), "pid": os.getpid(), "group": torch.distributed.get_world_size()}
-        Path(f"member{member}.part").write_text(json.dumps(seen | {"members": model.members}))
-        Path(f"member{member}.part").rename(f"member{member}")
-    model.global_avg()
-    Path(f"result{member}").write_text(json.dumps([model.members, model.module.weight.tolist()]))
-    model.close()
-
-if __name__ == "__main__":
-    BEGIN
-"""
-
-
-def script(folder: Path, name: str, begin: str, width: int = 4) -> Path:
-    path = folder / name
-    path.write_text(SCRIPT.replace("BEGIN", begin).replace("WIDTH", str(width)))
-    return path
-
 
 @contextlib.contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, groups: str) -> Iterator[list[str]]:
-    """``gossip store``, what it has printed, and the variables for those who meet there."""
-    command = [sys.executable, "-m", "gossip", "store", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(3)]
-            port = re.findall(r":(\d+),", lines[0])[0]
-            monkeypatch.setenv("GOSSIP_STORE", f"127.0.0.1:{port}")
-            monkeypatch.setenv("GOSSIP_GROUPS", groups)
-            yield lines
-        finally:
-            process.terminate()
-            assert process.wait(PATIENCE_S) == 0
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def wait_until(condition: Callable[[], object], *programs: Running) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, [program.process.poll() for program in programs]
-        time.sleep(0.02)
+    """A store in which so many meet that are started within the block; what it has printed."""
+    with lone_ranks.served() as (address, lines), monkeypatch.context() as environment:
+        environment.setenv("GOSSIP_STORE", address)
+        environment.setenv("GOSSIP_GROUPS", groups)
+        yield lines
 
 
 def test_three_agents_of_torchrun_outlive_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,21 +142,17 @@ def test_three_agents_of_torchrun_outlive_one_of_them(tmp_path: Path, monkeypatc
     def agent(number: int) -> contextlib.AbstractContextManager[Running]:
         return running(tmp_path, "members[-1] == 4 == len(members) + 1", str(number), script=path, torchrun=1)
 
-    def trained_by(*members: int) -> bool:
-        files = [tmp_path / f"member{member}" for member in members]
-        return all(file.exists() and read(file)["members"] == [*members] for file in files)
-
     with served(monkeypatch, "3"), contextlib.ExitStack() as stack:
         agents = [stack.enter_context(agent(number)) for number in range(3)]
-        wait_until(lambda: trained_by(0, 1, 2), *agents)
+        wait_until(lambda: trained_by(tmp_path, 0, 1, 2))
         seen = [read(tmp_path / f"member{member}") for member in range(3)]
         assert [each["group"] for each in seen] == [3, 3, 3]
-        lost = agents[seen[2]["agent"]]
+        lost = agents[int(seen[2]["agent"])]
         os.killpg(lost.process.pid, signal.SIGKILL)  # an agent and its rank, as with a node
         os.kill(seen[2]["pid"], signal.SIGKILL)
-        wait_until(lambda: trained_by(0, 1), *agents)
+        wait_until(lambda: trained_by(tmp_path, 0, 1))
         os.kill(seen[0]["pid"], signal.SIGKILL)  # its agent starts it again
-        wait_until(lambda: trained_by(1, 3), *agents)
+        wait_until(lambda: trained_by(tmp_path, 1, 3))
         again = read(tmp_path / "member3")
         assert (again["group"], again["agent"]) == (1, seen[0]["agent"])
         agents.append(stack.enter_context(agent(3)))
@@ -266,7 +208,7 @@ def test_trainings_at_one_store_are_not_mixed_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with served(monkeypatch, "1") as lines, running(tmp_path, "len(members) == 2", "0", script=path) as first:
         assert re.search(r"who may join: those who have the key of GOSSIP_KEY \(fingerprint [0-9a-f]{8}\)", lines[2])
-        wait_until((tmp_path / "member0").exists, first)
+        wait_until((tmp_path / "member0").exists)
         refused = run(str(other_model), tmp_path, "True", "0")
         assert "cannot join: parameter 1 is 'weight' float64 [1, 5]" in refused.stderr
         with monkeypatch.context() as stranger:
@@ -303,10 +245,3 @@ def test_founders_that_build_different_models_leave_the_store_to_those_who_begin
             ended = each.finished()
             assert ended.status == 0, ended.stderr
     assert result_of(tmp_path) == {0: [0, 1], 1: [0, 1]}
-
-
-def result_of(folder: Path) -> dict[int, list[int]]:
-    """Who trained in the end, by rank; all have the same average."""
-    found = {int(each.name.removeprefix("result")): read(each) for each in folder.glob("result*")}
-    assert len({json.dumps(average) for _, average in found.values()}) == 1
-    return {member: members for member, (members, _) in found.items()}
