@@ -18,8 +18,11 @@ from pathlib import Path
 import lone_ranks
 import pytest
 import torch.distributed as dist
+import yaml
 from faulty_models import FAULTY
+from free_ports import free_port
 from lone_ranks import PATIENCE_S, read, result_of, script, trained_by, wait_until
+from repository import REPOSITORY
 from running import Running, run, run_folders, running, train
 
 from gossip import LaunchError
@@ -245,3 +248,41 @@ def test_founders_that_build_different_models_leave_the_store_to_those_who_begin
             ended = each.finished()
             assert ended.status == 0, ended.stderr
     assert result_of(tmp_path) == {0: [0, 1], 1: [0, 1]}
+
+
+def test_the_manifest_of_kubernetes_with_processes_for_its_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (REPOSITORY / "docs" / "gossip_store.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    port = free_port()
+    service, pod, job = yaml.safe_load_all(text.replace("29400", str(port)))
+    assert service["spec"] == {"selector": pod["metadata"]["labels"], "ports": [{"port": port}]}
+    (of_store,), (of_rank,) = pod["spec"]["containers"], job["spec"]["template"]["spec"]["containers"]
+    for container in (of_store, of_rank):
+        for variable in container["env"]:
+            monkeypatch.setenv(variable["name"], variable.get("value", KEY))
+    where = os.environ["GOSSIP_STORE"].replace(f"{service['metadata']['name']}:", "127.0.0.1:")
+    monkeypatch.setenv("GOSSIP_STORE", where)
+    assert of_store["command"][:1] + of_rank["command"] == ["gossip", "python", "train.py"]
+    number = job["spec"]["parallelism"]
+    path = script(tmp_path, "train.py", "gossip.launch(train)")
+
+    def start(index: int) -> contextlib.AbstractContextManager[Running]:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        return running(tmp_path, f"members[-1] == {number} == len(members)", str(index), script=path)
+
+    with contextlib.ExitStack() as stack:
+        store = subprocess.Popen([sys.executable, "-m", *of_store["command"]], stdout=subprocess.DEVNULL)
+        stack.callback(store.wait)
+        stack.callback(store.terminate)
+        ranks = [stack.enter_context(start(index)) for index in range(number)]
+        wait_until(lambda: trained_by(tmp_path, *range(number)))
+        killed = read(tmp_path / "member0")
+        os.kill(killed["pid"], signal.SIGKILL)
+        ranks[int(killed["agent"])] = stack.enter_context(start(int(killed["agent"])))
+        for rank in ranks:
+            ended = rank.finished()
+            assert ended.status == 0, ended.stderr
+    together = [*range(1, number + 1)]
+    assert result_of(tmp_path) == dict.fromkeys(together, together)
