@@ -96,18 +96,13 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
     """
     placement = find_placement()
     with contextlib.ExitStack() as stack:
+        if placement is not None and placement.step is not None:
+            stack.enter_context(_variables_of_torchrun(placement.step))
         if placement is not None and placement.rendezvous is not None:
             store, rank, world_size = _met(placement, timeout)
             stack.enter_context(environment_set({"RANK": rank, "WORLD_SIZE": world_size}))
-        elif placement is None or placement.step is None:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store)
         else:
-            rank, world_size, step = placement.rank, placement.world_size, placement.step
-            stack.enter_context(_variables_of_torchrun(step))
-            attempt = f"{step.job}.{step.step}.{step.restarts}"
-            store = dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", _store_of(step, _address_of(step), timeout))
+            store, rank, world_size = _own_group(placement, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
             _await_all(store, rank, world_size, timeout)
@@ -145,8 +140,7 @@ def join_training(store: dist.Store | str | None = None, *, timeout: timedelta =
     ValueError
         ``store`` is not an address, or neither it nor a valid ``GOSSIP_STORE`` is given.
     LaunchError
-        No store was found at the address, too few processes came within the time-out, or this one is one of several
-        ranks of a group.
+        No store was found at the address, or too few processes came within the time-out.
     """
     if store is None:
         placement = find_placement()
@@ -171,13 +165,21 @@ def join_training(store: dist.Store | str | None = None, *, timeout: timedelta =
 def _met(placement: Placement, timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Meet the other ranks; return store, rank and size of the process group: the founders', or one of its own."""
     assert placement.rendezvous is not None
-    if placement.world_size > 1:
-        raise LaunchError(
-            f"{STORE} is set, but {placement.variables}: groups of several ranks cannot meet in a store yet; start one "
-            "rank in each group (torchrun --nproc-per-node 1, srun --ntasks 1)"
-        )
-    met = meet(placement.rendezvous, timeout)
-    return (dist.HashStore(), 0, 1) if met.rank is None else (met.store, met.rank, met.num_founders)
+    place, size = placement.rank, placement.world_size
+    own = _own_group(placement, timeout)[0] if size > 1 else dist.HashStore()
+    met = meet(placement.rendezvous, timeout, dist.PrefixStore("meeting", own), place, size)
+    return (own, place, size) if met.rank is None else (met.store, met.rank, met.num_founders)
+
+
+def _own_group(placement: Placement | None, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return store, rank and size of the group of ranks that torchrun or srun has started together."""
+    if placement is None or placement.step is None:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    else:
+        rank, world_size, step = placement.rank, placement.world_size, placement.step
+        store, attempt = _store_of(step, _address_of(step), timeout), f"{step.job}.{step.step}.{step.restarts}"
+    return dist.PrefixStore(f"attempt{attempt}/{next(_joins)}", store), rank, world_size
 
 
 def _address_of(step: slurm.Step) -> tuple[str, int]:

@@ -4,6 +4,8 @@
 of them at the time-out, they are the founders of the training: whoever sees that first writes their numbers, once, by
 compare-and-set. They make a process group, in the order of their numbers, and train as ranks do that were started
 together. Everybody else joins them. If all founders end before their training is announced, the next attempt begins.
+
+Ranks that hold a replica together, a shard group, have one number: the first of them meets the others for all.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Rendezvous:
     name : str
         What distinguishes the training from others at the same store; may be empty.
     num_groups : int
-        How many begin at once; each is one rank.
+        How many begin at once; each is one rank, or a shard group.
     least : int
         How many begin at the time-out.
     """
@@ -94,9 +96,9 @@ class Met:
     store : Store
         The keys of the founders' process group.
     rank : int or None
-        The rank among the founders; None if this process joins their training.
+        The rank of this process among those of the founders; None if it joins their training.
     num_founders : int
-        How many there are.
+        How many ranks they have.
     prefix : str
         What the keys of this attempt at the training begin with.
     """
@@ -107,20 +109,30 @@ class Met:
     prefix: str
 
 
-def meet(rendezvous: Rendezvous, timeout: timedelta) -> Met:
+def meet(
+    rendezvous: Rendezvous, timeout: timedelta, own: dist.Store | None = None, place: int = 0, size: int = 1
+) -> Met:
     """Meet the other ranks, and let the next models of this process found or join their training.
 
     Collective; returns once the founders are known and, on a rank that joins, once their training is announced.
+    ``own`` are keys of the ``size`` ranks of this shard group, in which this one has a ``place``; not needed by one.
 
     Raises
     ------
     LaunchError
-        There is no store, or the ranks or the announcement did not come within ``timeout``.
+        There is no store, the ranks or the announcement did not come within ``timeout``, or the shard groups of the
+        others have another size.
     """
     store = connect(rendezvous.address, timeout)
-    meeting = f"gossip/{rendezvous.name}/{next(_meetings)}"
-    attempts = (_Attempt(rendezvous, store, f"{meeting}/{number}/", timeout) for number in itertools.count())
-    met = next(filter(None, (attempt.meet() for attempt in attempts)))
+    outcome = _outcome(rendezvous, store, timeout, size) if place == 0 else {}
+    if own is not None:
+        own.set("outcome", json.dumps(outcome)) if place == 0 else own.wait(["outcome"], 2 * timeout)
+        outcome = json.loads(own.get("outcome"))
+    if "failed" in outcome:
+        raise LaunchError(outcome["failed"])
+    number, prefix = outcome["number"], outcome["prefix"]
+    rank = None if number is None else number * size + place
+    met = Met(dist.PrefixStore(f"{prefix}group", store), rank, outcome["num_founders"] * size, prefix)
     if met.rank is None:
         training_store.join(store, met.prefix)
     else:
@@ -137,26 +149,43 @@ def connect(address: str, timeout: timedelta) -> dist.TCPStore:
         raise LaunchError(f"there is no key-value store at {host}:{port}: {str(error).splitlines()[0]}") from error
 
 
+def _outcome(rendezvous: Rendezvous, store: dist.Store, timeout: timedelta, size: int) -> dict[str, Any]:
+    """Return the place of this process or group among the founders, if it is one, their number, and the prefix."""
+    meeting = f"gossip/{rendezvous.name}/{next(_meetings)}"
+    attempts = (_Attempt(rendezvous, store, f"{meeting}/{number}/", timeout, size) for number in itertools.count())
+    try:
+        return next(filter(None, (attempt.meet() for attempt in attempts)))
+    except LaunchError as error:
+        return {"failed": str(error)}
+
+
 class _Attempt:
     """One attempt to found a training."""
 
-    def __init__(self, rendezvous: Rendezvous, store: dist.Store, prefix: str, timeout: timedelta) -> None:
-        self._prefix = prefix
+    def __init__(self, rendezvous: Rendezvous, store: dist.Store, prefix: str, timeout: timedelta, size: int) -> None:
+        self._prefix, self._size = prefix, size
         self._rendezvous, self._store, self._timeout_s = rendezvous, store, timeout.total_seconds()
         self._keys: Any = guarded(store, training_key(), "")
         self._known: dict[int, Process] = {}
 
-    def meet(self) -> Met | None:
+    def meet(self) -> dict[str, Any] | None:
         """Return how this process takes part; None if all founders ended before their training was announced."""
+        size = read(self._keys.compare_set(f"{self._prefix}group_size", "", json.dumps(self._size)))
+        if size != self._size:
+            raise LaunchError(
+                f"the groups at {self._where} have {size} rank{'s' * (size > 1)} each, and this one has {self._size}; "
+                "start as many ranks in every group"
+            )
         own = None if self._has("founders") else self._take_number()
         founders = self._await_founders()
-        group = dist.PrefixStore(f"{self._prefix}group", self._store)
         if own in founders:
             if own == founders[0]:
                 log = logger.info if len(founders) == self._rendezvous.num_groups else logger.warning
                 log("{} of {} groups begin to train; others can join", len(founders), self._rendezvous.num_groups)
-            return Met(group, founders.index(own), len(founders), self._prefix)
-        return Met(group, None, len(founders), self._prefix) if self._is_announced(founders) else None
+        elif not self._is_announced(founders):
+            return None
+        number = founders.index(own) if own in founders else None
+        return {"number": number, "num_founders": len(founders), "prefix": self._prefix}
 
     def _take_number(self) -> int:
         number = int(self._keys.add(f"{self._prefix}num_processes", 1)) - 1

@@ -24,7 +24,7 @@ import gossip
 def train():
     model = gossip.GossipDataParallel(
         torch.nn.Linear(WIDTH, 1, dtype=torch.float64), functools.partial(torch.optim.SGD, lr=0.01), topology="ring",
-        on_peer_loss="continue", min_ranks=1)
+        on_peer_loss="continue", min_ranks=1, MESH)
     member, last = model.world.member, None
     inputs = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(member))
     while last is None or model.step < last:
@@ -44,10 +44,10 @@ if __name__ == "__main__":
 """
 
 
-def script(folder: Path, name: str, begin: str, width: int = 4) -> Path:
+def script(folder: Path, name: str, begin: str, width: int = 4, mesh: str = "") -> Path:
     """The program, whose arguments say until when it trains, as Python, and the name of who has started it."""
     path = folder / name
-    path.write_text(SCRIPT.replace("BEGIN", begin).replace("WIDTH", str(width)))
+    path.write_text(SCRIPT.replace("BEGIN", begin).replace("WIDTH", str(width)).replace("MESH", mesh))
     return path
 
 
@@ -69,10 +69,15 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def trained_by(folder: Path, *members: int) -> bool:
+def files_of(folder: Path, *groups: int, size: int = 1) -> list[Path]:
+    """What the ranks of these groups have written in their newest steps."""
+    return [folder / f"member{group * size + place}" for group in groups for place in range(size)]
+
+
+def trained_by(folder: Path, *groups: int, size: int = 1) -> bool:
     """Whether these have trained together, and nobody else with them."""
-    files = [folder / f"member{member}" for member in members]
-    return all(file.exists() and read(file)["members"] == [*members] for file in files)
+    files = files_of(folder, *groups, size=size)
+    return all(file.exists() and read(file)["members"] == [*groups] for file in files)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

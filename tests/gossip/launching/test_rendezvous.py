@@ -21,7 +21,7 @@ import torch.distributed as dist
 import yaml
 from faulty_models import FAULTY
 from free_ports import free_port
-from lone_ranks import PATIENCE_S, read, result_of, script, trained_by, wait_until
+from lone_ranks import PATIENCE_S, files_of, read, result_of, script, trained_by, wait_until
 from repository import REPOSITORY
 from running import Running, run, run_folders, running, train
 
@@ -138,31 +138,36 @@ def served(monkeypatch: pytest.MonkeyPatch, groups: str) -> Iterator[list[str]]:
         yield lines
 
 
-def test_three_agents_of_torchrun_outlive_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = script(tmp_path, "train.py", "gossip.launch(train)")
+@pytest.mark.parametrize("size", [1, 2])
+def test_three_agents_of_torchrun_outlive_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    mesh = "" if size == 1 else 'mesh=gossip.make_shard_mesh(), shard="optimizer"'
+    path = script(tmp_path, "train.py", "gossip.launch(train)", mesh=mesh)
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")
 
     def agent(number: int) -> contextlib.AbstractContextManager[Running]:
-        return running(tmp_path, "members[-1] == 4 == len(members) + 1", str(number), script=path, torchrun=1)
+        return running(tmp_path, "members[-1] == 4 == len(members) + 1", str(number), script=path, torchrun=size)
 
     with served(monkeypatch, "3"), contextlib.ExitStack() as stack:
         agents = [stack.enter_context(agent(number)) for number in range(3)]
-        wait_until(lambda: trained_by(tmp_path, 0, 1, 2))
-        seen = [read(tmp_path / f"member{member}") for member in range(3)]
-        assert [each["group"] for each in seen] == [3, 3, 3]
-        lost = agents[int(seen[2]["agent"])]
-        os.killpg(lost.process.pid, signal.SIGKILL)  # an agent and its rank, as with a node
-        os.kill(seen[2]["pid"], signal.SIGKILL)
-        wait_until(lambda: trained_by(tmp_path, 0, 1))
+        wait_until(lambda: trained_by(tmp_path, 0, 1, 2, size=size))
+        seen = [read(file) for file in files_of(tmp_path, 0, 1, 2, size=size)]
+        assert {each["group"] for each in seen} == {3 * size}
+        lost = agents[int(seen[-1]["agent"])]
+        os.killpg(lost.process.pid, signal.SIGKILL)  # an agent and its ranks, as with a node
+        for each in seen[-size:]:
+            os.kill(each["pid"], signal.SIGKILL)
+        wait_until(lambda: trained_by(tmp_path, 0, 1, size=size))
         os.kill(seen[0]["pid"], signal.SIGKILL)  # its agent starts it again
-        wait_until(lambda: trained_by(tmp_path, 1, 3))
-        again = read(tmp_path / "member3")
-        assert (again["group"], again["agent"]) == (1, seen[0]["agent"])
+        wait_until(lambda: trained_by(tmp_path, 1, 3, size=size))
+        again = read(files_of(tmp_path, 3, size=size)[0])
+        assert (again["group"], again["agent"]) == (size, seen[0]["agent"])
         agents.append(stack.enter_context(agent(3)))
         for each in agents:
             ended = each.finished()
             assert ended.status == (-signal.SIGKILL if each is lost else 0), ended.stderr
-    assert result_of(tmp_path) == {1: [1, 3, 4], 3: [1, 3, 4], 4: [1, 3, 4]}
+    assert result_of(tmp_path) == {group * size + place: [1, 3, 4] for group in (1, 3, 4) for place in range(size)}
 
 
 @pytest.mark.slow
