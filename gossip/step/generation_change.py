@@ -49,6 +49,7 @@ class GenerationChange:
         self._model = weakref.ref(model)
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
+        self._is_in_loop = False
         self._joined_at: int | None = None
         self._astray: str | None = None
         self._is_checked = False
@@ -65,15 +66,15 @@ class GenerationChange:
         """Enter the first generation, or join the ranks that train. Collective."""
         end_joining = do_nothing
         if self._world.is_alone:
-            end_joining = self._join(returns=False)
+            end_joining = self._join()
         else:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
         self._engine.on_step_end = self.begin_step
         self._engine.exchanges.on_astray = self._note_astray
         self._engine.on_step_begin = self._end_pause
-        self.begin_step()
-        end_joining()
+        self.begin_step(end_joining)
+        self._is_in_loop = True
         Preemption(self._engine, self._world, self._model, self._arguments.on_preemption).install()
 
     # A rank that joins starts where its source begins a step, after everything that happens between two steps; a rank
@@ -85,9 +86,12 @@ class GenerationChange:
         self._give(at_step_end=False)
         self._kept.end_joining()
 
-    def begin_step(self) -> None:
-        """Enter the generation of the next step; waits while the ranks agree on one."""
-        step, end_joining, has_returned = self._step, do_nothing, False
+    def begin_step(self, end_joining: Callable[[], None] = do_nothing) -> None:
+        """Enter the generation of the next step; waits while the ranks agree on one.
+
+        A rank that joins ends that, see :meth:`_join`; one that has to come back before that joins anew.
+        """
+        step, has_returned = self._step, False
         if self._engine.last_meter is not None:
             self._engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.consensus.is_new &= self._engine.step == self._joined_at
@@ -171,15 +175,16 @@ class GenerationChange:
         while self._engine.step < last:
             self._engine.end_step()
 
-    def _join(self, *, returns: bool) -> Callable[[], None]:
+    def _join(self) -> Callable[[], None]:
         """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
 
-        A rank that ``returns`` is at the end of a step of its loop, and any other before its loop. Once it has entered
-        its first step, it must call the function that this method returns, which takes the rest of the state.
+        A rank in its loop, at the end of a step, returns; any other joins before its loop, also if it was a member
+        before. Once it has entered its first step, it must call the function that this method returns, which takes the
+        rest of the state.
         """
         world, engine = self._world, self._engine
         check_manifest(world.published(), self._parts.manifest, world.member)
-        joining_rank, generation = JoiningRank(world, returns=returns), None
+        joining_rank, generation = JoiningRank(world, returns=self._is_in_loop), None
         patience_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         deadline = time.monotonic() + patience_s
         while generation is None:
@@ -214,9 +219,9 @@ class GenerationChange:
         logger.info(
             "rank {}: joins at step {}, with what rank {} had at step {}", world.member, engine.step, source, given_at
         )
-        return partial(self._end_joining, source, second, returns=returns)
+        return partial(self._end_joining, source, second)
 
-    def _end_joining(self, source: int, second: dict[str, Any] | None, *, returns: bool) -> None:
+    def _end_joining(self, source: int, second: dict[str, Any] | None) -> None:
         """Take the second part of the state of ``source``, if it is not ``second``.
 
         Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
@@ -237,7 +242,7 @@ class GenerationChange:
         if engine.updater.scaler is not None:
             engine.updater.scaler.load_state_dict(second["scaler"], self._parts.optimizers)
         self._kept.given = GivenObjects(who, second["states"], second["options"], self._parts.optimizers)
-        if returns:
+        if self._is_in_loop:
             self._kept.given.load(self._kept)
             self._kept.end_joining()
 
@@ -271,7 +276,7 @@ class GenerationChange:
         while True:
             try:
                 world.come_back()
-                end_joining = self._join(returns=True)
+                end_joining = self._join()
                 break
             except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
                 is_final = isinstance(error, CannotJoinError | ManifestError)

@@ -207,7 +207,7 @@ class Simulation:
         self.worlds[index] = world
         engine = Engine(world, self.settings, self.record, self.scheduler)
         engine.begin()
-        if rank is None and engine.step >= self.settings.num_steps:  # there is nothing left to do
+        if engine.step >= self.settings.num_steps:  # there is nothing left to do
             self.outcomes[index] = "late"
             world.close()
             return

@@ -64,6 +64,12 @@ FAULTS = (
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True),
     PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
+    PutBack(
+        _CHANGE + "begin",
+        "self.begin_step(end_joining)",
+        "self._is_in_loop = True; self.begin_step(); end_joining()",
+        True,
+    ),
     PutBack(_CHANGE + "begin_step", "if not has_returned:\n            raise", "raise", True),
     PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:"),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost"),
