@@ -400,7 +400,7 @@ class ElasticWorld(FailureDetector):
         try:
             while True:
                 found = self.consensus.begin_together()
-                if self.consensus.can_end:
+                if self.consensus.can_end or self.consensus.has_left:
                     self._is_joint = self.consensus.is_joint = False
                     self.on_end()
                     self._is_joint = self.consensus.is_joint = True

@@ -87,6 +87,7 @@ class Consensus(MembershipProtocol):
         self._ended: set[int] = set()  # ranks that have closed their models, as others say
         self._is_dropped = False  # others have lost this rank, and will decide so
         self._leaves_at: int | None = None
+        self._has_asked_to_leave = False
         self._ends_if_preempted = ends_if_preempted
         self._ends_at: int | None = None
         self._begun: Position | None = None
@@ -262,15 +263,19 @@ class Consensus(MembershipProtocol):
         if within(self._timeout, self._consensus_store.is_proposed, number):
             self._on_alarm(number)
 
-    def leave(self) -> int:
+    def leave(self, *, waits: bool = True) -> int | None:
         """Tell the others that this rank leaves; return the step before which it may, exchanging normally until then.
 
-        Refused if too few ranks would remain.
+        Unless this rank ``waits``, None as long as there is no agreement. GossipError if too few ranks would remain.
         """
         with self._changed:
             self._check()
-            self._is_leaving = self._leaves_at is None  # another rank of the shard group may have said so
-            self._changed.notify_all()
+            if not self._has_asked_to_leave or waits:
+                self._has_asked_to_leave = True
+                self._is_leaving = self._leaves_at is None  # another rank of the shard group may have said so
+                self._changed.notify_all()
+            if self._is_leaving and not waits:
+                return None
             self._wait_until(lambda: not self._is_leaving, f"step {self.position[1]}: leaving")
             if self._leaves_at is None:
                 size = self._group_size
@@ -282,6 +287,11 @@ class Consensus(MembershipProtocol):
                     "instead, or pass a lower min_ranks to let the others continue"
                 )
             return self._leaves_at
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the others continue without this rank, which has left."""
+        return self._leaves_at is not None and self.position[1] >= self._leaves_at
 
     @property
     def ends_at(self) -> int | None:

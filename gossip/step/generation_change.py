@@ -172,7 +172,7 @@ class GenerationChange:
     def leave(self) -> None:
         """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
         last = self._world.consensus.leave()
-        while self._engine.step < last:
+        while last is not None and self._engine.step < last:
             self._engine.end_step()
 
     def _join(self) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from loguru import logger
@@ -35,7 +35,8 @@ class Preemption:
     With ``on_preemption`` it leaves only after ``WINDOW``. If by then so many ranks have received SIGTERM that too few
     would remain, all ranks make the same number of steps, call ``on_preemption(model)`` and exit with status 143. A
     forward pass for training before the last of these steps is made as usual. In any other forward pass, and in place
-    of a collective operation, a rank makes the steps that are missing without updates: it ends an evaluation.
+    of a collective operation, a rank makes the steps that are missing without updates: it ends an evaluation, but not
+    one that a shard group makes together. A shard group leaves, training, when one of its ranks is told to.
 
     The signal is handled in the main thread only, and only if SIGTERM has no other handler.
     """
@@ -92,8 +93,11 @@ class Preemption:
         ends_at = self._world.consensus.ends_at
         trains = torch.is_grad_enabled() and not engine.is_averaged
         if ends_at is not None:
-            if engine.step >= ends_at or (not trains and self._world.consensus.can_end):
+            is_alone = self._world.group_size == 1
+            if engine.step >= ends_at or (is_alone and not trains and self._world.consensus.can_end):
                 self._end()
+        elif self._world.consensus.has_left:
+            self._exit_with_group()
         elif self._came_at is not None:
             waits = self._on_preemption is not None
             if not waits or time.monotonic() >= self._came_at + WINDOW.total_seconds():
@@ -102,18 +106,32 @@ class Preemption:
     def _on_collective(self) -> None:
         engine = self._engine()
         if engine is not None and engine.last_meter is not None and not self._ends and _is_main():
+            if self._world.consensus.has_left:
+                self._exit_with_group()
             self._end()
 
     def _leave(self) -> None:
-        model, rank = self._interrupt(), self._world.member
-        logger.warning("rank {}: SIGTERM: leaving at step {}", rank, model.step)
+        rank, is_alone = self._world.member, self._world.group_size == 1
         try:
-            model.leave()
+            if is_alone:
+                model = self._interrupt()
+                logger.warning("rank {}: SIGTERM: leaving at step {}", rank, model.step)
+                model.leave()
+            else:
+                self._world.consensus.leave(waits=False)
+                return
         except Exception as error:
             if self._world.consensus.ends_at is not None:  # meanwhile others have received the signal
                 self._end()
             logger.error("rank {}: exiting without having left: {}", rank, reason(error))
         self._has_left.set()
+        raise SystemExit(EXIT_STATUS)
+
+    def _exit_with_group(self) -> NoReturn:
+        model, self._ends = self._interrupt(), True
+        logger.warning("rank {}: SIGTERM: its shard group leaves at step {}", self._world.member, model.step)
+        self._has_left.set()
+        model.close()
         raise SystemExit(EXIT_STATUS)
 
     @torch.inference_mode(False)

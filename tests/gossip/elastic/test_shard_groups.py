@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch.distributed as dist
+import unsupervised
 from elastic_ranks import assert_follow_the_recursion, joins, make_model, run, targets, train_until
 
 from gossip import launch
@@ -53,3 +54,27 @@ def test_launch_starts_all_ranks_of_a_group_again() -> None:
     results = launch(train_until_back, 3, world_size=6, local_size=2, on_peer_loss="continue", restart=1)
     assert results[0][0] == (0, 2, 3)
     assert len(set(results)) == 1
+
+
+def train_until_told(told: int) -> tuple[str, int]:
+    model = make_model(8, {"shape": (3, 2), "shard": "fsdp", "topology": "ring"})
+    try:
+        while model.step < 30:
+            if model.step == 5 and dist.get_rank() == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            model(targets(model.world.worker, 8)).backward()
+            if model.step % 3 == 0:
+                model.consensus_distance()
+    except SystemExit as end:
+        return f"exit {end.code}", model.step
+    members = model.members
+    model.close()
+    return f"groups {members}", model.step
+
+
+def test_a_group_leaves_when_one_of_its_ranks_receives_sigterm() -> None:
+    results = unsupervised.results_of(train_until_told, 3, world_size=6)
+    assert results[0] == results[1] == results[4] == results[5] == ("groups (0, 2)", 30)
+    assert results[2] == results[3]
+    assert results[2][0] == "exit 143"
+    assert results[2][1] < 12

@@ -197,7 +197,7 @@ def load(checkpoint: str, options: dict[str, Any]) -> str:
 def test_a_rank_that_cannot_leave_in_time_exits_with_the_status_of_the_signal() -> None:
     model = mock.Mock()
     model.leave.side_effect = MemoryError("no memory")
-    world = mock.Mock(**{"consensus.ends_at": None})
+    world = mock.Mock(group_size=1, **{"consensus.ends_at": None, "consensus.has_left": False})
     engine = mock.Mock(is_averaged=False, is_within_step=False)
     of_one = preemption.Preemption(engine, world, lambda: model, None)  # type: ignore[arg-type]
     with mock.patch.object(preemption.daemon_threads, "start"):
