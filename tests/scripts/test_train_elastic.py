@@ -94,3 +94,19 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
     assert list(rates[3]) == list(range(joined_at, 4000))
     assert rates[3] == {step: rates[0][step] for step in rates[3]}
     assert len(set(rates[3].values())) > 1
+
+
+@pytest.mark.slow
+def test_a_shard_group_of_which_a_rank_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
+    groups = ("launch.world_size=6", "launch.local_size=2", "shard=optimizer", "launch.restart=1")
+    options = ("+model.rank=3", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=2000")
+    run = train(tmp_path, *MORTAL, *groups, *options, "training.evaluate_every_epochs=0")
+    assert run.status == 0, run.stderr
+    assert "its shard group, ranks 2 to 3, is restarted (1 of 1 restarts)" in run.stderr
+    summary = summary_of(tmp_path)
+    assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 1, 4, 5], [0, 1, 4, 5, 6, 7]]
+    assert summary["averaged_test_accuracy"] > 0.5
+    (folder,) = run_folders(tmp_path)
+    joined_at = summary["changes_of_ranks"][-1]["step"]
+    for rank in (6, 7):
+        assert [record["step"] for record in read_jsonl(folder / f"rank{rank}.jsonl")] == list(range(joined_at, 2000))

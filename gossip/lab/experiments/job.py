@@ -217,6 +217,7 @@ def _launch(config: Mapping[str, Any], folder: str, settings: Settings) -> dict[
                 config,
                 folder,
                 world_size=settings.launch.world_size,
+                local_size=settings.launch.local_size if settings.launch.local_size > 1 else None,
                 port=settings.launch.port,
                 timeout=settings.timeout,
                 num_threads=settings.launch.num_threads,

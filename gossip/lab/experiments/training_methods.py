@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.tracing import TracedExchange, TracedTransport, Tracer
 from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, changed_options
+from gossip.sharding.local_group import SharedGroup
 from topologies import Round, Topology
 
 
@@ -170,6 +172,55 @@ def bytes_of_all_reduce(parameters: Iterable[torch.Tensor], world_size: int) -> 
     return round(2 * (world_size - 1) / world_size * gradient_bytes)
 
 
+class AllRanks(World):
+    """The ranks of all shard groups that train, as one world made of the two that each of them is in.
+
+    ``groups`` are the ranks that hold the same shard as this one, and ``mates`` those of its group.
+    """
+
+    def __init__(self, groups: World, mates: World) -> None:
+        self._groups, self._mates = groups, mates
+        self._note()
+
+    def _note(self) -> None:
+        size = self._mates.world_size
+        self.rank, self.world_size = self._groups.rank * size + self._mates.rank, self._groups.world_size * size
+
+    @property
+    def member(self) -> int:
+        return self._groups.member
+
+    @property
+    def changes(self) -> bool:
+        return True
+
+    def keys(self, name: str) -> dist.Store | None:
+        return self._groups.keys(name)
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        def gather() -> list[bytes]:
+            of_group = json.dumps([each.hex() for each in self._mates.gather_bytes(payload, what)])
+            found = self._groups.gather_bytes(of_group.encode(), what)
+            return [bytes.fromhex(each) for group in found for each in json.loads(group)]
+
+        gathered = self._groups.collectively(gather)
+        self._note()
+        return gathered
+
+    def sum_(self, tensor: torch.Tensor, what: str, *, holds_host: bool = True) -> None:
+        before = tensor.clone()
+
+        def add_up() -> None:
+            self._mates.sum_(tensor, what, holds_host=holds_host)
+            self._groups.sum_(tensor, what, holds_host=holds_host)
+
+        self._groups.collectively(add_up, lambda: tensor.copy_(before))
+        self._note()
+
+    def close(self) -> None:
+        """Do nothing: both belong to the model."""
+
+
 class GossipMethod(Method):
     """Gossip with :class:`gossip.GossipDataParallel`; with identity rounds every rank trains alone."""
 
@@ -201,7 +252,13 @@ class GossipMethod(Method):
         )
         assert self.model.optimizer is not None
         self.module, self.optimizer, self.groups = module, self.model.optimizer, self.model.world
-        self._be_one_rank(World(settings.timeout) if settings.launch.local_size > 1 else self.groups)
+        self._local_size = settings.launch.local_size
+        world = self.groups
+        if self._local_size > 1:
+            group = self.model._live().group
+            assert isinstance(group, SharedGroup)
+            world = AllRanks(self.groups, group.world) if self.groups.changes else World(settings.timeout)
+        self._be_one_rank(world)
 
     def _on_evaluation(self, *_: object) -> None:
         """End an evaluation, in which the wrapper is not called, if all ranks are to end."""
@@ -210,8 +267,9 @@ class GossipMethod(Method):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train now; with groups, which none of them leaves, all."""
-        return self.model.members if self.world is self.groups else self.world.members
+        """The ranks that train now."""
+        size = self._local_size
+        return tuple(group * size + place for group in self.model.members for place in range(size))
 
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step; update and exchange happen inside the backward pass, or after it."""
