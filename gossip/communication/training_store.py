@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,6 +12,8 @@ from gossip.communication.membership import innermost
 
 STORE = "GOSSIP_STORE"
 """The environment variable that names the store in which this process is to found or join a training."""
+
+COMPLETED, ENDED = "completed", "ended"
 
 _store: dist.Store | None = None
 _prefix = ""
@@ -46,6 +49,19 @@ def shared_keys(name: str) -> dist.Store | None:
     if _store is None or not _prefix:
         return None
     return guarded(dist.PrefixStore(f"{_prefix}{name}", _store), training_key(), f"{_prefix}{name}")
+
+
+def note_outcome(outcome: str) -> None:
+    """Note that the training is COMPLETED, or that a rank that came to join it found that all others have ENDED."""
+    keys: Any = shared_keys("outcome")
+    if keys is not None:
+        keys.set(outcome, "")
+
+
+def has_outcome(outcome: str) -> bool:
+    """Return whether that was noted. Local."""
+    keys: Any = shared_keys("outcome")
+    return keys is not None and keys.check([outcome])
 
 
 def next_announcement() -> str:

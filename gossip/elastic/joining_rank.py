@@ -11,6 +11,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+from loguru import logger
+
+from gossip.communication import training_store
 from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
@@ -134,7 +137,11 @@ class JoiningRank:
             have_ended = mesh.ended.issuperset(members)
         if not found:
             whom = f"rank {self._world.member}: joining: {in_words(members)} cannot be reached"
+            if have_ended and not self._returns and training_store.has_outcome(training_store.COMPLETED):
+                logger.info("{}, since the training is complete: there is nothing left to do", whom)
+                raise SystemExit(0)
             if have_ended:
+                training_store.note_outcome(training_store.ENDED)
                 raise CannotJoinError(f"{whom}: the training has ended ({self._reason(members[0])})")
             raise ExchangeError(f"{whom}: this machine has no route to them ({self._reason(members[0])})")
         return found

@@ -107,6 +107,7 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
         try:
             _await_all(store, rank, world_size, timeout)
             yield
+            training_store.note_outcome(training_store.COMPLETED)
         finally:
             dist.destroy_process_group()
         if placement is not None and placement.step is not None:

@@ -3,7 +3,8 @@
 ``gossip store`` serves it. Every process that comes takes a number. Once as many have come as are expected, or enough
 of them at the time-out, they are the founders of the training: whoever sees that first writes their numbers, once, by
 compare-and-set. They make a process group, in the order of their numbers, and train as ranks do that were started
-together. Everybody else joins them. If all founders end before their training is announced, the next attempt begins.
+together. Everybody else joins them. If all founders end before their training is announced, or a rank that comes to
+join finds that all have ended without completing it, the next attempt begins.
 
 Ranks that hold a replica together, a shard group, have one number: the first of them meets the others for all.
 """
@@ -169,7 +170,7 @@ class _Attempt:
         self._known: dict[int, Process] = {}
 
     def meet(self) -> dict[str, Any] | None:
-        """Return how this process takes part; None if all founders ended before their training was announced."""
+        """Return how this process takes part; None if all of this attempt's ranks have ended."""
         size = read(self._keys.compare_set(f"{self._prefix}group_size", "", json.dumps(self._size)))
         if size != self._size:
             raise LaunchError(
@@ -214,7 +215,7 @@ class _Attempt:
         return found
 
     def _is_announced(self, founders: list[int]) -> bool:
-        """Wait until the founders' training is announced; False if all of them ended before."""
+        """Wait until the founders' training is announced; False if all of them ended before, or all ranks since."""
         key, deadline = training_store.announcement(self._prefix), time.monotonic() + self._timeout_s
         while not self._keys.check([key]):
             if not any(map(self._is_here, founders)):
@@ -229,7 +230,7 @@ class _Attempt:
                 )
             else:
                 time.sleep(_PAUSE_S)
-        return "failed" not in read(self._keys.get(key))
+        return "failed" not in read(self._keys.get(key)) and not self._has(f"outcome/{training_store.ENDED}")
 
     def _is_here(self, number: int) -> bool:
         """Whether a process has come, and is not known to have ended."""

@@ -209,6 +209,24 @@ def test_a_configured_run_ends_well_without_the_process_that_began_its_folder(
     assert (folder / "model.safetensors").exists()
 
 
+def test_ranks_that_have_all_died_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(tmp_path, "train.py", "gossip.launch(train)")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")  # those that come first find nobody
+    second_life = "__import__('os').environ['TORCHELASTIC_RESTART_COUNT'] > '0'"
+    with served(monkeypatch, "2"), contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(running(tmp_path, second_life, "0", script=path, torchrun=1)) for _ in range(2)]
+        wait_until(lambda: trained_by(tmp_path, 0, 1))
+        for pid in [read(tmp_path / f"member{member}")["pid"] for member in range(2)]:
+            os.kill(pid, signal.SIGKILL)
+        for agent in agents:
+            ended = agent.finished()
+            assert ended.status == 0, ended.stderr
+        late = run(str(path), tmp_path, "True", "0")
+        assert late.status == 0, late.stderr
+        assert "since the training is complete: there is nothing left to do" in late.stderr
+    assert result_of(tmp_path) == {0: [0, 1], 1: [0, 1]}
+
+
 def test_trainings_at_one_store_are_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank begins one, with a loop of its own; another one joins it."""
     path = script(tmp_path, "train.py", "gossip.join_training(); train()")
