@@ -52,6 +52,8 @@ class LocalGroup:
     """Whether ``fully_shard`` has divided the module."""
     averages_gradients: ClassVar[bool] = False
     """Whether :meth:`reduce_` has anything to do."""
+    hears_late = False
+    """Whether its ranks may combine messages between steps, each of them others."""
 
     def __init__(self, module: nn.Module, replica: nn.Module) -> None:
         self.module, self.replica = module, replica

@@ -375,12 +375,14 @@ class StepEngine(HealthChecks, ABC):
             self.group.take_edits()
         self.combine_if_due()
         if closes:
-            self.settle_late()
+            self.settle_late(closes=True)
 
-    def settle_late(self) -> None:
+    def settle_late(self, *, closes: bool = False) -> None:
         """Await and combine the messages that steps did not wait for. On all ranks after the same step."""
         with self.fatal(), torch.no_grad():
             self.exchanges.combine_late(self._progress.meter)
+            if self.group.hears_late and not closes:
+                self.group.changed()
 
     def note_reading(self) -> None:
         """Note that the parameters are about to be read, where backward passes make the updates and nothing clips."""

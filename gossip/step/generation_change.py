@@ -263,7 +263,7 @@ class GenerationChange:
         """
         limit_s, engine, world = self._arguments.partition_timeout_s, self._engine, self._world
         astray, self._astray = self._astray, None
-        if limit_s is None and astray is not None:
+        if limit_s is None and astray is not None and world.group_size == 1:
             limit_s = _PATIENCE_TIMEOUTS * world.timeout.total_seconds()
         if limit_s is None:
             raise lost

@@ -168,6 +168,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
         watch=OptimizerWatch(named_parameters(module), optimizers),
         group=group,
     )
+    group.hears_late = arguments.soft_deadline is not None
     group.attach(buckets, engine)
     if not world.is_alone:
         forks.watch(engine)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from functools import partial
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import assert_follow_the_recursion, joins, make_model, run, targets, train_until
+from elastic_ranks import assert_follow_the_recursion, flat, joins, make_model, run, targets, train_until
 
 from gossip import launch
+from gossip.exchange.edge_transport import EdgeTransport
+from gossip.exchange.transport import LateDifference
 from gossip.lab.faults.fault import Fault
 
 NUM_STEPS = 12
@@ -54,6 +60,30 @@ def test_launch_starts_all_ranks_of_a_group_again() -> None:
     results = launch(train_until_back, 3, world_size=6, local_size=2, on_peer_loss="continue", restart=1)
     assert results[0][0] == (0, 2, 3)
     assert len(set(results)) == 1
+
+
+def add_late(shard: str) -> float:
+    """By how much what is combined between steps has changed a value of the replica after the next step."""
+    options = {"shape": (2, 2), "shard": shard, "topology": "ring", "soft_deadline": 60.0}
+    model = make_model(8, options | {"optimizer": partial(torch.optim.SGD, lr=0.0)})
+    late = iter([LateDifference(0, torch.ones(4, dtype=torch.float64))])
+
+    def arrived(_: EdgeTransport, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+        return late if waits and bucket == 0 else iter(())
+
+    model(targets(0, 8)).backward()
+    with mock.patch.object(EdgeTransport, "late", arrived):
+        model.consensus_distance()
+    model(targets(0, 8)).backward()
+    changed = float(flat(model.module).mean())
+    model.close()
+    return changed
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "optimizer"])
+def test_what_arrives_between_steps_is_kept(shard: str) -> None:
+    """By both groups, in one of two parameters."""
+    assert unsupervised.results_of(add_late, shard, world_size=4) == [0.5] * 4
 
 
 def train_until_told(told: int) -> tuple[str, int]:
