@@ -75,6 +75,8 @@ class ElasticWorld(FailureDetector):
     ----------
     on_end : callable
         Called in place of a collective operation, or of its repetition, once ranks end together.
+    on_enter : callable
+        Called when the members may have changed.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
     questions : SimpleQueue
@@ -100,6 +102,7 @@ class ElasticWorld(FailureDetector):
         self.on_end: Callable[[], None] = lambda: None
         self.shard_group = shard_group
         self.group_size, self._place = (1, 0) if shard_group is None else (shard_group.world_size, shard_group.rank)
+        self.on_enter: Callable[[], None] = lambda: None
         self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks
@@ -390,6 +393,7 @@ class ElasticWorld(FailureDetector):
         self._taking_part = generation.members if members is None else members
         self._members = self.holding_shard(self._taking_part)
         self.rank, self.world_size = self._members.index(self.member), len(self._members)
+        self.on_enter()
 
     # ------------------------------------------------------------------ collective operations
 

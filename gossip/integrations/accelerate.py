@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+import os
+import weakref
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +26,7 @@ from gossip.integrations.common_checks import (
     steps_in_backward,
     wrap,
 )
+from gossip.integrations.remaining_ranks import RemainingRanks, remaining_ranks
 
 _FOLDER = "gossip"
 _TAKEN = {
@@ -48,10 +52,9 @@ def prepare(
     ``clip_grad_norm=``: ``accelerator.clip_grad_norm_`` then reports the norm, and raises if it is called with another
     value.
 
-    With ``on_peer_loss="continue"`` ranks can be lost and can join, in loops that make no collective call of the
-    accelerator's: keep schedulers (``model.keep(scheduler=scheduler)``) instead of preparing them, and divide the
-    samples by ``model.rank``. The accelerator takes the number of ranks once, divides loaders by it, and steps a
-    scheduler as many times.
+    With ``on_peer_loss="continue"`` ranks can be lost: the accelerator's collective calls are made by those that
+    remain, which are numbered anew. Ranks can join loops that make no such call: keep schedulers
+    (``model.keep(scheduler=scheduler)``) instead of preparing them, and divide the samples by ``model.rank``.
 
     Parameters
     ----------
@@ -93,10 +96,16 @@ def prepare(
     check_accelerator(accelerator, steps_in_backward=steps_in_backward(options))
     check_options("prepare(...)", options, _TAKEN)
     _check_arguments(accelerator, model, optimizer, others)
+    remaining = _remaining.get(accelerator) or remaining_ranks(accelerator, options, renumber)
+    if remaining is not None:
+        _remaining[accelerator] = remaining
+        remaining.check_complete()
     placed = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped: moved, cast and compiled
     accelerator._models.remove(placed if placed in accelerator._models else model)
     wrapped = wrap(placed, optimizer, scaler=accelerator.scaler, **options)
     wrapped._is_accelerate_prepared = True
+    if remaining is not None:
+        remaining.use(wrapped)
     if not _replicas(accelerator):
         _know_replicas(accelerator)
     accelerator._models.append(wrapped)
@@ -111,6 +120,18 @@ def prepare(
             each.scaler = None  # the model's engine has it
     others = tuple(accelerator.prepare(other) for other in others)
     return wrapped, tuple(prepared) if len(prepared) > 1 else next(iter(prepared), None), *others
+
+
+_remaining: MutableMapping[Accelerator, RemainingRanks] = weakref.WeakKeyDictionary()
+
+
+def renumber(rank: int, world_size: int) -> None:
+    """Let Accelerate know the ranks that remain. Local."""
+    numbers = {"process_index": rank, "num_processes": world_size}
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        numbers["local_process_index"] = rank
+    for state in (PartialState, AcceleratorState):
+        state._shared_state.update(numbers)
 
 
 def _check_arguments(accelerator: Accelerator, model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:

@@ -45,7 +45,8 @@ class GossipStrategy(TrainerStrategy, DDPStrategy):
     ``fit()`` raises ValueError before training starts for what cannot work: ``sync_batchnorm``, checkpoints on
     exceptions, and, where steps are made in backward, clipping by value or in ``configure_gradient_clipping``. The
     Trainer saves and restores its schedulers itself, and counts its steps from its own beginning: no rank can join or
-    come back within it, so a process that joins and ``partition_timeout`` are refused.
+    come back within it, so a process that joins and ``partition_timeout`` are refused. With ``on_peer_loss="continue"``
+    it goes on without ranks that are lost, and writes a checkpoint when all are preempted.
 
     Examples
     --------
@@ -65,8 +66,9 @@ class GossipFabricStrategy(FabricStrategy, FabricDDPStrategy):
     ``step_in_backward=False``, ``optimizer.step()`` does. ``fabric.no_backward_sync`` accumulates gradients;
     ``fabric.clip_gradients`` requires ``step_in_backward=False`` (otherwise pass ``clip_grad_norm``). ``fabric.save``
     writes the average of all replicas, and every rank's own next to it, which ``fabric.load`` restores. To average or
-    evaluate, call :func:`gossip.integrations.lightning.replica`. With ``on_peer_loss="continue"`` ranks can join: let
-    ``replica(model).keep(scheduler=scheduler)`` keep the schedulers, on every rank.
+    evaluate, call :func:`gossip.integrations.lightning.replica`. With ``on_peer_loss="continue"`` ranks can be lost;
+    they can join loops without collective calls of Fabric's: let ``replica(model).keep(scheduler=scheduler)`` keep the
+    schedulers, on every rank.
 
     Parameters
     ----------

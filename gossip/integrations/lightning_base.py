@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning_utilities.core.rank_zero import rank_zero_only
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 import gossip
 from gossip import GossipDataParallel
 from gossip.integrations.common_checks import check_options, steps_in_backward, wrap
+from gossip.integrations.remaining_ranks import RemainingRanks, remaining_ranks
 from gossip.private_torch import SUPPORTS_SCALING
 from topologies import Topology
 
@@ -49,6 +52,49 @@ class BaseStrategy(_DDPStrategy):
             of_ddp["timeout"] = options["timeout"]
         super().__init__(**of_ddp)
         self._options = {"topology": topology, **options}
+        self._remaining: RemainingRanks | None = None  # of those that may be lost
+
+    # ------------------------------------------------------------------ who there is
+
+    def setup_environment(self) -> None:
+        """Set up the process group as DDP does; what is done with it is done by the remaining ranks. Collective."""
+        super().setup_environment()
+        if self._remaining is None:
+            strategy = weakref.ref(self)
+
+            def on_change(rank: int, _: int) -> None:
+                rank_zero_only.rank = rank  # type: ignore[attr-defined]  # as Lightning sets it
+                if (changed := strategy()) is not None:
+                    changed._on_change()
+
+            self._remaining = remaining_ranks(self, self._options, on_change)
+
+    def _on_change(self) -> None:
+        """React to the loss of ranks."""
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among those that remain."""
+        return super().global_rank if self._remaining is None else self._remaining.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that remain."""
+        return super().world_size if self._remaining is None else self._remaining.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How new loaders are divided."""
+        divided: dict[str, Any] = super().distributed_sampler_kwargs
+        return divided if self._remaining is None else {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all remaining ranks, or any, decide so. Collective."""
+        if self._remaining is None:
+            return bool(super().reduce_boolean_decision(decision, all))
+        decisions: list[bool] = []
+        self._remaining.all_gather_object(decisions, bool(decision))
+        return min(decisions) if all else max(decisions)
 
     # ------------------------------------------------------------------ steps
 
@@ -61,7 +107,12 @@ class BaseStrategy(_DDPStrategy):
         return getattr(getattr(self, self.precision_argument), "scaler", None)
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> GossipDataParallel:
-        return wrap(module, tuple(optimizers) or None, scaler=self._scaler, **self._options | more)
+        if self._remaining is not None:
+            self._remaining.check_complete()
+        model = wrap(module, tuple(optimizers) or None, scaler=self._scaler, **self._options | more)
+        if self._remaining is not None:
+            self._remaining.use(model)
+        return model
 
     def _step_scaled(self, model: GossipDataParallel, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let the scaler step one of the model's optimizers, and update the scaler once per step of the model."""

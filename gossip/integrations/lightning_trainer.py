@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar
@@ -48,11 +49,19 @@ class TrainerStrategy(BaseStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module around the optimizers that it has configured. Collective."""
-        if trainer.state.fn != "fit":
+        if trainer.state.fn != "fit" and self._remaining is None:
             super().setup(trainer)
             return
+        if trainer.state.fn != "fit":
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model_to_device()
+            assert self._remaining is not None
+            self._remaining.broadcast_module(self.lightning_module, "broadcasting the module from rank 0")
+            self.setup_precision_plugin()
+            return
         check_trainer(trainer, self.library, self._options)
-        _keep_signals_local(trainer)
+        _keep_signals_local(trainer, is_handled=self._remaining is not None)
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
         self.model = module
@@ -63,7 +72,8 @@ class TrainerStrategy(BaseStrategy):
         optimizers = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, mock)]
         value = trainer.gradient_clip_val
         clips = {"clip_grad_norm": float(value)} if value and self._steps_in_backward else {}
-        self.model = self._wrap(module, optimizers, **clips)
+        saves = {"on_preemption": self._make_save()} if self._remaining is not None else {}
+        self.model = self._wrap(module, optimizers, **clips, **saves)
         if self._steps_in_backward:
             self._take_clipping_over()
 
@@ -95,6 +105,30 @@ class TrainerStrategy(BaseStrategy):
 
         self.precision_plugin._clip_gradients = lambda *_, **__: None
         self.precision_plugin.clip_gradients = refuse
+
+    def _on_change(self) -> None:
+        """Divide the samples of the next validation among the ranks that remain."""
+        if (trainer := self.lightning_module._trainer) is not None:
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+    def _make_save(self) -> Callable[[GossipDataParallel], None]:
+        """Return what saves a checkpoint when all ranks are preempted."""
+        strategy = weakref.ref(self)
+
+        def save(_: GossipDataParallel) -> None:
+            saving = strategy()
+            assert saving is not None
+            saving._leave_average()
+            trainer = saving.lightning_module.trainer
+            loop = trainer.fit_loop.epoch_loop
+            if trainer.validating or (loop._is_training_done and trainer.enable_validation):
+                # As if it had been interrupted in its first batch: its results are not saved, and callbacks need them.
+                for progress in (loop.val_loop.batch_progress.total, loop.val_loop.batch_progress.current):
+                    progress.reset()
+                    progress.ready = progress.started = 1
+            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+        return save
 
     # ------------------------------------------------------------------ steps
 
@@ -212,18 +246,21 @@ class TrainerStrategy(BaseStrategy):
         }
 
 
-def _keep_signals_local(trainer: Any) -> None:
+def _keep_signals_local(trainer: Any, *, is_handled: bool) -> None:
     """Let every rank react to the signals that it receives itself, independently of the others. Local.
 
     Lightning broadcasts in every batch whether rank 0 received SIGTERM, and once more in the signal's handler: every
     step would wait for rank 0, and a rank that alone receives the signal would wait for a broadcast that no other rank
-    makes. Schedulers, torchrun and Lightning's launcher send the signal to all ranks.
+    makes. Schedulers, torchrun and Lightning's launcher send the signal to all ranks. Where ranks may be lost it
+    ``is_handled`` by the model.
 
     To requeue a SLURM job, Lightning saves in the handler of another signal, at whatever point of a step the rank is.
     """
     connector = trainer._signal_connector
 
     def on_sigterm(number: int, _: FrameType | None) -> None:
+        if is_handled:
+            return
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)
         connector.received_sigterm = True

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.utils import is_sagemaker_dp_enabled, is_sagemaker_mp_enabled
 
 from gossip import GossipDataParallel
+from gossip.communication import training_store
 from gossip.integrations.common_checks import check_options, refuse
 
 _OF_TRAINER = {
@@ -16,7 +17,8 @@ _OF_TRAINER = {
     "clip_grad_norm": "pass TrainingArguments(max_grad_norm=...)",
     "scaler": "pass TrainingArguments(fp16=True), whose scaler is used",
     "process_group": "train with all ranks of the default process group",
-    "on_peer_loss": "train with all ranks to the end: the Trainer needs all of them to log, evaluate and save",
+    "partition_timeout": "train to the end without a rank that was cut off: the Trainer counts its steps on from where "
+    "it was, and not from where the others are",
 }
 """Arguments of the wrapper that are not passed to it directly, and what to do instead."""
 
@@ -37,12 +39,16 @@ def check_trainer_options(options: Mapping[str, Any] | None, join: bool) -> None
         )
     if type(join) is not bool:
         raise TypeError(f"join must be True or False, got {join!r}")
-    given = {name: value for name, value in (options or {}).items() if (name, value) != ("on_peer_loss", "raise")}
-    check_options("gossip", given, _OF_TRAINER)
+    check_options("gossip", options or {}, _OF_TRAINER)
 
 
 def check_arguments(args: Any, model: Any) -> None:
     """Refuse what can be refused before accelerate is set up. Local."""
+    if training_store.joined() is not None:
+        raise ValueError(
+            "this process joins a training, but the Trainer counts batches and epochs from its own beginning, and "
+            "logs, evaluates and saves together with the others; start all ranks again, and resume_from_checkpoint"
+        )
     if isinstance(model, GossipDataParallel):
         raise ValueError("model is a GossipDataParallel; pass the module itself, which the GossipTrainer wraps")
     whole = "each rank of gossip has a whole replica; "

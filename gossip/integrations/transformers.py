@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch import nn
 from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
+from gossip.integrations.accelerate import renumber
 from gossip.integrations.common_checks import check_accelerator, steps_in_backward, wrap
+from gossip.integrations.remaining_ranks import remaining_ranks
 from gossip.integrations.trainer_checks import check_arguments, check_joining, check_lengths, check_trainer_options
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
@@ -61,8 +64,10 @@ class GossipTrainer(Trainer):
     A checkpoint has the averaged weights where the Trainer writes its own. In place of ``optimizer.pt`` and
     ``scheduler.pt`` it has a folder ``gossip`` with each rank's replica, the state of its optimizer and the messages in
     flight: ``train(resume_from_checkpoint=...)`` continues bit for bit. All ranks must share the output folder. The
-    model keeps the scheduler (:meth:`gossip.GossipDataParallel.keep`). No rank can be lost or join within the Trainer,
-    which needs all of them from its beginning: ``on_peer_loss="continue"`` is refused.
+    model keeps the scheduler (:meth:`gossip.GossipDataParallel.keep`).
+
+    With ``gossip={"on_peer_loss": "continue"}`` training, evaluation and saving go on without ranks that are lost, and
+    SIGTERM of all ranks saves a checkpoint. No rank can join.
 
     Construction sets ``args.average_tokens_across_devices`` to False, because it makes every step wait for all ranks.
     """
@@ -83,6 +88,15 @@ class GossipTrainer(Trainer):
         """Set up the accelerator as the Trainer does, and refuse settings that cannot train by gossip."""
         check_arguments(self.args, self.model)
         super().create_accelerator_and_postprocess()
+        trainer = weakref.ref(self)
+
+        def on_change(rank: int, world_size: int) -> None:
+            renumber(rank, world_size)
+            if (changed := trainer()) is not None:
+                changed.state.is_world_process_zero = changed.is_world_process_zero()
+                changed.state.is_local_process_zero = changed.is_local_process_zero()
+
+        self._remaining = remaining_ranks(self, self._gossip_options, on_change)
         check_accelerator(self.accelerator, steps_in_backward=self._steps_in_backward)
         self.accelerator.unwrap_model = functools.partial(_unwrap_model, self.accelerator.unwrap_model)
         if self.accelerator.dataloader_config.dispatch_batches is None:
@@ -123,8 +137,13 @@ class GossipTrainer(Trainer):
             return model
         module = self.accelerator.prepare_model(model, evaluation_mode=True)  # on its device, cast and compiled
         scaler, max_norm = self.accelerator.scaler, self.args.max_grad_norm
-        clips = {"clip_grad_norm": max_norm} if self._steps_in_backward and max_norm > 0 else {}
-        wrapped = wrap(module, self.optimizer, scaler=scaler, **clips, **self._gossip_options)
+        options: dict[str, Any] = {"clip_grad_norm": max_norm} if self._steps_in_backward and max_norm > 0 else {}
+        if self._remaining is not None:
+            self._remaining.check_complete()
+            options["on_preemption"] = self._make_save()
+        wrapped = wrap(module, self.optimizer, scaler=scaler, **options | self._gossip_options)
+        if self._remaining is not None:
+            self._remaining.use(wrapped)
         self._gossip_model = self._training.enter_context(wrapped)
         self._training.callback(self._forget)
         return wrapped
@@ -199,6 +218,12 @@ class GossipTrainer(Trainer):
         with self._averaged():
             return super().evaluation_loop(*args, **kwargs)
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch as the Trainer does, unless all ranks are preempted, which ends the evaluation. Local."""
+        if self._gossip_model is not None:
+            self._gossip_model._live().on_forward()
+        return super().prediction_step(*args, **kwargs)
+
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save as the Trainer does, but the average of all replicas. Collective within ``train()``."""
         with self._averaged():
@@ -210,6 +235,17 @@ class GossipTrainer(Trainer):
         scaler = self.accelerator.scaler
         self._gossip_model.keep(scheduler=self.lr_scheduler, **({} if scaler is None else {"scaler": scaler}))
         return self._gossip_model
+
+    def _make_save(self) -> Callable[[GossipDataParallel], None]:
+        """Return what saves a checkpoint when all ranks are preempted."""
+        trainer = weakref.ref(self)
+
+        def save(_: GossipDataParallel) -> None:
+            saving = trainer()
+            assert saving is not None
+            saving._save_checkpoint(saving.model_wrapped, trial=None)
+
+        return save
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(self._keep(), Path(output_dir) / _FOLDER)
@@ -224,6 +260,9 @@ class GossipTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
+        if self._remaining is not None:
+            self._remaining.broadcast_module(self.model, "broadcasting the best model from rank 0")
+            return
         timeout = self._gossip_options.get("timeout", DEFAULT_TIMEOUT)
         with contextlib.closing(World(timeout)) as world:  # a rank might not see the checkpoint's folder
             tensors = itertools.chain(self.model.parameters(), self.model.buffers())

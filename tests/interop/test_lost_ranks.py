@@ -1,0 +1,242 @@
+"""Loops of other libraries in which a rank is killed, or all are preempted: with ``on_peer_loss="continue"``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from tiers import rest_is_slow
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import TrainingArguments
+
+from gossip import GossipError, launch
+from gossip.integrations.accelerate import prepare
+from gossip.integrations.lightning import GossipFabricStrategy, GossipStrategy, replica
+from gossip.integrations.transformers import GossipTrainer
+
+WORLD_SIZE, NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 4, 96, 4, 3
+STEPS = NUM_EPOCHS * NUM_SAMPLES // WORLD_SIZE // BATCH_SIZE
+AT = STEPS // NUM_EPOCHS + 2  # in the second epoch
+OPTIONS = {"topology": "ring", "on_peer_loss": "continue"}
+
+Found = tuple[int, int, int, int, float]
+"""Of a rank that remains: its number, how many remain, its steps, and the last evaluation's samples and loss."""
+
+
+class Net(nn.Module):
+    """A linear model; one rank does something to itself before a batch of training, or the first of an evaluation."""
+
+    def __init__(self, place: str, ranks: tuple[int, ...], number: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.place, self.signal = place, number
+        self.is_struck = int(os.environ["RANK"]) in ranks
+        self.num_batches = self.num_evaluated = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.num_batches += self.training
+        at = self.num_batches == AT if self.training else self.num_batches > AT
+        if self.is_struck and at and self.training == (self.place == "training"):
+            self.is_struck = False
+            os.kill(os.getpid(), self.signal)
+        y = self.layer(x)
+        return y if labels is None else {"loss": mse_loss(y, labels), "logits": y}
+
+
+def samples() -> TensorDataset:
+    x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def batches(*, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(samples(), BATCH_SIZE, shuffle=shuffle)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("validated", mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+        self.log("num", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
+
+
+def with_lightning(net: Net, folder: str, resumes: bool) -> Found:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=GossipStrategy(**OPTIONS),
+        max_epochs=NUM_EPOCHS,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, monitor="validated", save_last=True), EarlyStopping("validated")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module(net)
+    trainer.fit(module, batches(shuffle=True), batches(), ckpt_path="hpc" if resumes else None)
+    (found,) = trainer.test(module, batches(), verbose=False)
+    assert Path(folder, "last.ckpt.gossip").is_dir()
+    return trainer.global_rank, trainer.world_size, trainer.global_step, int(found["num"]), found["validated"]
+
+
+def with_fabric(net: Net, folder: str, _: bool) -> Found:
+    fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE, strategy=GossipFabricStrategy(**OPTIONS))
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.02))
+    loader = fabric.setup_dataloaders(batches(shuffle=True))
+    for _epoch in range(NUM_EPOCHS):
+        for inputs, targets in loader:
+            fabric.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluated = fabric.setup_dataloaders(batches())
+        with replica(model).averaged(), torch.no_grad():
+            net.eval()
+            errors = torch.cat([(model(inputs) - targets).square() for inputs, targets in evaluated])
+            num = fabric.all_reduce(torch.tensor(float(len(errors))), reduce_op="sum")
+            total = fabric.all_reduce(errors.sum(), reduce_op="sum")
+            net.train()
+        fabric.save(f"{folder}/state.ckpt", {"model": model, "optimizer": optimizer})
+        fabric.barrier()
+    num_steps = replica(model).step
+    replica(model).global_avg()
+    replica(model).close()
+    assert len(fabric.all_gather(torch.tensor(fabric.global_rank))) == fabric.world_size
+    return fabric.global_rank, fabric.world_size, num_steps, int(num), float(total / num)
+
+
+def with_accelerate(net: Net, folder: str, _: bool) -> Found:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    model, optimizer, loader = prepare(accelerator, net, optimizer, batches(shuffle=True), **OPTIONS)
+    for _epoch in range(NUM_EPOCHS):
+        for inputs, targets in loader:
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluated = accelerator.prepare(batches())
+        with model.averaged(), torch.no_grad():
+            model.eval()
+            every = [
+                accelerator.gather_for_metrics((model(inputs) - targets).square()) for inputs, targets in evaluated
+            ]
+            errors = torch.cat(every)
+            model.train()
+        accelerator.save_state(f"{folder}/state")
+    num_steps = model.step
+    model.global_avg()
+    model.close()
+    assert len(accelerator.gather_for_metrics([0], use_gather_object=True)) == accelerator.num_processes
+    return accelerator.process_index, accelerator.num_processes, num_steps, len(errors), float(errors.mean())
+
+
+def with_trainer(net: Net, folder: str, resumes: bool) -> Found:
+    data = [{"x": x, "labels": y} for x, y in samples()]
+    args = TrainingArguments(
+        folder,
+        num_train_epochs=NUM_EPOCHS,
+        learning_rate=0.05,
+        logging_steps=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        per_device_train_batch_size=BATCH_SIZE,
+        per_device_eval_batch_size=BATCH_SIZE,
+    )
+    trainer = GossipTrainer(
+        net,
+        args,
+        train_dataset=data,
+        eval_dataset=data,
+        compute_metrics=lambda predicted: {"num": len(predicted.label_ids)},
+        gossip=OPTIONS,
+    )
+    trainer.train(resume_from_checkpoint=resumes or None)
+    num_steps = trainer.state.global_step
+    found = trainer.evaluate()
+    trainer.save_model(f"{folder}/trained")
+    if args.world_size < WORLD_SIZE:
+        with pytest.raises(GossipError, match=r"of 4 these are lost: \d; start all of them again"):
+            trainer.train()
+    return args.process_index, args.world_size, num_steps, found["eval_num"], found["eval_loss"]
+
+
+LIBRARIES: dict[str, Callable[[Net, str, bool], Found]] = {
+    "lightning": with_lightning,
+    "transformers": with_trainer,
+    "accelerate": with_accelerate,
+    "fabric": with_fabric,
+}
+
+
+def train(library: str, folder: str, place: str, ranks: tuple[int, ...], number: int, resumes: bool = False) -> Found:
+    warnings.filterwarnings("ignore")  # the libraries' own
+    return LIBRARIES[library](Net(place, ranks, number), folder, resumes)
+
+
+@pytest.mark.parametrize(
+    ("library", "place", "rank"),
+    rest_is_slow(
+        [*itertools.product(LIBRARIES, ["training"], [2]), *itertools.product(LIBRARIES, ["evaluation"], [0])], 2
+    ),
+)
+def test_the_others_train_evaluate_and_save_to_the_end(tmp_path: Path, library: str, place: str, rank: int) -> None:
+    found = launch(
+        train,
+        library,
+        str(tmp_path),
+        place,
+        (rank,),
+        signal.SIGKILL,
+        world_size=WORLD_SIZE,
+        on_peer_loss="continue",
+    )
+    assert found.pop(rank) is None
+    assert [number for number, *_ in found] == [0, 1, 2]
+    loss = found[0][-1]
+    assert {tuple(rest) for _, *rest in found} == {(3, STEPS, NUM_SAMPLES, loss)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["training", "evaluation"])
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_all_save_and_end_together_and_go_on_when_they_are_started_again(
+    tmp_path: Path, library: str, place: str
+) -> None:
+    calls = {"world_size": WORLD_SIZE, "on_peer_loss": "continue"}
+    every = tuple(range(WORLD_SIZE))
+    with pytest.raises(SystemExit, match="143"):
+        launch(train, library, str(tmp_path / "run"), place, every, signal.SIGTERM, **calls)
+    found = launch(train, library, str(tmp_path / "run"), place, (), signal.SIGTERM, True, **calls)
+    loss = found[0][-1]
+    assert {tuple(rest) for _, *rest in found} == {(WORLD_SIZE, STEPS, NUM_SAMPLES, loss)}
