@@ -29,10 +29,11 @@ from gossip.communication.authenticated_store import guarded, read, training_key
 from gossip.communication.liveness import peer_liveness
 from gossip.communication.liveness.process_liveness import GONE, Process, own_process, state_of
 from gossip.communication.training_store import STORE as STORE
-from gossip.errors import LaunchError
+from gossip.errors import ExchangeError, LaunchError, reason
 
 GROUPS = "GOSSIP_GROUPS"
 _PAUSE_S = 0.05
+_TIMEOUTS_OF_AN_ATTEMPT = 3  # it waits for others, and then for their announcement
 
 _meetings = itertools.count()  # of this process; all ranks meet equally often
 
@@ -152,12 +153,16 @@ def connect(address: str, timeout: timedelta) -> dist.TCPStore:
 
 def _outcome(rendezvous: Rendezvous, store: dist.Store, timeout: timedelta, size: int) -> dict[str, Any]:
     """Return the place of this process or group among the founders, if it is one, their number, and the prefix."""
+    from gossip.elastic.consensus_store import within  # not loaded where no rank can be lost
+
     meeting = f"gossip/{rendezvous.name}/{next(_meetings)}"
     attempts = (_Attempt(rendezvous, store, f"{meeting}/{number}/", timeout, size) for number in itertools.count())
     try:
-        return next(filter(None, (attempt.meet() for attempt in attempts)))
-    except LaunchError as error:
+        return next(filter(None, (within(_TIMEOUTS_OF_AN_ATTEMPT * timeout, attempt.meet) for attempt in attempts)))
+    except (LaunchError, ExchangeError) as error:
         return {"failed": str(error)}
+    except RuntimeError as error:  # stores have no specific type of errors
+        return {"failed": f"the key-value store at {rendezvous.address} does not reply ({reason(error)})"}
 
 
 class _Attempt:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from loguru import logger
 from pydantic import BaseModel, SerializeAsAny
 
+from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
 from gossip.errors import LaunchError
 from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, Records, S
@@ -23,6 +24,7 @@ from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
+from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import find_placement, launch
 
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
@@ -70,6 +72,11 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         A worker failed, and the benchmark has nothing to show instead.
     """
     benchmark, placement = BENCHMARKS[name](), find_placement()
+    if placement is not None and placement.rendezvous is not None:
+        raise ConfigurationError(
+            f"{STORE} is set in the environment, but what is measured must not change while ranks come "
+            "and go; unset it, and start all ranks by one torchrun or srun"
+        )
     if placement is not None:
         settings = settings.model_copy(update={"world_size": placement.world_size})
     settings, notes = benchmark.available(settings)

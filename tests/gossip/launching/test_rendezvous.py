@@ -126,6 +126,18 @@ def test_founders_that_do_not_wrap_a_model_are_not_waited_for_for_ever(store: di
     assert f"under another name, GOSSIP_STORE=127.0.0.1:{store.port}/NAME" in str(text)
 
 
+@pytest.mark.usefixtures("store")
+def test_a_store_that_ends_meanwhile_is_not_waited_for() -> None:
+    texts: list[Met | str] = []
+    with lone_ranks.served() as (address, _):
+        other = dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), is_master=False)
+        waiting = threading.Thread(target=lambda: texts.extend(met(other, "2")))
+        waiting.start()
+        wait_until(lambda: other.check(["gossip//0/0/process0"]))
+    waiting.join(PATIENCE_S)
+    assert re.search(r"the key-value store at 127.0.0.1:\d+ does not reply", str(texts[0]))
+
+
 # ---------------------------------------------------------------------- ranks that train
 
 
@@ -209,6 +221,7 @@ def test_a_configured_run_ends_well_without_the_process_that_began_its_folder(
     assert (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_have_all_died_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script(tmp_path, "train.py", "gossip.launch(train)")
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")  # those that come first find nobody
