@@ -210,7 +210,7 @@ class World:
         assert self._store is not None
         assert self.worker_threads is not None
         store, made = self._store, list[Group]()
-        patience = _GROUP_TIMEOUT_FACTOR * self.timeout
+        patience = _GROUP_TIMEOUT_FACTOR * self.patience
 
         def connect() -> Job:
             with resending_soon(self.timeout):
@@ -294,7 +294,7 @@ class World:
 
         Collective over all processes of the default process group, including ranks outside ``ranks``.
         """
-        patience = _GROUP_TIMEOUT_FACTOR * self.timeout
+        patience = _GROUP_TIMEOUT_FACTOR * self.patience
         members = list(ranks) if self.membership is None else [self.membership.ranks[rank] for rank in ranks]
         try:
             group: dist.ProcessGroup = dist.new_group(members, timeout=patience)
