@@ -10,6 +10,7 @@ from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 from running import SCRIPTS, run_here, running
 
 from gossip.lab.experiments.records import read_jsonl
+from gossip.lab.faults.aftermath import after_faults
 from gossip.lab.faults.chaos_figure import by_step
 from gossip.lab.faults.chaos_report import examine
 
@@ -39,7 +40,7 @@ def notes(ran: Path) -> Notes:
 @pytest.mark.xdist_group("chaos")
 def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) -> None:
     report = examine(notes)
-    assert sum(report.faults.values()) >= 2
+    assert sum(fault.count for fault in report.faults.values()) >= 2
     assert report.num_joined >= 1
     assert report.num_messages_mixed > 100
     assert report.num_messages_torn == 0
@@ -68,6 +69,49 @@ def test_the_simulation_repeats_it(ran: Path) -> None:
     simulation = Simulation(FaultSchedule.recorded(ran)).run()
     assert len(simulation.applied) >= 2
     assert "ended" in simulation.outcomes.values()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("chaos")
+def test_a_shard_group_that_loses_a_rank_is_gone_as_a_whole_and_comes_back(tmp_path: Path) -> None:
+    plan = ("--seconds", "15", "world_size=6", "--local-size", "2", "--shard", "optimizer", "--faults", "kill:3@5")
+    ran = run_here("chaos.py", tmp_path / "run", *plan)
+    assert ran.status == 0, ran.stderr
+    report = examine([read_jsonl(path) for path in sorted((tmp_path / "run/chaos").glob("rank*.jsonl"))], 2)
+    assert report.members_at_the_end == [0, 1, 4, 5, 6, 7]
+    assert report.faults["kill"].back_s is not None
+    assert report.num_messages_torn == 0
+    assert report.num_steps_compared > 20
+    assert report.drift_of_the_mean < 1e-11
+    assert len(report.accuracies) == 1
+
+
+def test_what_followed_a_fault_is_of_the_others_and_of_the_whole_group() -> None:
+    def trained(member: int, at: float, step: int, took_s: float) -> dict[str, Any]:
+        return {"member": member, "at": at, "trained": {"step": step, "took_s": took_s}}
+
+    def fault(member: int, at: float, kind: str, duration_s: float | None = None) -> dict[str, Any]:
+        ranks = [0, 1, 2, 3, 4, 5]
+        return {
+            "member": member,
+            "at": at,
+            "fault": {"kind": kind, "duration_s": duration_s, "in_step": 1, "members": ranks},
+        }
+
+    without = {"member": 4, "at": 3.0, "members": {"step": 2, "members": [0, 1, 4, 5]}}
+    notes = [
+        [trained(0, 1.0, 0, 9.0), fault(0, 1.5, "freeze", 0.5), trained(0, 3.5, 1, 0.25), trained(0, 9.0, 9, 7.0)],
+        [trained(2, 1.0, 0, 0.1), fault(2, 1.75, "freeze", 3.0), trained(6, 8.0, 6, 0.1)],
+        [trained(3, 1.0, 0, 0.1), fault(3, 2.0, "kill"), trained(3, 2.0, 1, 5.0), trained(7, 7.0, 5, 0.1)],
+        [without, trained(4, 4.0, 4, 0.5)],
+    ]
+    found = after_faults(notes, 2)
+    assert [found[name].count for name in ("freeze (up to 1 s)", "freeze (over 1 s)", "kill")] == [1, 1, 1]
+    kill = found["kill"]
+    assert [spread and spread.median for spread in (kill.step_s, kill.without_s, kill.back_s)] == [0.5, 1.0, 5.0]
+    # The freeze of the other rank of its group was not what ended it.
+    assert found["freeze (over 1 s)"].without_s is None
+    assert found["freeze (up to 1 s)"].without_s is None
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 from unittest import mock
 
 import numpy as np
@@ -27,6 +27,7 @@ from gossip.exchange.edge_transport import EdgeExchange
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate_together
+from gossip.lab.experiments.training_methods import AllRanks, grouped
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.faults.chaos_figure import draw
 from gossip.lab.faults.chaos_report import ChaosResult, examine, in_words
@@ -52,10 +53,14 @@ class ChaosSettings(BenchmarkSettings):
     """The settings of a run under faults."""
 
     world_size: int = Field(6, ge=2, description="ranks at the beginning")
+    local_size: int = Field(1, ge=1, description="ranks of a shard group, which hold a replica together")
+    shard: Literal["fsdp", "optimizer", "none"] = Field(
+        "fsdp", description="how a shard group holds it: fsdp, optimizer or none"
+    )
     seconds: PositiveFloat = Field(60.0, description="how long they train")
     seed: int = Field(0, ge=0, description="of the faults")
     steps_between_faults: int = Field(150, ge=1, description="on average, of all ranks together")
-    min_ranks: int = Field(2, ge=1, description="with fewer the run ends")
+    min_ranks: int = Field(2, ge=1, description="with fewer, or fewer shard groups, the run ends")
     timeout_s: PositiveFloat = Field(5.0, description="of the model, in seconds")
     topology: str = Field("one_peer_exponential", description="of the ranks")
     compression: Annotated[str, OneOf(COMPRESSIONS.available())] | None = Field(None, description="of messages")
@@ -108,27 +113,30 @@ class Chaos(Benchmark[ChaosSettings, ChaosResult]):
     title = "A run under faults"
 
     def launch_options(self, case: ChaosSettings) -> dict[str, Any]:
-        """Let the others go on without a rank that fails, and start it again."""
-        return {"on_peer_loss": "continue", "restart": case.restarts, "timeout": DEFAULT_TIMEOUT}
+        """Let the others go on without a rank that fails, and start it, or its shard group, again."""
+        of_groups = {"local_size": case.local_size, "restart": case.restarts}
+        return {"on_peer_loss": "continue", "timeout": DEFAULT_TIMEOUT, **of_groups}
 
     def work(self, case: ChaosSettings, place: Place, write: Write) -> None:  # noqa: ARG002
         """Train until the time is over, and write what happens as :mod:`.chaos_report` reads it."""
         _Training(case, write).run()
 
-    def result(self, case: ChaosSettings, records: Records) -> ChaosResult:  # noqa: ARG002
-        return examine(records)
+    def result(self, case: ChaosSettings, records: Records) -> ChaosResult:
+        return examine(records, case.local_size)
 
     def facts(self, settings: ChaosSettings) -> list[str]:
+        size = settings.local_size
         return [
-            f"{settings.world_size} ranks, {settings.topology}, compression {settings.compression}, seed "
-            f"{settings.seed}, {settings.seconds:g} s; `min_ranks={settings.min_ranks}`."
+            f"{settings.world_size} ranks{f' in shard groups of {size} ({settings.shard})' if size > 1 else ''}, "
+            f"{settings.topology}, compression {settings.compression}, seed {settings.seed}, {settings.seconds:g} s; "
+            f"`min_ranks={settings.min_ranks}`."
         ]
 
     def sections(self, results: Sequence[ChaosResult]) -> list[str]:
         return list(map(in_words, results))
 
-    def draw(self, settings: ChaosSettings, results: Sequence[ChaosResult], folder: Path) -> None:  # noqa: ARG002
-        draw(results[0], folder / "course.svg")
+    def draw(self, settings: ChaosSettings, results: Sequence[ChaosResult], folder: Path) -> None:
+        draw(results[0], folder / "course.svg", settings.local_size)
 
     def is_sound(self, results: Sequence[ChaosResult]) -> bool:
         """Return whether no message was torn, and somebody trained to the end."""
@@ -142,14 +150,15 @@ class _CountingSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters, and accumulate the change of their sum."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        before = _sum(parameters)
+        before = _sum(self)
         found = super().step(closure)
-        _CountingSGD.change += _sum(parameters) - before
+        _CountingSGD.change += _sum(self) - before
         return found
 
 
-def _sum(parameters: Iterable[torch.Tensor]) -> float:
+def _sum(optimizer: torch.optim.Optimizer) -> float:
+    """Return the sum of what a rank trains: of all parameters, or of its shard of them."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return sum(float(parameter.detach().sum()) for parameter in parameters)
 
 
@@ -160,17 +169,23 @@ class _Training:
         self._case, self._write, self._lock = case, write, threading.Lock()
         torch.manual_seed(case.seed)
         self._module = nn.Sequential(nn.Flatten(), nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10)).double()
+        size = case.local_size
+        of_ranks = {"partition_timeout": _PARTITION_TIMEOUT_S} if size == 1 else grouped(self._module, size, case.shard)
         self._model = GossipDataParallel(
             self._module,
             functools.partial(_CountingSGD, lr=0.1),
             case.topology,
             compression=case.compression,
-            bucket_cap_mb=8 * 64 * _WIDTH / 2**20,  # gives two buckets
+            bucket_cap_mb=8 * 64 * _WIDTH / size / 2**20,  # gives two buckets
             timeout=timedelta(seconds=case.timeout_s),
             on_peer_loss="continue",
             min_ranks=case.min_ranks,
-            partition_timeout=_PARTITION_TIMEOUT_S,
+            **of_ranks,
         )
+        assert self._model.optimizer is not None
+        world: Any = self._model.world
+        self._optimizer = self._model.optimizer
+        self._all_ranks = world if size == 1 else AllRanks(world, world.shard_group)
 
     def _tell(self, what: str, content: Any) -> None:
         with self._lock:
@@ -180,8 +195,13 @@ class _Training:
         """Refuse a random fault if too few ranks would be left, should another rank fail at the same time."""
         happens = bool(self._case.plan) or len(self._model.members) > self._case.min_ranks + 2
         if happens:
-            self._tell("fault", asdict(fault))
+            self._tell("fault", asdict(fault) | {"in_step": self._model.step, "members": self._ranks()})
         return happens
+
+    def _ranks(self) -> list[int]:
+        """Return the ranks of all replicas that train."""
+        size = self._case.local_size
+        return [rank for group in self._model.members for rank in range(group * size, (group + 1) * size)]
 
     def run(self) -> None:
         """Train until the time is over. Collective."""
@@ -197,27 +217,28 @@ class _Training:
                     member = model.world.member
                 if model.members != members:
                     members = model.members
-                    self._tell("members", {"step": model.step, "members": members})
-                total, change = _sum(self._module.parameters()), _CountingSGD.change
+                    ranks = self._ranks()
+                    self._tell("members", {"step": model.step, "members": ranks})
+                total, change = _sum(self._optimizer), _CountingSGD.change
                 started_at = time.perf_counter()
                 chosen = torch.from_numpy(random.integers(0, len(inputs), _BATCH_SIZE))
                 loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
                 loss.backward()
                 if model.world.member == member:  # otherwise the values come from another rank
-                    made = {"step": model.step - 1, "members": members, "sum": total, "loss": loss.item()}
+                    made = {"step": model.step - 1, "members": ranks, "sum": total, "loss": loss.item()}
                     made |= {"update": _CountingSGD.change - change, "took_s": time.perf_counter() - started_at}
                     self._tell("trained", made)
                 if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and self._is_over():
                     break
             model.global_avg()
         found = evaluate_together(self._module, data.test_inputs.double(), data.test_targets, model.world)
-        self._tell("ends", {"accuracy": found.accuracy, "members": model.members, "steps": model.step})
+        self._tell("ends", {"accuracy": found.accuracy, "members": self._ranks(), "steps": model.step})
         model.close()
 
     def _is_over(self) -> bool:
         """Return whether the time is over by the clock of any rank. Collective."""
         is_over = bytes([time.time() > self._case.deadline])
-        return b"\1" in self._model.world.gather_bytes(is_over, "asking whether the time is over")
+        return b"\1" in self._all_ranks.gather_bytes(is_over, "asking whether the time is over")
 
 
 @contextlib.contextmanager

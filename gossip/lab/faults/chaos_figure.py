@@ -15,8 +15,8 @@ from gossip.lab.faults.chaos_report import ChaosResult
 _MAX_POINTS = 200
 
 
-def draw(result: ChaosResult, path: Path) -> None:
-    """Draw a run from its notes, over the seconds since the first."""
+def draw(result: ChaosResult, path: Path, group_size: int = 1) -> None:
+    """Draw a run from its notes, over the seconds since the first; so many ranks make up a shard group."""
     began_at = min(note["at"] for note in result.notes)
     lives: defaultdict[int, list[float]] = defaultdict(list)
     for note in result.notes:
@@ -24,14 +24,20 @@ def draw(result: ChaosResult, path: Path) -> None:
             lives[note["member"]].append(note["at"] - began_at)
     with drawn(path, 7.2, 5.6) as figure:
         ranks, times, losses = figure.subplots(3, 1, sharex=True, height_ratios=[1.4, 1, 1])
-        ranks.set_title("Ranks that train, and faults")
-        ranks.set(ylabel="rank", yticks=sorted(lives))
+        who = "rank" if group_size == 1 else f"group of {group_size} ranks"
+        ranks.set_title(f"{who[0].upper()}{who[1:]} that trains, and faults")
+        ranks.set(ylabel=who, yticks=sorted({member // group_size for member in lives}))
         ranks.invert_yaxis()
+
+        def height(member: int) -> float:
+            group, place = divmod(member, group_size)
+            return group + 0.5 * (place - (group_size - 1) / 2) / group_size
+
         for member, life in lives.items():
-            ranks.plot([min(life), max(life)], [member, member], color=BLUE, linewidth=4)
+            ranks.plot([min(life), max(life)], [height(member)] * 2, color=BLUE, linewidth=4 / group_size**0.5)
         for note in result.notes:
             if "fault" in note:
-                place = note["at"] - began_at, note["member"]
+                place = note["at"] - began_at, height(note["member"])
                 ranks.plot(*place, "X", color=ORANGE, markersize=7, markeredgecolor="white")
                 kind = note["fault"]["kind"]
                 ranks.annotate(kind, place, (6, 0), textcoords="offset points", va="center", fontsize=8)

@@ -1,14 +1,14 @@
 """Examination of what ranks noted under faults, for torn messages, hangs, losses and returns of ranks.
 
 A note has the member number of its rank, the seconds since 1970 "at" which it was written, and one of: "begins";
-"members" (from a step on); "trained" (a step's number, its members, the sum of all parameters before it, the change of
-that sum by the update, its duration and the loss); "sent" and "mixed" (sender, receiver, the message's key and a
-digest); "fault"; "comes back"; "ends".
+"members" (from a step on); "trained" (a step's number, its members, the sum of what the rank trains before it, the
+change of that sum by the update, its duration and the loss); "sent" and "mixed" (sender, receiver, the message's key
+and a digest); "fault"; "comes back"; "ends". Members are ranks, also where shard groups of them hold a replica.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,21 +16,25 @@ from pydantic import BaseModel, Field
 
 from gossip.lab.benchmarks.benchmark import Records
 from gossip.lab.benchmarks.summaries import Spread
+from gossip.lab.faults.aftermath import Aftermath, after_faults, in_ms, shown
 
 Notes = Sequence[Mapping[str, Any]]
 
 
 class ChaosResult(BaseModel):
-    """What became of a run, its ranks and its messages; times are from lowest to highest."""
+    """What became of a run, its ranks and its messages; times are from lowest to highest.
+
+    ``share_of_steps`` is how many steps were made of those that the ranks at the beginning would have made together.
+    """
 
     num_ended: int
     accuracies: list[float]
     members_at_the_end: list[int]
     steps: int
-    faults: dict[str, int]
+    share_of_steps: float
+    faults: dict[str, Aftermath]
     num_joined: int
     num_came_back: int
-    gone_after_s: Spread | None
     step_s: Spread | None
     num_messages_mixed: int
     num_messages_torn: int
@@ -39,25 +43,14 @@ class ChaosResult(BaseModel):
     notes: list[dict[str, Any]] = Field(exclude=True, repr=False)
 
 
-def examine(records: Records) -> ChaosResult:
-    """Return the findings from the notes of all ranks."""
+def examine(records: Records, group_size: int = 1) -> ChaosResult:
+    """Return the findings from the notes of all ranks, of which so many make up a shard group."""
     notes = [dict(note) for by_rank in records for note in by_rank]
-    faults = [note for note in notes if "fault" in note]
     ended = [note["ends"] for note in notes if "ends" in note]
     changes = sorted(
         ((note["members"]["step"], note["at"], note["members"]["members"]) for note in notes if "members" in note),
     )
     num_at_beginning = min((max(members) + 1 for step, _, members in changes if step == 0), default=0)
-    gone_after_s = [
-        min(later)
-        for note in faults
-        if note["fault"]["kind"] == "kill"
-        and (
-            later := [
-                at - note["at"] for _, at, members in changes if at > note["at"] and note["member"] not in members
-            ]
-        )
-    ]
     step_s = [note["trained"]["took_s"] for note in notes if "trained" in note]
     sent = {tuple(note["sent"]) for note in notes if "sent" in note}
     mixed = [tuple(note["mixed"]) for note in notes if "mixed" in note]
@@ -66,11 +59,11 @@ def examine(records: Records) -> ChaosResult:
         num_ended=len(ended),
         accuracies=sorted({round(one["accuracy"], 4) for one in ended}),
         members_at_the_end=ended[0]["members"] if ended else [],
-        steps=ended[0]["steps"] if ended else 0,
-        faults=dict(Counter(_name(note["fault"]) for note in faults)),
+        steps=(steps := ended[0]["steps"] if ended else 0),
+        share_of_steps=len(step_s) / max(1, steps * num_at_beginning),
+        faults=after_faults(records, group_size),
         num_joined=len({member for *_, members in changes for member in members if member >= num_at_beginning}),
         num_came_back=sum("comes back" in note for note in notes),
-        gone_after_s=Spread.over(gone_after_s) if gone_after_s else None,
         step_s=Spread.over(step_s) if step_s else None,
         num_messages_mixed=len(mixed),
         num_messages_torn=sum(message not in sent for message in mixed),
@@ -78,13 +71,6 @@ def examine(records: Records) -> ChaosResult:
         num_steps_compared=num_compared,
         notes=notes,
     )
-
-
-def _name(fault: Mapping[str, Any]) -> str:
-    """Return the kind of a fault; for a temporary one also whether it is over 1 s, after which it may be given up."""
-    if fault["duration_s"] is None:
-        return str(fault["kind"])
-    return f"{fault['kind']} ({'over' if fault['duration_s'] > 1 else 'up to'} 1 s)"
 
 
 def _drift(notes: Notes) -> tuple[float, int]:
@@ -108,22 +94,16 @@ def _drift(notes: Notes) -> tuple[float, int]:
 
 
 def in_words(result: ChaosResult) -> str:
-    """Return the findings as a list in Markdown."""
-    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(result.faults.items())) or "none"
-    return "\n".join(
-        [
-            f"- {result.steps} steps; at the end {len(result.members_at_the_end)} ranks trained, with accuracies "
-            f"{result.accuracies} of the averaged model.",
-            f"- Faults: {faults}. {result.num_joined} ranks joined, {result.num_came_back} of them in the process in "
-            "which they had been frozen or cut off.",
-            f"- From a kill to the first step without that rank: {_ms(result.gone_after_s)}.",
-            f"- A step: {_ms(result.step_s)}.",
-            f"- {result.num_messages_mixed} messages were mixed; {result.num_messages_torn} were not what was sent.",
-            f"- Where nobody came or went the mean of the replicas moved by nothing but updates: over "
-            f"{result.num_steps_compared} steps their sum is off by at most {result.drift_of_the_mean:.2g}.",
-        ]
-    )
-
-
-def _ms(spread: Spread | None) -> str:
-    return "none" if spread is None else f"{spread.shown('.1f', 1e3)} ms"
+    """Return the findings as a list and a table in Markdown."""
+    found = [
+        f"- {result.steps} steps; at the end {len(result.members_at_the_end)} ranks trained, with accuracies "
+        f"{result.accuracies} of the averaged model. {result.share_of_steps:.1%} of the steps were made that the ranks "
+        "at the beginning would have made.",
+        f"- {result.num_joined} ranks joined, {result.num_came_back} of them in the process in which they had been "
+        "frozen or cut off.",
+        f"- A step: {in_ms(result.step_s)} ms.",
+        f"- {result.num_messages_mixed} messages were mixed; {result.num_messages_torn} were not what was sent.",
+        f"- Where nobody came or went the mean of the replicas moved by nothing but updates: over "
+        f"{result.num_steps_compared} steps their sum is off by at most {result.drift_of_the_mean:.2g}.",
+    ]
+    return "\n".join([*found, "", shown(result.faults)])
