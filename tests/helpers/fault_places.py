@@ -13,7 +13,6 @@ import torch
 
 from gossip.checkpoints import saving
 from gossip.communication.row_collectives import RowCollectives
-from gossip.elastic import state_transfer
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Kind, Outgoing
 from gossip.elastic.consensus_store import ConsensusStore
@@ -134,10 +133,8 @@ PLACES: dict[str, tuple[tuple[Any, ...], str, Callable[[Any, Fault, Callable[[],
     "reducing": ((ReplicaGroup,), "reduce_", _counted),
     "telling": ((Mesh,), "send", _telling),  # one of the others has been told yes or no, the rest have not
     "saving": ((saving,), "write_tensors", _before),
-    "listening": ((ElasticWorld,), "_listen", _before),
     "calling": ((Mesh,), "connect", _before),
     "giving": ((StateSource,), "_send", _giving),  # before the first piece of a state
-    "taking": ((state_transfer,), "_pieces", _after),  # the first piece of a state
     "asking": ((JoiningRank,), "be_admitted", _before),
     "entering": ((JoiningRank,), "be_admitted", _after),
 }

@@ -12,9 +12,7 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import Stay, assert_agree, assert_follow_the_recursion, dense, run, stay, targets
-from tiers import rest_is_slow
 
-import gossip
 from gossip import ExchangeError
 from gossip.lab.faults.fault import Fault
 
@@ -46,17 +44,12 @@ def test_a_second_rank_ends_while_the_others_agree_on_who_is_left_without_the_fi
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
-IN_CONSTRUCTION = [Fault(place="calling"), Fault(place="listening"), Fault(place="together", step=2)]
+def test_a_rank_ends_while_all_construct_the_model() -> None:
+    assert_agree(run(NUM_STEPS, ends={2: Fault(place="calling")}, topology="ring"))
 
 
-@pytest.mark.parametrize(("death", "victim"), rest_is_slow(zip(IN_CONSTRUCTION, [2, 0, 2], strict=True)))
-def test_a_rank_ends_while_all_construct_the_model(death: Fault, victim: int) -> None:
-    assert_agree(run(NUM_STEPS, ends={victim: death}, topology="ring"))
-
-
-@pytest.mark.parametrize("number", rest_is_slow([8, 10]))
-def test_a_rank_ends_in_the_global_average(number: int) -> None:
-    outcome = run(3, ends={2: Fault(place="together", step=number)}, topology="ring")
+def test_a_rank_ends_in_the_global_average() -> None:
+    outcome = run(3, ends={2: Fault(place="together", step=8)}, topology="ring")
     before = np.stack(list(dense(outcome, "ring")[-1].values()))
     means = [before[[0, 1, 3]].mean(0), before.mean(0)]  # the latter if all had it before that rank ended
     found = [one.values[-1] for one in outcome.stays.values()]
@@ -104,30 +97,15 @@ def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_p
 
 
 COMPRESSED: dict[str, Any] = {"compression": "choco", "topology": "ring"}
-COMBINATIONS: list[dict[str, Any]] = [
-    COMPRESSED,
-    {"algorithm": "push_sum", "topology": "one_peer_exponential"},
-    {"step_in_backward": False, "topology": "ring"},
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", COMBINATIONS)
-def test_those_who_are_left_reach_the_optimum_of_their_own_data(options: dict[str, Any]) -> None:
-    outcome = run(250, ends={2: Fault(step=9, bucket=1, num_bytes=40)}, **options)
+def test_those_who_are_left_reach_the_optimum_of_their_own_data() -> None:
+    outcome = run(250, ends={2: Fault(step=9, bucket=1, num_bytes=40)}, **COMPRESSED)
     assert_agree(outcome)
     optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
     for one in outcome.stays.values():
-        np.testing.assert_allclose(one.values[-1], optimum, atol=1e-4 if "compression" in options else 1e-9)
-
-
-@pytest.mark.slow
-def test_the_corrections_of_those_who_are_left_cancel_each_other() -> None:
-    algorithm = gossip.algorithms.IntegralCorrection(form="atc")
-    outcome = run(400, ends={2: Fault(step=60)}, topology="ring", algorithm=algorithm)
-    optimum = np.mean([targets(rank, NUMEL).numpy() for rank in (0, 1, 3)], axis=0)
-    for one in outcome.stays.values():
-        np.testing.assert_allclose(one.values[-2], optimum, atol=1e-6)
+        np.testing.assert_allclose(one.values[-1], optimum, atol=1e-4)
 
 
 def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
@@ -148,10 +126,10 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_end_anywhere(seed: int) -> None:
-    world_size, topology, deaths = random_deaths(seed)
-    options = {"topology": topology, "min_ranks": 2, "shares_memory": seed % 2 == 0}
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_end_anywhere(shares_memory: bool) -> None:
+    world_size, topology, deaths = random_deaths(int(shares_memory))
+    options = {"topology": topology, "min_ranks": 2, "shares_memory": shares_memory}
     outcome = run(16, ends=deaths, world_size=world_size, numel=2**16, **options)
     assert_follow_the_recursion(outcome, topology)
 

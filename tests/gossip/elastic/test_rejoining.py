@@ -124,14 +124,6 @@ def test_it_joins_the_others_again(kind: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_it_may_come_back_twice() -> None:
-    faults = {1: Fault("freeze", step=5, duration_s=3.0), 2: Fault("cut", step=8, duration_s=3.0)}
-    results = run((0, 3, 4, 5), faults, partition_timeout=30, min_ranks=2)
-    assert sorted(stay.member for stay in results) == [0, 3, 4, 5]
-    assert all(torch.equal(stay.mean, results[0].mean) for stay in results)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "is_awaited", "text"),
     [
