@@ -42,11 +42,19 @@ class Generation:
         leaving: Sequence[int],
         positions: Iterable[tuple[int, Sequence[int]]],
         *,
+        begun: Sequence[int] | None,
         is_in_step: bool,
     ) -> Generation:
-        """Return the generation of these members, which begins after the newest of the positions in the votes."""
+        """Return the generation of these members, which begins after the newest of the positions in the votes.
+
+        If some have ``begun`` a collective operation there, before that step, ranks that are leaving do not make it:
+        they take no part, and the others exchange without them from then on. Those that left before may still make it.
+        """
         noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
-        first_step = max(position for _, position in noted)[1] + 1 if is_in_step else 0
+        newest = max(position for _, position in noted)
+        is_before = bool(leaving) and begun is not None and tuple(begun) == newest
+        is_before = is_before and not (self.has_first_steps and self.first_step > newest[1])
+        first_step = newest[1] + (not is_before) if is_in_step else 0
         changes = bool(set(members) - set(self.members) or leaving)
         is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
         return Generation(

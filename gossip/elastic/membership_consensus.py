@@ -169,16 +169,19 @@ class Consensus(MembershipProtocol):
             return latest, here
 
     def newest_that_begins(self, number: int) -> Generation:
-        """Return the newest generation up to this one that can begin within a collective operation: none joins with it.
+        """Return the newest generation up to this one that can begin within a collective operation.
 
-        It is the same on all ranks that take part, whichever of their attempts at the operation succeed.
+        None joins with it, and none of its members is about to leave, as these take no part. It is the same on all
+        ranks that take part, whichever of their attempts at the operation succeed.
         """
         with self._changed:
             step = self.position[1]
+            leaving = {other for each in self._generations if each.first_step > step for other in each.left}
             found = (
                 each
                 for each in reversed(self._generations)
                 if each.number <= number
+                and leaving.isdisjoint(each.members)
                 and all(self._absent_until.get(other, -1) < step for other in each.members)
                 and (not each.has_first_steps or step >= each.first_step)
             )

@@ -3,9 +3,10 @@
 Attempts are numbered. A rank that notices a loss, leaves or joins writes a proposal: the members without those that it
 has lost, without itself, or with itself; the first proposal counts. Every rank in it, and every rank that leaves, votes
 with its step, and does not go beyond this step before there is a decision. When all votes are there, the decision is
-that these ranks form a generation from the step after the newest of these steps. If one of them is lost meanwhile, the
-decision is that the attempt is void, and the next one begins. A decision is written once, by compare-and-set, and
-reads the same for every rank, including those that learn of it late.
+that these ranks form a generation from the step after the newest of these steps, or, if some leave while others are in
+a collective operation before this newest step, from that step on. If one of them is lost meanwhile, the decision is
+that the attempt is void, and the next one begins. A decision is written once, by compare-and-set, and reads the same
+for every rank, including those that learn of it late.
 
 Ranks that hold a replica together are members together: a shard group is lost, leaves and joins as a whole.
 """
@@ -268,7 +269,9 @@ class MembershipProtocol(ABC):
         """Adopt a decision."""
         before, member = self._generations[-1], self._mesh.member
         members, leaving, returning, _, is_last = agreed
-        generation = before.followed_by(number, members, leaving, decision.positions, is_in_step=self._is_in_step)
+        generation = before.followed_by(
+            number, members, leaving, decision.positions, begun=decision.begun, is_in_step=self._is_in_step
+        )
         self._generations.append(generation)
         first_step, joining = generation.first_step, set(members) - set(before.members)
         if is_last and member in members and self._ends_at is None:

@@ -352,6 +352,20 @@ def test_who_waits_for_others_hears_that_one_of_them_has_ended_it() -> None:
         assert members[0].commit(start, start.members)
 
 
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_who_leaves_exchanges_along_the_same_topology_as_the_others_to_the_end(is_joint: bool) -> None:
+    """What these do together, it does not: a generation that they begin then must not be one in which it exchanges."""
+    with in_memory(4) as members:
+        for member, step in enumerate((3, 3, 2)):
+            members[member].enter_step(step)
+        members.die(3)
+        (lost,) = members.generations_after(0, [0, 1, 2])
+        members[0].is_joint = is_joint
+        assert members[2].leave() == (3 if is_joint else 4)
+        (left,) = members.generations_after(lost.number, [0, 1])
+        assert members[1].newest_that_begins(left.number).number == (left.number if is_joint else 0)
+
+
 def test_without_a_store_nobody_goes_on() -> None:
     class Gone:
         def check(self, *_: object) -> bool:

@@ -61,6 +61,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True),
     PutBack(_CONSENSUS + "commit", "self._is_free() or self.have_passed(members)", "self._is_free()", True),
     PutBack(_CONSENSUS + "_fail_stuck", "self.fail(", "raise (", True),
+    PutBack(_CONSENSUS + "newest_that_begins", "leaving.isdisjoint(each.members)", "True", True),
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True),
     PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
@@ -78,8 +79,8 @@ FAULTS = (
     PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "the others continue without it")', "pass"),
     PutBack(
         "elastic.generations.Generation.followed_by",
-        "for _, position in noted)[1] + 1",
-        "for _, position in noted)[1]",
+        "newest[1] + (not is_before)",
+        "newest[1]",
         is_common=True,
     ),
     PutBack(
