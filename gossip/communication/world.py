@@ -253,7 +253,7 @@ class World:
     def not_called(self, failure: Failure, what: str, cause: Exception | None = None) -> ExchangeError:
         """Return the error for a collective that has failed: every rank must call it, and which have not."""
         verdict, late = failure.verdict, ""
-        if cause is None:
+        if cause is None and failure.has_timed_out:
             late = f"not all of the {self.world_size} ranks took part within {failure.timeout_s:g} s"
         rule = f"every rank{self._in_group()} must call it, after the same number of steps"
         if verdict.is_certain and verdict.source is None:  # that a rank has ended, say, is the cause
