@@ -24,9 +24,9 @@ def draw(result: ChaosResult, path: Path, group_size: int = 1) -> None:
             lives[note["member"]].append(note["at"] - began_at)
     with drawn(path, 7.2, 5.6) as figure:
         ranks, times, losses = figure.subplots(3, 1, sharex=True, height_ratios=[1.4, 1, 1])
-        who = "rank" if group_size == 1 else f"group of {group_size} ranks"
-        ranks.set_title(f"{who[0].upper()}{who[1:]} that trains, and faults")
-        ranks.set(ylabel=who, yticks=sorted({member // group_size for member in lives}))
+        ranks.set_title("Ranks that train, and faults")
+        ylabel = "rank" if group_size == 1 else "shard group"
+        ranks.set(ylabel=ylabel, yticks=sorted({member // group_size for member in lives}))
         ranks.invert_yaxis()
 
         def height(member: int) -> float:
