@@ -19,6 +19,7 @@ from running import run, run_folders, train
 
 import gossip
 import topologies
+from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
 SESSIONS = ("docs/modes.md", "docs/module_state.md", "docs/schedules.md")
 """Pages whose examples are one session."""
@@ -117,6 +118,22 @@ def test_ray_train_reports_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(sys.modules, name, module)  # one by one: what is imported meanwhile stays imported
     defined("docs/several_nodes.md", 1)["train"]()
     assert reported["weights"] == [pytest.approx([1.0] * 8, abs=1e-3)]
+
+
+def test_a_task_of_ray_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, int] = {}
+    ray, my_training = ModuleType("ray"), ModuleType("my_training")
+    ray.__dict__.update(remote=lambda **given: options.update(given) or (lambda function: function))
+    my_training.__dict__.update(train=object())
+    for name, module in {"ray": ray, "my_training": my_training}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("GOSSIP_STORE", "GOSSIP_GROUPS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(gossip, "launch", lambda function: [function, find_rendezvous()])
+    function, found = defined("docs/gossip_store.md", 0)["rank"]()
+    assert function is my_training.train
+    assert found == Rendezvous("10.0.0.1:29400", "", 4, 3)
+    assert options == {"max_retries": 3, "max_calls": 1}
 
 
 def test_a_recording_is_replayed() -> None:
