@@ -207,3 +207,37 @@ def test_a_rank_that_cannot_leave_in_time_exits_with_the_status_of_the_signal() 
     with pytest.raises(SystemExit, match="143"):
         of_one._on_forward()
     model.leave.assert_called_once_with()
+
+
+def leave_alone(place: str) -> tuple[str, tuple[int, ...], int]:
+    """Rank 1 is told to go, and the others train on."""
+    rank, num_steps = torch.distributed.get_rank(), 12
+    model = make_model(NUMEL, {"topology": "ring"})
+    try:
+        with model.join() if place == "join" else contextlib.nullcontext():
+            while model.step < num_steps - (rank if place == "join" else 0):
+                if model.step == TOLD_AT and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if model.step == TOLD_AT and place == "average":
+                    with model.averaged(), torch.no_grad():
+                        while True:
+                            model(targets(rank, NUMEL))
+                            if rank != 1:
+                                break
+                if place == "accumulation":
+                    with model.no_sync():
+                        model(targets(rank, NUMEL)).backward()
+                make_step(model, rank)
+    except SystemExit as end:
+        return f"exit {end.code}", (), model.step
+    model.global_avg()
+    members, step = model.members, model.step
+    model.close()
+    return "ended", members, step
+
+
+@pytest.mark.parametrize("place", rest_is_slow(["average", "join", "accumulation"]))
+def test_a_rank_that_is_told_alone_leaves_wherever_it_is(place: str) -> None:
+    ends = unsupervised.results_of(leave_alone, place, world_size=WORLD_SIZE)
+    assert ends.pop(1)[0] == "exit 143"
+    assert ends == [("ended", (0, 2, 3), 12)] * 3
