@@ -101,6 +101,7 @@ def with_lightning(net: Net, folder: str, resumes: bool) -> Found:
     )
     module = Module(net)
     trainer.fit(module, batches(shuffle=True), batches(), ckpt_path="hpc" if resumes else None)
+    assert trainer.callback_metrics["num"] == NUM_SAMPLES  # the last validation is of all of them
     (found,) = trainer.test(module, batches(), verbose=False)
     assert Path(folder, "last.ckpt.gossip").is_dir()
     return trainer.global_rank, trainer.world_size, trainer.global_step, int(found["num"]), found["validated"]
