@@ -37,10 +37,10 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "notebooks"))
     shutil.copyfile(REPOSITORY / "README.md", tmp_path / "README.md")
     record = {"status": 0, "date": "2026-11-26T12:00:00", "machine": "a machine", "versions": {"torch": "2"}}
-    for name in ("bench_rates", "overlap", "stability"):
+    for name in ("bench_rates", "overlap", "large_model"):
         out = tmp_path / "outputs" / name
         (out / "run").mkdir(parents=True)
-        command = "another" if name == "stability" else RUNS[name].command
+        command = "another" if name == "large_model" else RUNS[name].command
         (out / "record.json").write_text(json.dumps({**record, "command": command}))
     sections = (
         f"## Links of {rate}\n\n| method | step, ms |\n| --- | ---: |\n| ddp | {ms} |\n| gossip | {ms // 2} |\n"
@@ -49,10 +49,10 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
     (tmp_path / "outputs/bench_rates/output.txt").write_text("\n".join(sections))
     (tmp_path / "outputs/bench_rates/run/rates.svg").write_text("rates")
     (tmp_path / "outputs/overlap/run/overlap_200mbit.svg").write_text("overlap")
-    before = (tmp_path / "docs/stability.md").read_text()
+    before = (tmp_path / "docs/larger_models.md").read_text()
     left = evidence.update(tmp_path, RUNS, tmp_path / "outputs")
     assert [line for line in left if re.search("bench_rates|overlap", line)] == []
-    assert (tmp_path / "docs/stability.md").read_text() == before
+    assert (tmp_path / "docs/larger_models.md").read_text() == before
     table = (
         f"{RUNS['bench_rates'].shown}\n\n"
         "| step, ms | 50 Mbit/s | 200 Mbit/s | 1 Gbit/s |\n| --- | ---: | ---: | ---: |\n"

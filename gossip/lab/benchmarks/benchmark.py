@@ -49,15 +49,6 @@ Links = Annotated[
 """Links of the lab as texts for :meth:`gossip.lab.benchmarks.network.networks.Link.parse`; one or a list of them."""
 
 
-def _check_topology(name: str, info: ValidationInfo) -> str:
-    expand({"gossip": {"topology": name}}, info.data.get("world_size", 1))
-    return name
-
-
-TopologyName = Annotated[str, AfterValidator(_check_topology), Field(validate_default=True)]
-"""The name of a topology that serves the ranks."""
-
-
 class BenchmarkSettings(Model):
     """The settings that every benchmark has; a case, which one start of the workers measures, has a single link.
 

@@ -15,16 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
-from gossip.lab.benchmarks.benchmark import (
-    BenchmarkSettings,
-    Links,
-    Place,
-    Record,
-    Rows,
-    RowsBenchmark,
-    TopologyName,
-    Write,
-)
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Links, Place, Record, Rows, RowsBenchmark, Write
 from gossip.lab.experiments.run_figures import drawn
 from gossip.private_torch import profile_all_threads
 
@@ -34,6 +25,7 @@ if TYPE_CHECKING:
 NUM_STEPS = 3
 _NUM_WARM_UP_STEPS = 4
 _LEARNING_RATE = 0.01
+_TOPOLOGY = "one_peer_hypercube"
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#c6dbef",
@@ -61,7 +53,6 @@ class OverlapSettings(BenchmarkSettings):
     world_size: int = Field(2, ge=2, description="workers, each on a host of its own")
     network: Literal["loopback", "lab"] = "lab"
     links: Links = Field(("200mbit",), alias="rate", description="of every link, each way")
-    topology: TopologyName = Field("one_peer_hypercube", description="of gossip")
     num_layers: int = Field(8, ge=1, description="each a bucket")
     width: int = Field(360, ge=1, description="of each layer")
     batch_size: int = Field(3200, ge=1, description="per rank")
@@ -74,9 +65,9 @@ class OverlapSettings(BenchmarkSettings):
     def methods(self) -> list[MethodSpecification]:
         """Return gossip and DDP, with the same buckets."""
         options = {"bucket_cap_mb": self.bucket_bytes / 2**20}
-        gossip = {"topology": self.topology, **options}
+        gossip = {"topology": _TOPOLOGY, **options}
         return [
-            MethodSpecification(label=f"GossipDataParallel, {self.topology}", kind="gossip", options=gossip),
+            MethodSpecification(label=f"GossipDataParallel, {_TOPOLOGY}", kind="gossip", options=gossip),
             MethodSpecification(label="torch's DistributedDataParallel", kind="ddp", options=options),
         ]
 
