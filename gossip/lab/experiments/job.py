@@ -185,11 +185,10 @@ def _leads(world: World) -> bool:
 
 def _check_can_be_joined(config: Mapping[str, Any]) -> None:
     on_peer_loss = value_of(config, "wrapper").get("on_peer_loss")
-    if config.get("method") != "gossip" or on_peer_loss != "continue" or config.get("profile"):
+    if config.get("method") != "gossip" or on_peer_loss != "continue":
         raise ConfigurationError(
-            f"ranks that meet in a store, since {training_store.STORE} is set, come and go; set method=gossip, "
-            f"wrapper.on_peer_loss=continue and profile=false, got method={config.get('method')}, "
-            f"wrapper.on_peer_loss={on_peer_loss} and profile={config.get('profile')}"
+            f"ranks that meet in a store, since {training_store.STORE} is set, come and go; set method=gossip and "
+            f"wrapper.on_peer_loss=continue, got method={config.get('method')} and wrapper.on_peer_loss={on_peer_loss}"
         )
 
 

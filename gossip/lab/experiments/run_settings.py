@@ -111,8 +111,6 @@ class Settings(_Section):
                 f"launch.local_size={local_size}: {'engine=virtual' if is_virtual else 'method=ddp'} has no groups of "
                 "ranks; set launch.local_size=1, or engine=processes and method=gossip or local": local_size > 1
                 and (is_virtual or is_ddp),
-                "profile=true is for ranks that are processes, not for engine=virtual; leave it out, or set "
-                "engine=processes": is_virtual and self.profile,
                 f"checkpoint.every={self.checkpoint.every}: method=ddp cannot save and resume; set checkpoint.every=0, "
                 "or method=gossip or local": is_ddp and self.checkpoint.every > 0,
             }

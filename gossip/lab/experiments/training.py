@@ -26,7 +26,7 @@ from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
-from gossip.lab.experiments.tracing import BACKWARD, FORWARD, Tracer
+from gossip.lab.experiments.tracing import Tracer
 from gossip.lab.experiments.training_methods import GossipMethod, Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
 
@@ -76,7 +76,7 @@ def train_experiment(
         if settings.engine == "virtual":
             method: Method = VirtualMethod(experiment, stack)
         else:
-            method = make_method(experiment, tracer)
+            method = make_method(experiment)
         world = method.world
         state = RunState(experiment, method, folder)
         if world.member >= settings.launch.world_size:
@@ -153,11 +153,11 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
         num_ranks = len(method.members)
         with nullcontext() if tracer is None else tracer.step(state.step - first_step):
             start = time.perf_counter()
-            with record_function(FORWARD):
+            with record_function("forward"):
                 logits = method.forward(inputs)
                 forward_s = time.perf_counter() - start
                 loss = cross_entropy(logits, targets)
-            with record_function(BACKWARD):
+            with record_function("backward"):
                 costs = method.backward(loss)
             step_time_s = time.perf_counter() - start
         record = {

@@ -7,7 +7,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,6 @@ from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, Vi
 from gossip.communication.waiting import is_lost_connection
 from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.tracing import TracedExchange, TracedTransport, Tracer
 from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, changed_options
 from gossip.sharding.local_group import SharedGroup
 from topologies import Round, Topology
@@ -112,8 +110,8 @@ class Method(ABC):
         self.world.close()
 
 
-def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
-    """Make the training method of the settings for one rank; it reports exchanges to ``tracer``. Collective."""
+def make_method(experiment: Experiment) -> Method:
+    """Make the training method of the settings for one rank. Collective."""
     seed = experiment.settings.seed
     torch.manual_seed(seed)
     module = experiment.make_module()
@@ -121,11 +119,11 @@ def make_method(experiment: Experiment, tracer: Tracer | None = None) -> Method:
         world = World(experiment.settings.timeout)
         if world.rank == 0:
             _say_what_is_ignored(experiment)
-        method: Method = AllReduceMethod(experiment, module, world, tracer)
+        method: Method = AllReduceMethod(experiment, module, world)
     else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         num_groups = world_size // experiment.settings.launch.local_size
-        method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups), tracer)
+        method = GossipMethod(experiment, module, experiment.topology or without_exchange(num_groups))
     torch.manual_seed((seed * 1_000_003 + method.world.rank + 1) % 2**63)  # dropout must differ between ranks
     return method
 
@@ -228,14 +226,11 @@ class GossipMethod(Method):
     save_and_end: Callable[[], NoReturn]
     """Called on all ranks together, where that is asked of the wrapper, once too many of them have got SIGTERM."""
 
-    def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology, tracer: Tracer | None) -> None:
+    def __init__(self, experiment: Experiment, module: nn.Module, topology: Topology) -> None:
         settings, options = experiment.settings, dict(experiment.wrapper_options)
         self._steps_in_backward, self._max_norm = options["step_in_backward"], options["clip_grad_norm"]
         if not self._steps_in_backward:
             options["clip_grad_norm"] = None  # backward clips
-        if tracer is not None:
-            sums_on_wire = experiment.compression.adds_on_wire
-            options["transport"] = partial(TracedTransport, tracer=tracer, sums_on_wire=sums_on_wire)
         if settings.launch.local_size > 1:
             options |= grouped(module, settings.launch.local_size, settings.shard)
         if settings.checkpoint.every and options.get("on_peer_loss") == "continue":
@@ -303,9 +298,9 @@ class AllReduceMethod(Method):
     from the moment when the last gradient bucket is ready on this rank to the end of the backward pass.
     """
 
-    def __init__(self, experiment: Experiment, module: nn.Module, world: World, tracer: Tracer | None = None) -> None:
+    def __init__(self, experiment: Experiment, module: nn.Module, world: World) -> None:
         self._be_one_rank(world)
-        self.groups, self.model, self._tracer = world, None, tracer
+        self.groups, self.model = world, None
         group = world.new_group(range(world.world_size))
         self._model = DistributedDataParallel(
             module, bucket_cap_mb=experiment.wrapper_options["bucket_cap_mb"], process_group=group
@@ -385,13 +380,5 @@ class AllReduceMethod(Method):
             raise self.world.lost_by(error, f"step {self._step}: {what} failed") from error
 
     def _all_reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        started_at = self._ready_at = time.perf_counter()
-        future = allreduce_hook(group, bucket)
-        if self._tracer is not None:
-            ends: list[float] = []
-            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
-            bytes_sent = bytes_of_all_reduce(bucket.parameters(), self.world.world_size)
-            self._tracer.exchange_started(
-                TracedExchange(self._step, bucket.index(), bytes_sent, started_at, lambda: ends[0] if ends else None)
-            )
-        return future
+        self._ready_at = time.perf_counter()
+        return allreduce_hook(group, bucket)

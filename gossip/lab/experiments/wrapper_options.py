@@ -77,7 +77,6 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
     if settings.method == "ddp":
         return
     clips_in_backward = options["clip_grad_norm"] is not None and options["clip"] == "bucket"
-    changed = changed_options({name: options[name] for name in ("on_peer_loss", "transport") if name in options})
     refuse_any(
         {
             "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set "
@@ -86,8 +85,6 @@ def check_wrapper_options(options: Mapping[str, Any], settings: Settings) -> Non
             f"launch.restart={settings.launch.restart}: a worker that is started again joins others that go on; set "
             "wrapper.on_peer_loss=continue, or launch.restart=0": settings.launch.restart
             and options.get("on_peer_loss") != "continue",
-            f"profile=true traces the usual exchanges, but {', '.join(changed.values())} brings others; set one of "
-            "them only": changed and settings.profile,
         }
     )
 

@@ -42,7 +42,6 @@ REFUSED = {
     "launch.restart=2": "launch.restart=2: a worker that is started again joins others that go on; set",
     "launch.local_size=2 engine=virtual": "launch.local_size=2: engine=virtual has no groups of ranks",
     "launch.local_size=2 method=ddp": "launch.local_size=2: method=ddp has no groups of ranks",
-    "wrapper.on_peer_loss=continue profile=true": "profile=true traces the usual exchanges, but wrapper",
     "data.on_loss=forget": "there is no data.on_loss=forget",
     "method=ddp checkpoint.every=5": "checkpoint.every=5: method=ddp cannot save and resume; set",
     "resume=nowhere": "resume=nowhere: there is no run in it (config.yaml); name the folder of a run",
@@ -52,14 +51,10 @@ REFUSED = {
     "wrapper.transport=distributd": (
         "wrapper.transport=distributd: unknown transport 'distributd'. Did you mean 'distributed'? "
     ),
-    "wrapper.transport=debug profile=true": (
-        "profile=true traces the usual exchanges, but wrapper.transport=debug brings others"
-    ),
     "wrapper.clip=bucket wrapper.clip_grad_norm=1 wrapper.step_in_backward=false": (
         "wrapper.clip=bucket clips inside the backward pass, not with wrapper.step_in_backward=false; set"
     ),
     "wrapper.transport=debug engine=virtual": "wrapper.transport=debug is for ranks that are processes",
-    "profile=true engine=virtual": "profile=true is for ranks that are processes",
     "training.total_batch_size=66": "training.total_batch_size=66 is no multiple of launch.world_size=4",
     "+wrapper.compression=int8": "wrapper.compression is not set here; set compression=...",
     "+wrapper.scaler=null": "wrapper.scaler is for programs of your own; leave it out",
