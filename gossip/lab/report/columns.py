@@ -1,4 +1,4 @@
-"""The columns of the table of results: the settings in which rows differ, what was tuned, the values and the bars."""
+"""The columns of the table of results: the settings in which rows differ, what was tuned, and the values."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class Column:
             return None if value is None else self.quantity.value_text(value)
         if self.name in SETTINGS:
             return setting(row, self.name)
-        if self.name == "bars":
-            return row.verdict or None
         return row.tuning.text if row.tuning is not None and row.tuning.parameter == self.name else None
 
 
@@ -85,11 +83,10 @@ def value_names(rows: Sequence[Row]) -> list[str]:
 
 
 def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
-    """Return the columns of the settings in which the rows differ, and those of their outcomes in words."""
+    """Return the columns of the settings in which the rows differ, and those of what was tuned."""
     settings = [Column(name, SETTINGS[name]) for name in varying(rows, list(SETTINGS)) if name != "topology"]
     tuned = dict.fromkeys(row.tuning.parameter for row in rows if row.tuning is not None)
-    bars = [Column("bars", "Bars")] if any(row.bars for row in rows) else []
-    return settings, [*(Column(name, name) for name in tuned), *bars]
+    return settings, [Column(name, name) for name in tuned]
 
 
 def columns(document: Document) -> list[Column]:

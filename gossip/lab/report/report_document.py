@@ -38,13 +38,6 @@ class Value(Part):
     interval: tuple[float, float] | None = None
 
 
-class Bar(Part):
-    """The threshold that a row should reach in comparison with all-reduce, and whether it did; None if not known."""
-
-    bar: float
-    met: bool | None
-
-
 def _as_written(number: Any, check: ValidatorFunctionWrapHandler) -> Any:
     check(number)
     return number
@@ -148,18 +141,8 @@ class Row(Setting):
     reasons: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     values: dict[str, Value | None]
-    bars: dict[str, Bar] = Field(default_factory=dict)
     tuning: Choice | None = None
     curves: Curves | None = None
-
-    @property
-    def verdict(self) -> str:
-        """Whether the row has met its bars, in words; empty without any."""
-        missed = [name for name, bar in self.bars.items() if bar.met is False]
-        if missed:
-            return f"not met: {', '.join(missed)}"
-        unknown = [name for name, bar in self.bars.items() if bar.met is None]
-        return f"not known: {', '.join(unknown)}" if unknown else "met" if self.bars else ""
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a value; None if there is none."""

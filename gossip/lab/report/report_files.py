@@ -48,8 +48,6 @@ def _cells(row: Row, names: list[str]) -> dict[str, Any]:
     if row.tuning is not None:
         cells |= {"tuned": row.tuning.parameter, "tuned_value": row.tuning.value}
         cells["trials"] = "; ".join(trial.text for trial in row.tuning.trials)
-    if row.bars:
-        cells["bars"] = row.verdict
     return {
         **cells,
         "seeds": " ".join(map(str, row.seeds)),

@@ -18,11 +18,9 @@ LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
 
 
 def texts(document: Document, shown: Container[str] = VALUE_NAMES) -> tuple[list[Column], list[list[str]]]:
-    """Return the columns (settings in which rows differ, these values, bars), and each row's label and cells."""
-    settings, outcomes = text_columns(document.rows)
-    tuned = [column for column in outcomes if column.name != "bars"]
-    values = [column for column in columns(document) if column.name in shown]
-    every = [*settings, *tuned, *values, *outcomes[len(tuned) :]]
+    """Return the columns (settings in which rows differ, what was tuned, these values), and the texts of each row."""
+    settings, tuned = text_columns(document.rows)
+    every = [*settings, *tuned, *(column for column in columns(document) if column.name in shown)]
     return every, [[row.label, *(column.text(row) or "-" for column in every)] for row in document.rows]
 
 

@@ -83,9 +83,9 @@ def _table(document: Document) -> dict[str, Any]:
     First come the columns that decide, which are shown; the others are chosen on the page.
     """
     rows, values = document.rows, columns(document)
-    settings, outcomes = text_columns(rows)
-    num_first = max(_NUM_SHOWN - len(outcomes), 0)
-    every = [*values[:num_first], *outcomes, *settings, *values[num_first:]]
+    settings, tuned = text_columns(rows)
+    num_first = max(_NUM_SHOWN - len(tuned), 0)
+    every = [*values[:num_first], *tuned, *settings, *values[num_first:]]
     stars = [best(rows, column) for column in every]
     chosen = {name: [setting(row, name) or _NOTHING for row in rows] for name in (*SETTINGS, "status")}
     filters = [
@@ -104,7 +104,7 @@ def _table(document: Document) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "columns": every,
-        "num_shown": len([*values[:num_first], *outcomes]),
+        "num_shown": len([*values[:num_first], *tuned]),
         "lines": lines,
         "filters": [each for each in filters if len(each[2]) > 1],
         "has_values": any(value is not None for row in rows for value in row.values.values()),

@@ -12,7 +12,6 @@ from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
 from gossip.lab.report.report_document import Document, Metric, Setting
 from gossip.lab.sweeps.sweep_jobs import Job, topology_label
-from gossip.lab.sweeps.sweep_pairs import read_bars
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 from gossip.lab.sweeps.sweep_rows import Result, make_rows, read_curve
@@ -56,10 +55,9 @@ def _words(texts: Sequence[str]) -> str:
 
 
 def check_described(plan: Plan) -> None:
-    """Raise ConfigurationError for a metric, target, bar or cluster that would be read only after all runs."""
+    """Raise ConfigurationError for a metric, target or cluster that would be read only after all runs."""
     make_metric(plan.jobs[0].config)
     for job in plan.jobs:
-        read_bars(job.config)
         make_cluster(job.config, job.setting.world_size)
 
 

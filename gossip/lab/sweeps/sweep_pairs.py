@@ -1,4 +1,4 @@
-"""Paired comparison of runs with all-reduce, seed by seed: the mean with its 95 % interval, checked against bars."""
+"""Paired comparison of runs with all-reduce, seed by seed: the mean with its 95 % interval."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
-from gossip.lab.report.report_document import FEWEST_SEEDS, Bar, Value
+from gossip.lab.report.report_document import FEWEST_SEEDS, Value
 
 Summary = Mapping[str, Any]
-
-
-class _Bars(Model):
-    """The section ``sweep.bars``: ratios and, only where the metric is the accuracy, percentage points."""
-
-    loss_ratio: float | None = None
-    worst_loss_ratio: float | None = None
-    average: float | None = None
-    worst: float | None = None
-
-
-_AT_LEAST = {"average": "average_difference", "worst": "worst_difference"}
-"""The lower bars (acceptance thresholds), and the values to which they apply; upper ones apply to their namesakes."""
-
-_ROUNDING = 1e-9
-"""The tolerance for rounding errors within which a mean that equals a bar meets it."""
 
 
 def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, Value | None]:
@@ -63,29 +46,6 @@ def aggregate(values: Sequence[float | None], *, with_interval: bool = False) ->
 
     reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
     return Value(mean=mean, spread=spread, count=count, interval=(mean - reach, mean + reach))
-
-
-def read_bars(config: Mapping[str, Any]) -> dict[str, float]:
-    """Read the thresholds in ``sweep.bars`` that a setting must reach; empty if it is null."""
-    bars, metric = value_of(config, "sweep.bars"), value_of(config, "sweep.metric")
-    if bars is None:
-        return {}
-    if metric != "accuracy" and isinstance(bars, Mapping) and (of_accuracy := _AT_LEAST.keys() & bars):
-        raise ConfigurationError(
-            f"sweep.bars.{min(of_accuracy)} is a bar of sweep.metric=accuracy, not of sweep.metric={metric}; there are "
-            f"{' and '.join(name for name in _Bars.model_fields if name not in _AT_LEAST)}"
-        )
-    return read(_Bars, bars, "sweep.bars").model_dump(exclude_none=True)
-
-
-def judge(bars: Mapping[str, float], values: Mapping[str, Value | None]) -> dict[str, Bar]:
-    """Return, for each bar, whether the mean has met it; None if there is no mean."""
-    judged = {}
-    for name, bar in bars.items():
-        value = values.get(_AT_LEAST.get(name, name))
-        sign = 1 if name in _AT_LEAST else -1
-        judged[name] = Bar(bar=bar, met=None if value is None else sign * (value.mean - bar) >= -_ROUNDING)
-    return judged
 
 
 def _compared(key: str, run: Summary, reference: Summary) -> float | None:

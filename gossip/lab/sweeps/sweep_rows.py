@@ -12,7 +12,7 @@ from typing import Any
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.report.report_document import Curves, Metric, Row, Setting
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
-from gossip.lab.sweeps.sweep_pairs import aggregate, differences, judge, read_bars
+from gossip.lab.sweeps.sweep_pairs import aggregate, differences
 
 Point = Mapping[str, Any]
 """A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
@@ -141,7 +141,6 @@ def _row(
         reasons=tuple(f"seed {result.job.seed}: {result.summary['reason']}" for result in failed),
         commands=tuple(f"gossip train {shlex.join(result.job.overrides)}" for result in results),
         values=values,
-        bars=judge(read_bars(job.config), values) if setting.method == "gossip" else {},
         tuning=job.choice,
         curves=(
             mean_curve([result.curve for result in completed], metric, completed[0].step_time_s) if completed else None

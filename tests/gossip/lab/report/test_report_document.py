@@ -37,7 +37,7 @@ def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> No
 
 
 def compared_row(label: str, **changes: Any) -> dict[str, Any]:
-    """A row that was tuned and held against bars."""
+    """A row that was tuned and compared."""
     differences = {"average_difference": (-0.125, [-0.3, 0.05]), "loss_ratio": (1.02, [0.99, 1.05])}
     trials = [
         {"value": 0.1, "accuracy": 0.9625, "loss": 0.125, "reason": ""},
@@ -49,7 +49,6 @@ def compared_row(label: str, **changes: Any) -> dict[str, Any]:
     return {
         **whole,
         "values": {**whole["values"], **of_values},
-        "bars": {"average": {"bar": -0.2, "met": True}, "loss_ratio": {"bar": 1.01, "met": False}},
         "tuning": {"parameter": "optimizer.lr", "seed": 0, "value": 0.1, "is_at_end": True, "trials": trials},
     }
 
@@ -57,21 +56,19 @@ def compared_row(label: str, **changes: Any) -> dict[str, Any]:
 TRIED = "0.1: accuracy 0.9625, loss 0.1250; 0.2: accuracy 0.1000, loss not finite; 0.4: because"
 
 
-def test_csv_and_page_have_intervals_trials_and_bars_where_there_are_any(tmp_path: Path) -> None:
+def test_csv_and_page_have_intervals_and_trials_where_there_are_any(tmp_path: Path) -> None:
     write(document([compared_row("ring"), row("all-reduce")]), tmp_path)
     with (tmp_path / "results.csv").open() as file:
         ring, all_reduce = csv.DictReader(file)
     assert [float(ring[f"average_difference{end}"]) for end in ("", "_low", "_high")] == [-0.125, -0.3, 0.05]
     assert (ring["tuned"], ring["tuned_value"], ring["trials"]) == ("optimizer.lr", "0.1", TRIED)
-    assert ring["bars"] == "not met: loss_ratio"
-    assert all_reduce["average_difference_low"] == all_reduce["tuned"] == all_reduce["bars"] == ""
+    assert all_reduce["average_difference_low"] == all_reduce["tuned"] == ""
     _, text = check_page(tmp_path)
     for said in (
         "ring, 96.3 %, 0.12 points below all-reduce (",
         "-0.12 (-0.30 to 0.05)",
         "0.1, at the end of the grid",
         f"optimizer.lr with seed 0: {TRIED}",
-        "bars: average -0.2 met, loss_ratio 1.01 not met",
     ):
         assert said in text
 

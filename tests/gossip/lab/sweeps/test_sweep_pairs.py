@@ -1,4 +1,4 @@
-"""Differences from all-reduce: means over pairs, their intervals, and bars."""
+"""Differences from all-reduce: means over pairs, and their intervals."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.report.report_document import Bar, Value
-from gossip.lab.sweeps.sweep_pairs import aggregate, differences, judge, read_bars
+from gossip.lab.sweeps.sweep_pairs import aggregate, differences
 
 ACCURACIES = [0.95, 0.97, 0.94, 0.99, 0.96]
 REFERENCES = [0.96, 0.965, 0.955, 0.985, 0.98]
@@ -74,48 +72,3 @@ def test_differences_without_pairs_or_with_a_loss_that_is_not_finite_are_none() 
     found = differences([*pairs(), (summary(0.1, None), summary(0.9, 0.1))], "accuracy")
     assert found["loss_ratio"] is None
     assert found["average_difference"] is not None
-
-
-VALUES = {
-    "average_difference": Value(mean=-0.2, count=1),
-    "worst_difference": Value(mean=-2.5, count=1),
-    "loss_ratio": Value(mean=1.04, count=1),
-    "worst_loss_ratio": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "bar", "met"),
-    [
-        ("average", -0.3, True),
-        ("average", -0.2 + 1e-13, True),  # but for rounding
-        ("worst", -2.0, False),
-        ("loss_ratio", 1.05, True),
-        ("loss_ratio", 1.03, False),
-        ("worst_loss_ratio", 9.0, None),
-    ],
-)
-def test_bar_is_met_by_the_mean(name: str, bar: float, met: bool | None) -> None:
-    assert judge({name: bar}, VALUES) == {name: Bar(bar=bar, met=met)}
-
-
-def config(bars: Any, metric: str = "accuracy") -> dict[str, Any]:
-    return {"sweep": {"metric": metric, "bars": bars}}
-
-
-def test_bars_are_read() -> None:
-    assert read_bars(config(None)) == {}
-    assert read_bars(config({"average": -1, "loss_ratio": 1.05})) == {"average": -1.0, "loss_ratio": 1.05}
-    assert read_bars(config({"worst_loss_ratio": 1.02}, "loss")) == {"worst_loss_ratio": 1.02}
-
-
-@pytest.mark.parametrize(
-    ("bars", "metric", "message"),
-    [
-        (-0.2, "accuracy", r"sweep\.bars must be a mapping of .*average.*, got -0\.2"),
-        ({"average": -0.2}, "loss", r"sweep\.bars\.average is a bar of sweep\.metric=accuracy, not of .*=loss"),
-    ],
-)
-def test_bars_that_are_none_are_refused(bars: Any, metric: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        read_bars(config(bars, metric))

@@ -132,15 +132,12 @@ def test_sweep_records_a_failure_goes_on_and_tries_again(
 TUNED = ("launch.world_size=2", "seed=0,1,2", "sweep.tune={parameter:optimizer.lr,values:[0.01,0.5],seed:0}")
 COMPARED = (
     "topology=ring",
-    "sweep.bars={average:-100,loss_ratio:0.001}",
     "sweep.variants=['algorithm=adapt_then_combine','algorithm=quasi_global_momentum optimizer.momentum=0 "
     "optimizer.nesterov=false']",
 )
 
 
-def test_sweep_tunes_every_method_and_compares_pairs(
-    sweep: Sweep, ran: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_tunes_every_method_and_compares_pairs(sweep: Sweep, ran: list[str]) -> None:
     assert sweep(*TUNED, *COMPARED) == 0
     assert ran == (["ring"] * 4 + ["ddp", "local"] * 2) * 2  # 2 values with seed 0, then 2 seeds with the best of them
     document = results()
@@ -167,14 +164,8 @@ def test_sweep_tunes_every_method_and_compares_pairs(
     assert difference["mean"] == pytest.approx(50 * (sum(gossip) - sum(ddp)))
     assert difference["mean"] != 0
     assert difference["count"] == 2
-    assert rows["quasi_global_momentum"]["bars"] == {
-        "average": {"bar": -100.0, "met": True},
-        "loss_ratio": {"bar": 0.001, "met": False},
-    }
     assert "average_difference" not in rows["all-reduce"]["values"]
-    assert (rows["all-reduce"]["bars"], rows["no communication"]["bars"]) == ({}, {})
     assert document["settings"]["optimizer"] == "SGD(lr=0.5, weight_decay=0.002)"  # the momentum differs
-    assert "not met: loss_ratio" in capsys.readouterr().out
 
 
 def test_sweep_without_a_trial_that_went_well_runs_the_other_methods(
