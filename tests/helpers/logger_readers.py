@@ -26,15 +26,15 @@ def by_key(records: Mapping[int, Mapping[str, Any]]) -> Scalars:
     return scalars
 
 
-def tensorboard_scalars(folder: Path, records: str) -> Scalars:
-    events = tensorboard_events(folder, records)
+def tensorboard_scalars(folder: Path) -> Scalars:
+    events = tensorboard_events(folder)
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
 
 
-def tensorboard_events(folder: Path, records: str) -> Any:
+def tensorboard_events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(folder / "tensorboard" / records), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(folder / "tensorboard" / "mean"), size_guidance={"scalars": 0}).Reload()
 
 
 def wandb_records(folder: Path, run_id: str) -> list[Any]:
@@ -56,13 +56,13 @@ def wandb_records(folder: Path, run_id: str) -> list[Any]:
     return found
 
 
-def wandb_id(folder: Path, records: str) -> str:
-    return str(json.loads((folder / "loggers" / f"wandb_{records}.json").read_text())["id"])
+def wandb_id(folder: Path) -> str:
+    return str(json.loads((folder / "loggers" / "wandb_mean.json").read_text())["id"])
 
 
-def wandb_scalars(folder: Path, records: str) -> Scalars:
+def wandb_scalars(folder: Path) -> Scalars:
     scalars: Scalars = {}
-    for record in wandb_records(folder, wandb_id(folder, records)):
+    for record in wandb_records(folder, wandb_id(folder)):
         if record.WhichOneof("record_type") == "history":
             values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
             step = int(values["_step"])
@@ -72,28 +72,28 @@ def wandb_scalars(folder: Path, records: str) -> Scalars:
     return scalars
 
 
-def mlflow_run(folder: Path, records: str) -> tuple[Any, Any]:
+def mlflow_run(folder: Path) -> tuple[Any, Any]:
     """A client, and the run."""
     from mlflow import MlflowClient
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The ``noload`` loader strategy")  # MLflow's use of SQLAlchemy 2.1
         client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-    state = json.loads((folder / "loggers" / f"mlflow_{records}.json").read_text())
+    state = json.loads((folder / "loggers" / "mlflow_mean.json").read_text())
     return client, client.get_run(state["run_id"])
 
 
-def mlflow_scalars(folder: Path, records: str) -> Scalars:
+def mlflow_scalars(folder: Path) -> Scalars:
     """By one query: a client takes one for each key."""
     scalars: Scalars = {}
     query = "SELECT key, step, value, is_nan FROM metrics WHERE run_uuid = ? AND key NOT LIKE 'summary/%' ORDER BY step"
     with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
-        for key, step, value, is_nan in database.execute(query, (mlflow_run(folder, records)[1].info.run_id,)):
+        for key, step, value, is_nan in database.execute(query, (mlflow_run(folder)[1].info.run_id,)):
             scalars.setdefault(key, []).append((step, math.nan if is_nan else value))
     return scalars
 
 
-SCALARS: dict[str, Callable[[Path, str], Scalars]] = {
+SCALARS: dict[str, Callable[[Path], Scalars]] = {
     "tensorboard": tensorboard_scalars,
     "wandb": wandb_scalars,
     "mlflow": mlflow_scalars,

@@ -1,4 +1,4 @@
-"""Threads that pass the records of the ranks to loggers, during the run and for a bounded time after its end.
+"""Threads that pass the means over the ranks to loggers, during the run and for a bounded time after its end.
 
 They run in the process that manages the run folder: the one that starts the ranks, or rank 0 under torchrun and SLURM.
 No training step waits for them, and they do not wait for each other.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from loguru import logger
 
 from gossip.communication.host import daemon_threads
-from gossip.lab.experiments.records import TOGETHER_FILE, record_files
+from gossip.lab.experiments.records import record_files
 from gossip.lab.loggers.logger import Beginning, Ending, Logger
 from gossip.lab.loggers.logger_choice import SECTIONS, logging_settings, make_loggers
 from gossip.lab.loggers.record_streams import RecordStream
@@ -27,21 +27,18 @@ _RETRY_S = 10.0  # delay between a failure and the next attempt
 
 
 class LogForwarder:
-    """Passes the records of a run to one logger, or one logger for each rank, as they are written.
+    """Passes the records of a run to one logger as they are written.
 
-    ``beginning`` is the description of the run that every logger gets, except for ``rank``. The logger is begun once a
-    rank has opened its file. After a failure it is begun again with a delay, from the first step that it lacks. Only
-    the first failure is logged, as a warning.
+    The logger is begun once a rank has opened its file. After a failure it is begun again with a delay, from the first
+    step that it lacks. Only the first failure is logged, as a warning.
     """
 
-    def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning, *, each_rank: bool) -> None:
+    def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning) -> None:
         self.name = name
-        self._make, self._beginning, self._each_rank = make, beginning, each_rank
-        self._folder = beginning.folder
+        self._make, self._beginning = make, beginning
         self._is_over, self._is_given_up = threading.Event(), threading.Event()
         self._ending: Ending | None = None
-        self._loggers: dict[str, Logger] = {}
-        self._ended: set[str] = set()
+        self._logger: Logger | None = None
         self._has_warned = False
         self._thread = daemon_threads.start(f"gossip-{name}", self._run, end=self._give_up, failed=self._warn_of)
 
@@ -77,45 +74,36 @@ class LogForwarder:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "logger={} {}; training is not affected, and its records are in {}", self.name, what, self._folder
+                "logger={} {}; training is not affected, and its records are in {}",
+                self.name,
+                what,
+                self._beginning.folder,
             )
 
     def _follow(self) -> None:
-        """Begin the loggers, pass on all records until the run has ended, and end the loggers."""
-        streams: dict[str, RecordStream] = {}
+        """Begin the logger, pass on all records until the run has ended, and end the logger."""
+        stream: RecordStream | None = None
         while not self._is_given_up.is_set():
             is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
-            for beginning in self._beginnings():
-                if beginning.records not in streams and beginning.records not in self._ended:
-                    made = self._loggers.setdefault(beginning.records, self._make())
-                    streams[beginning.records] = RecordStream(beginning, made.begin(beginning))
-            if not sum([self._bring(records, stream) for records, stream in streams.items()]):
+            if stream is None and record_files(self._beginning.folder):
+                self._logger = self._logger or self._make()
+                stream = RecordStream(self._beginning, self._logger.begin(self._beginning))
+            if stream is None or not self._bring(stream):
                 if is_over:
                     break
                 self._is_over.wait(_PAUSE_S)
-        for records in streams:
-            if self._ending is not None and not self._is_given_up.is_set():
-                self._loggers[records].end(self._ending)
-                self._ended.add(records)
+        if stream is not None and self._logger and self._ending is not None and not self._is_given_up.is_set():
+            self._logger.end(self._ending)
 
-    def _beginnings(self) -> Iterator[Beginning]:
-        """Yield the description of the run for each logger, for which there are records by now."""
-        files = record_files(self._folder)
-        if files and not self._each_rank:
-            yield self._beginning
-        for path in files if self._each_rank else ():
-            if path.name != TOGETHER_FILE:
-                rank = int(path.stem.removeprefix("rank"))
-                yield replace(self._beginning, rank=rank, name=f"{self._beginning.name} rank {rank}")
-
-    def _bring(self, records: str, stream: RecordStream) -> int:
-        """Pass one batch of records to a logger, and return their number."""
+    def _bring(self, stream: RecordStream) -> int:
+        """Pass one batch of records to the logger, and return their number."""
+        assert self._logger is not None
         is_whole = self._ending is not None and self._ending.status == "completed"
         found = stream.read(_BATCH, is_whole=is_whole)
         for step, values in found:
-            self._loggers[records].log(step, values)
+            self._logger.log(step, values)
         if found:
-            self._loggers[records].flush()
+            self._logger.flush()
         return len(found)
 
 
@@ -131,7 +119,6 @@ class LogForwarding:
         self._wait_s, self._keeps_model = settings.wait_s, settings.model
         beginning = Beginning(
             folder=folder,
-            rank=None,
             world_size=config["launch"]["world_size"],
             step=step,
             config={key: value for key, value in config.items() if key not in SECTIONS},
@@ -140,10 +127,7 @@ class LogForwarding:
             tags=tuple(settings.tags),
             wait_s=settings.wait_s,
         )
-        self._forwarders = [
-            LogForwarder(name, make, beginning, each_rank=settings.ranks == "each")
-            for name, make in make_loggers(config).items()
-        ]
+        self._forwarders = [LogForwarder(name, make, beginning) for name, make in make_loggers(config).items()]
 
     def __bool__(self) -> bool:
         return bool(self._forwarders)

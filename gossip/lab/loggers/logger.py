@@ -11,6 +11,9 @@ from typing import Any, Literal, Protocol
 from gossip.lab.experiments.records import leaves
 from gossip.lab.experiments.run_folder import read_json, write_json
 
+MEAN = "mean"
+"""What loggers call the records that they get, the means over all ranks, where they keep files of them."""
+
 STATE_FOLDER = "loggers"
 """The sub-folder of the run folder for state that loggers need on resume, such as the id of a W&B run."""
 
@@ -19,13 +22,12 @@ STATE_FOLDER = "loggers"
 class Beginning:
     """The description of a run that is started or resumed, as a logger gets it.
 
-    ``rank`` is the rank whose records the logger gets, None for the means over all ranks; ``step`` the number of steps
-    made before the run was resumed, whose records are final. ``config`` lacks the sections that concern loggers, an
-    empty ``group`` means none, and ``wait_s`` is the time limit in seconds for a call that needs another machine.
+    ``step`` is the number of steps made before the run was resumed, whose records are final. ``config`` lacks the
+    sections that concern loggers, an empty ``group`` means none, and ``wait_s`` is the time limit in seconds for a call
+    that needs another machine.
     """
 
     folder: Path
-    rank: int | None
     world_size: int
     step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -33,11 +35,6 @@ class Beginning:
     group: str = ""
     tags: tuple[str, ...] = ()
     wait_s: float = 30.0
-
-    @property
-    def records(self) -> str:
-        """The name of the records that the logger gets: ``mean``, or ``rank3`` for those of rank 3."""
-        return "mean" if self.rank is None else f"rank{self.rank}"
 
     def read_state(self, logger: str) -> dict[str, Any]:
         """Read the state that :meth:`write_state` wrote; empty if there is none or it cannot be read."""
@@ -49,7 +46,7 @@ class Beginning:
         write_json(self._state_file(logger), state)
 
     def _state_file(self, logger: str) -> Path:
-        return self.folder / STATE_FOLDER / f"{logger}_{self.records}.json"
+        return self.folder / STATE_FOLDER / f"{logger}_{MEAN}.json"
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Ending:
 
 
 class Logger(Protocol):
-    """The interface of a logger: it takes the records of one rank, or the means over all ranks, in step order.
+    """The interface of a logger: it takes the means of the records of all ranks, in step order.
 
     Construction checks the options and imports nothing. Any call may fail: the caller then begins the logger again and
     continues from the step that :meth:`begin` returns. Local.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import PositiveFloat
+from pydantic import ConfigDict, PositiveFloat
 
 from gossip.lab.experiments.options import blaming, check_options
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
@@ -33,10 +33,11 @@ _KEEP_A_MODEL = ("wandb", "mlflow")
 class LoggingSettings(Model):
     """The settings common to all loggers of a run; ``configs/train.yaml`` explains each."""
 
+    model_config = ConfigDict(extra="ignore")  # of folders of earlier runs, which have more
+
     name: str | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
-    ranks: Literal["mean", "each"] = "mean"
     model: bool = False
     wait_s: PositiveFloat = 30.0
 
@@ -44,13 +45,7 @@ class LoggingSettings(Model):
 def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
     """Read and check the section ``logging``; omitted values take the defaults of :class:`LoggingSettings`."""
     settings = read(LoggingSettings, config.get("logging") or {}, "logging")
-    chosen = make_loggers(config)
-    if settings.ranks == "each" and config.get("engine") == "virtual" and chosen:
-        raise ConfigurationError(
-            "logging.ranks=each is for ranks that are processes, and engine=virtual has the means only; set "
-            "logging.ranks=mean, or engine=processes"
-        )
-    if settings.model and not any(name in chosen for name in _KEEP_A_MODEL):
+    if settings.model and not any(name in make_loggers(config) for name in _KEEP_A_MODEL):
         raise ConfigurationError(
             f"logging.model=true, but no chosen logger keeps a model; add one, logger=[{','.join(_KEEP_A_MODEL)}], or "
             "leave it out: model.safetensors is in the run's folder anyway"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gossip.lab.experiments.records import leaves, without_non_finite
-from gossip.lab.loggers.logger import Beginning, Ending, flattened
+from gossip.lab.loggers.logger import MEAN, Beginning, Ending, flattened
 
 NAME = "mlflow"
 _MARK = "loss"  # present in every record and logged last, so it marks a record that is complete on the server
@@ -88,7 +88,7 @@ class MlflowLogger:
     def _new_run(self, beginning: Beginning) -> str:
         from mlflow.entities import Param
 
-        tags = dict.fromkeys(beginning.tags, "true") | {"records": beginning.records}
+        tags = dict.fromkeys(beginning.tags, "true") | {"records": MEAN}
         if beginning.group:
             tags["group"] = beginning.group
         run = self._client.create_run(self._experiment_id(beginning), run_name=beginning.name, tags=tags)

@@ -1,4 +1,4 @@
-"""The records of a run in progress, read as its files grow: those of one rank, or the means over all ranks.
+"""The means over all ranks of the records of a run in progress, read as its files grow.
 
 Records that a logger has not taken yet remain in these files, which are on disk anyway: at most ``AHEAD`` records of
 each rank are held in memory, however long a logger is unreachable.
@@ -26,7 +26,7 @@ _STEP = re.compile(rb'\{"step": (\d+)')
 
 
 class RecordStream:
-    """The records of one rank, or the means over the ranks that have a value, and NaN where none has.
+    """The means over the ranks that have a value, and NaN where none has.
 
     A step is returned once all ranks that trained have written its record. A rank whose record does not arrive is taken
     to be lost if later records of the others report fewer ranks (``num_ranks``); the mean is then that of the others.
@@ -35,7 +35,6 @@ class RecordStream:
 
     def __init__(self, beginning: Beginning, first_step: int) -> None:
         self._beginning, self._next_step = beginning, first_step
-        self._settled_steps = beginning.step if beginning.rank is None else math.inf
         self.files: dict[Path, _GrowingFile] = {}
 
     def read(self, limit: int, *, is_whole: bool) -> list[tuple[int, dict[str, Any]]]:
@@ -44,8 +43,7 @@ class RecordStream:
         With ``is_whole`` the files are complete, so that incomplete steps are not waited for.
         """
         for path in record_files(self._beginning.folder):
-            if self._beginning.rank is None or path.stem == self._beginning.records:
-                self.files.setdefault(path, _GrowingFile(path, self._next_step)).look_ahead()
+            self.files.setdefault(path, _GrowingFile(path, self._next_step)).look_ahead()
         found: list[tuple[int, dict[str, Any]]] = []
         while len(found) < limit and (records := self._complete_step(is_whole)):
             step = records[0]["step"]
@@ -62,7 +60,7 @@ class RecordStream:
         trained = (int(record.get("num_ranks", world_size)) for file in ready for record in file.waiting)
         is_complete = (
             is_whole
-            or step < self._settled_steps
+            or step < self._beginning.step
             or any(file.path.name == TOGETHER_FILE for file in having)
             or len(having) >= min(trained, default=world_size)
         )

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gossip.lab.experiments.records import without_non_finite
-from gossip.lab.loggers.logger import Beginning, Ending, flattened
+from gossip.lab.loggers.logger import MEAN, Beginning, Ending, flattened
 
 NAME = "tensorboard"
 
 
 class TensorBoardLogger:
-    """Writes scalars to ``tensorboard/mean`` or ``tensorboard/rank3`` in the run folder; config and summary as text.
+    """Writes scalars to ``tensorboard/mean`` in the run folder; config and summary as text.
 
     A resumed run writes a new event file there, which tells TensorBoard from which step on to discard the values of
     earlier files (``purge_step``). The model is not logged.
@@ -34,7 +34,7 @@ class TensorBoardLogger:
                 self._writer.close()
         self._beginning = beginning
         self._next_step = min(int(beginning.read_state(NAME).get("next_step", 0)), beginning.step)
-        folder = beginning.folder / NAME / beginning.records
+        folder = beginning.folder / NAME / MEAN
         is_new = not any(folder.glob("events.*"))
         self._writer = SummaryWriter(str(folder), purge_step=None if is_new else self._next_step)
         about = {"name": beginning.name, "group": beginning.group, "tags": list(beginning.tags)}

@@ -22,26 +22,24 @@ class Kept:
     """A logger whose run outlives it, as one on a server does; ``faults`` are called before each record."""
 
     libraries: tuple[str, ...] = ()
-    runs: dict[str, list[int]]
-    endings: dict[str, Ending]
+    steps: list[int]
+    endings: list[Ending]
     beginnings: list[Beginning]
-    fault: Callable[[str, int], None]
+    fault: Callable[[int], None]
 
     def begin(self, beginning: Beginning) -> int:
         self.beginnings.append(beginning)
-        self.steps = self.runs.setdefault(beginning.records, [])
-        self.records = beginning.records
         return len(self.steps)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:  # noqa: ARG002
-        type(self).fault(self.records, step)
+        type(self).fault(step)
         self.steps.append(step)
 
     def flush(self) -> None:
         pass
 
     def end(self, ending: Ending) -> None:
-        self.endings[self.records] = ending
+        self.endings.append(ending)
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
     monkeypatch.setattr(log_forwarding, "_PAUSE_S", 0.001)
     monkeypatch.setattr(log_forwarding, "_RETRY_S", 0.001)
     monkeypatch.setitem(LOGGERS._entries, "kept", Kept)
-    Kept.runs, Kept.endings, Kept.beginnings, Kept.fault = {}, {}, [], staticmethod(lambda *_: None)
+    Kept.steps, Kept.endings, Kept.beginnings, Kept.fault = [], [], [], staticmethod(lambda _: None)
     yield Kept
     for thread in threading.enumerate():
         if thread.name == "gossip-kept":
@@ -74,45 +72,45 @@ def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kep
     assert follows
     train(tmp_path, range(700))
     follows.end(DONE)
-    assert kept.runs == {"mean": list(range(700))}
-    assert kept.endings["mean"].summary == {"loss": 0.5}
-    assert kept.endings["mean"].model is None  # it was not asked for
+    assert kept.steps == list(range(700))
+    (ending,) = kept.endings
+    assert ending.summary == {"loss": 0.5}
+    assert ending.model is None  # it was not asked for
     (beginning,) = kept.beginnings
     assert (beginning.name, beginning.group, beginning.tags) == ("mine", "g", ("a",))
-    assert (beginning.rank, beginning.world_size, beginning.step) == (None, 2, 0)
+    assert (beginning.world_size, beginning.step) == (2, 0)
     assert beginning.config == {"launch": {"world_size": 2}, "seed": 3}
     assert warnings_told == []
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
 
 
 def test_forwarding_of_a_run_that_goes_on_has_each_step_once(tmp_path: Path, kept: type[Kept]) -> None:
-    kept.runs["mean"] = list(range(5))
+    kept.steps += range(5)
     train(tmp_path, range(3))
     follows = start(tmp_path, step=3)
     train(tmp_path, range(3, 9))
     follows.end(DONE)
-    assert kept.runs == {"mean": list(range(9))}
+    assert kept.steps == list(range(9))
     assert kept.beginnings[0].step == 3
 
 
-@pytest.mark.parametrize("ranks", ["mean", "each"])
 def test_forwarding_goes_on_after_an_outage_with_one_warning(
-    tmp_path: Path, kept: type[Kept], warnings_told: list[str], ranks: str
+    tmp_path: Path, kept: type[Kept], warnings_told: list[str]
 ) -> None:
     failures: list[int] = []
 
-    def fault(records: str, step: int) -> None:
-        if records != "rank0" and step == 5 and len(failures) < 4:
+    def fault(step: int) -> None:
+        if step == 5 and len(failures) < 4:
             failures.append(step)
             raise ConnectionError("the server\nis away")
 
     kept.fault = staticmethod(fault)
-    follows = start(tmp_path, ranks=ranks)
+    follows = start(tmp_path)
     train(tmp_path, range(9))
     follows.end(DONE)
     assert len(failures) == 4
-    assert all(steps == list(range(9)) for steps in kept.runs.values())
-    assert kept.endings.keys() == kept.runs.keys()
+    assert kept.steps == list(range(9))
+    assert len(kept.endings) == 1
     (line,) = warnings_told
     assert "logger=kept has failed (ConnectionError: the server is away); training is not affected" in line
 
@@ -122,7 +120,7 @@ def test_forwarding_leaves_a_logger_that_hangs_alone(
 ) -> None:
     hangs, may_go_on = threading.Event(), threading.Event()
 
-    def fault(_: str, step: int) -> None:
+    def fault(step: int) -> None:
         if step == 2:
             hangs.set()
             may_go_on.wait()
@@ -135,12 +133,12 @@ def test_forwarding_leaves_a_logger_that_hangs_alone(
     follows.end(DONE)
     (line,) = warnings_told
     assert f"logger=kept has not taken everything; training is not affected, and its records are in {tmp_path}" in line
-    assert kept.runs == {"mean": [0, 1]}
+    assert kept.steps == [0, 1]
     may_go_on.set()
     for thread in threading.enumerate():
         if thread.name == "gossip-kept":
             thread.join()
-    assert kept.endings == {}  # it is not begun on what nobody waits for
+    assert kept.endings == []  # it is not begun on what nobody waits for
 
 
 def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
@@ -149,11 +147,11 @@ def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path
     with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
         writer.write({"step": 3, "loss": 1.0})
     follows.end(Ending("failed", {"reason": "it"}))
-    assert kept.runs == {"mean": [0, 1, 2]}
-    assert kept.endings["mean"].status == "failed"
+    assert kept.steps == [0, 1, 2]
+    assert kept.endings[0].status == "failed"
 
 
 def test_forwarding_a_refused_run_begins_nothing(tmp_path: Path, kept: type[Kept]) -> None:
     start(tmp_path).end(None)
-    assert kept.runs == {}
+    assert kept.beginnings == []
     assert list(tmp_path.iterdir()) == []

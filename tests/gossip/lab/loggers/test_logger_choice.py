@@ -37,7 +37,6 @@ def test_choice_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPa
         (("logger=wandb", "logger.wandb.mode=shared"), "logger.wandb.mode must be 'offline' or 'online', got 'shared'"),
         (("+logger.wand={}",), "logger.wand: unknown logger 'wand'. Did you mean 'wandb'? Available: mlflow, "),
         (("logger=mlflow", "+logger.mlflow.uri=x"), "logger.mlflow.uri=x: MlflowLogger has no option uri"),
-        (("logger=wandb", "logging.ranks=each", "engine=virtual"), "set logging.ranks=mean, or engine=processes"),
         (
             ("logger=tensorboard", "logging.model=true"),
             "no chosen logger keeps a model; add one, logger=[wandb,mlflow]",

@@ -46,10 +46,9 @@ def values_of(step: int) -> dict[str, Any]:
     return values
 
 
-def beginning(folder: Path, step: int, rank: int | None) -> Beginning:
+def beginning(folder: Path, step: int) -> Beginning:
     return Beginning(
         folder,
-        rank,
         world_size=2,
         step=step,
         config={"optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "seed": 3},
@@ -59,16 +58,16 @@ def beginning(folder: Path, step: int, rank: int | None) -> Beginning:
     )
 
 
-def first_attempts(folders: list[tuple[str, int | None, Path]]) -> None:
+def first_attempts(folders: dict[str, Path]) -> None:
     """One that is stopped and ended, and one that goes on and is killed."""
-    for name, rank, folder in folders:
+    for name, folder in folders.items():
         stopped = LOGGERS.get(name)()
-        assert stopped.begin(beginning(folder, 0, rank)) == 0
+        assert stopped.begin(beginning(folder, 0)) == 0
         for step in range(STOPPED_AT):
             stopped.log(step, values_of(step))
         stopped.end(Ending("stopped", {"status": "failed"}))
         logger = LOGGERS.get(name)()
-        assert logger.begin(beginning(folder, STOPPED_AT, rank)) == STOPPED_AT
+        assert logger.begin(beginning(folder, STOPPED_AT)) == STOPPED_AT
         for step in range(STOPPED_AT, FLUSHED + 2):
             logger.log(step, values_of(step))
             if step == FLUSHED - 1:
@@ -76,62 +75,52 @@ def first_attempts(folders: list[tuple[str, int | None, Path]]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def second_attempts(folders: list[tuple[str, int | None, Path]], figure: Path, model: Path) -> list[int]:
+def second_attempts(folders: dict[str, Path], figure: Path, model: Path) -> list[int]:
     firsts = []
-    for name, rank, folder in folders:
+    for name, folder in folders.items():
         os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
         logger = LOGGERS.get(name)()
-        firsts.append(first := logger.begin(beginning(folder, RESUMED_AT, rank)))
+        firsts.append(first := logger.begin(beginning(folder, RESUMED_AT)))
         for step in range(first, NUM_STEPS - 2):
             logger.log(step, values_of(step))
         logger.flush()
-        for step in range(logger.begin(beginning(folder, NUM_STEPS - 2, rank)), NUM_STEPS):  # as after a failure
+        for step in range(logger.begin(beginning(folder, NUM_STEPS - 2)), NUM_STEPS):  # as after a failure
             logger.log(step, values_of(step))
         logger.end(Ending("completed", SUMMARY, (figure,), model))
     return firsts
 
 
-CASES = [*((name, None) for name in LOGGERS.available()), ("tensorboard", 3)]
-
-
 @pytest.fixture(scope="module")
-def attempts(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Path, int]]:
-    """For every case the logger's name, whose records it got, the run's folder, and where the second attempt began."""
+def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """For every logger the run's folder, and where the second attempt began."""
     parent = tmp_path_factory.mktemp("runs")
     figure, model = parent / "training.png", parent / "model.safetensors"
     Image.new("RGB", (3, 2), (255, 0, 0)).save(figure)
     model.write_bytes(b"weights")
-    folders = [(name, rank, parent / f"{name}_{rank}") for name, rank in CASES]
-    for _, _, folder in folders:
+    folders = {name: parent / name for name in LOGGERS.available()}
+    for folder in folders.values():
         folder.mkdir()
     with pytest.raises(LaunchError, match="SIGKILL"):
         launch(first_attempts, folders, world_size=1)
     (firsts,) = launch(second_attempts, folders, figure, model, world_size=1)
-    return [
-        (name, "mean" if rank is None else f"rank{rank}", folder, first)
-        for (name, rank, folder), first in zip(folders, firsts, strict=True)
-    ]
+    return {name: (folder, first) for (name, folder), first in zip(folders.items(), firsts, strict=True)}
 
 
-@pytest.fixture(params=range(len(CASES)), ids=["_".join(map(str, case)) for case in CASES])
-def twice(request: pytest.FixtureRequest, attempts: list[tuple[str, str, Path, int]]) -> tuple[str, str, Path, int]:
-    return attempts[request.param]
-
-
-def test_logger_has_every_step_of_every_key_once_after_a_kill(twice: tuple[str, str, Path, int]) -> None:
-    name, records, folder, first = twice
+@pytest.mark.parametrize("name", LOGGERS.available())
+def test_logger_has_every_step_of_every_key_once_after_a_kill(name: str, attempts: dict[str, tuple[Path, int]]) -> None:
+    folder, first = attempts[name]
     # The files of W&B's killed attempt are removed, and those of the one before it are not.
     assert first == STOPPED_AT if name == "wandb" else STOPPED_AT < first <= FLUSHED + 2
-    assert_same(SCALARS[name](folder, records), by_key({step: values_of(step) for step in range(NUM_STEPS)}))
+    assert_same(SCALARS[name](folder), by_key({step: values_of(step) for step in range(NUM_STEPS)}))
 
 
-def test_logger_keeps_what_is_not_a_number_of_a_step(twice: tuple[str, str, Path, int]) -> None:
-    name, records, folder, _ = twice
-    CHECKS[name](folder, records)
+@pytest.mark.parametrize("name", LOGGERS.available())
+def test_logger_keeps_what_is_not_a_number_of_a_step(name: str, attempts: dict[str, tuple[Path, int]]) -> None:
+    CHECKS[name](attempts[name][0])
 
 
-def check_tensorboard(folder: Path, records: str) -> None:
-    events = tensorboard_events(folder, records)
+def check_tensorboard(folder: Path) -> None:
+    events = tensorboard_events(folder)
     texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     run = json.loads(texts["run/text_summary"])
     assert (run["name"], run["group"], run["tags"], run["seed"]) == ("a run", "a group", ["first", "second"], 3)
@@ -140,8 +129,8 @@ def check_tensorboard(folder: Path, records: str) -> None:
     assert (image.width, image.height) == (3, 2)
 
 
-def check_wandb(folder: Path, records: str) -> None:
-    found = wandb_records(folder, wandb_id(folder, records))
+def check_wandb(folder: Path) -> None:
+    found = wandb_records(folder, wandb_id(folder))
     for run in (record.run for record in found if record.WhichOneof("record_type") == "run"):
         assert (run.display_name, run.run_group, list(run.tags)) == ("a run", "a group", ["first", "second"])
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
@@ -160,11 +149,11 @@ def check_wandb(folder: Path, records: str) -> None:
     assert [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"][-1] == 0
 
 
-def check_mlflow(folder: Path, records: str) -> None:
-    client, run = mlflow_run(folder, records)
+def check_mlflow(folder: Path) -> None:
+    client, run = mlflow_run(folder)
     assert (run.info.run_name, run.info.status) == ("a run", "FINISHED")
     assert run.data.params == {"optimizer/lr": "0.1", "optimizer/betas": "[0.9, 0.99]", "seed": "3"}
-    tags = {"group": "a group", "first": "true", "second": "true", "records": records}
+    tags = {"group": "a group", "first": "true", "second": "true", "records": "mean"}
     assert tags.items() <= run.data.tags.items()
     assert run.data.metrics["summary/loss"] == 0.25
     run_id = run.info.run_id

@@ -25,7 +25,7 @@ def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) ->
 
 
 def means(folder: Path, world_size: int, step: int = 0) -> RecordStream:
-    return RecordStream(Beginning(folder, None, world_size, step), 0)
+    return RecordStream(Beginning(folder, world_size, step), 0)
 
 
 def losses(stream: RecordStream, limit: int = 100, *, is_whole: bool = False) -> dict[int, float]:
@@ -107,11 +107,10 @@ def test_streams_begin_at_a_step_and_keep_little_in_memory(
     monkeypatch.setattr(record_streams, "AHEAD", 4)
     for rank in range(2):
         write(tmp_path, rank, range(100))
-    of_all, own = (RecordStream(Beginning(tmp_path, rank, 2), first) for rank in (None, 1))
+    stream = RecordStream(Beginning(tmp_path, 2), first)
     found: dict[int, float] = {}
-    while batch := losses(of_all, limit=7):
+    while batch := losses(stream, limit=7):
         assert len(batch) <= 7
-        assert all(len(stream.waiting) <= 4 for stream in of_all.files.values())
+        assert all(len(file.waiting) <= 4 for file in stream.files.values())
         found |= batch
     assert found == {step: 10 * step + 0.5 for step in range(first, 100)}
-    assert losses(own, limit=1000) == {step: 10 * step + 1 for step in range(first, 100)}
