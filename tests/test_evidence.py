@@ -47,7 +47,6 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
         for rate, ms in (("50mbit", 40), ("200mbit", 20), ("1gbit", 10))
     )
     (tmp_path / "outputs/bench_rates/output.txt").write_text("\n".join(sections))
-    (tmp_path / "outputs/bench_rates/run/rates.svg").write_text("rates")
     (tmp_path / "outputs/overlap/run/overlap_200mbit.svg").write_text("overlap")
     before = (tmp_path / "docs/larger_models.md").read_text()
     left = evidence.update(tmp_path, RUNS, tmp_path / "outputs")
@@ -59,10 +58,7 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
         "| ddp | 40 | 20 | 10 |\n| gossip | 20 | 10 | 5 |\n\n*2026-11-26; a machine; torch 2.*\n<!-- /evidence -->\n"
     )
     assert table in (tmp_path / "docs/performance.md").read_text()
-    assert [(tmp_path / "docs" / file).read_text() for file in ("bench_rates.svg", "overlap.svg")] == [
-        "rates",
-        "overlap",
-    ]
+    assert (tmp_path / "docs/overlap.svg").read_text() == "overlap"
     written = {page: page.read_text() for page in evidence.pages_of(tmp_path)}
     assert evidence.update(tmp_path, RUNS, tmp_path / "outputs") == left
     assert {page: page.read_text() for page in written} == written

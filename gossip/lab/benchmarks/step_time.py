@@ -6,7 +6,6 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
@@ -25,7 +24,6 @@ from gossip.lab.benchmarks.bench_methods import (
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
-from gossip.lab.benchmarks.step_time_figures import parts_figure, rates_figure
 from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
 from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
@@ -113,12 +111,6 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
 
     def sections(self, results: Sequence[StepTimeResult]) -> list[str]:
         return [part for result in results for part in section(result)]
-
-    def draw(self, settings: StepTimeSettings, results: Sequence[StepTimeResult], folder: Path) -> None:  # noqa: ARG002
-        """Draw the parts of a step, and with several links the step time against their rate."""
-        parts_figure(results, folder / "parts.svg")
-        if len(results) > 1:
-            rates_figure(results, folder / "rates.svg")
 
 
 class Measurement:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gossip.lab.benchmarks import step_time_figures
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.step_time_report import Row, StepTimeResult, references_of, result_of, section
 from gossip.lab.benchmarks.summaries import Spread
@@ -101,14 +99,3 @@ def test_report_has_every_method_and_reference() -> None:
     assert "| gossip | 300.0 | 200.0 to 400.0 |" in costs
     lost = result().model_copy(update={"rows": [rows()["local"].model_copy(update={"final_loss": None})]})
     assert "not finite" in section(lost)[2]
-
-
-def test_report_figures_are_the_same_every_time(tmp_path: Path) -> None:
-    both = [result(), result().model_copy(update={"rate": "1gbit"})]
-    for name, draw in (("parts", step_time_figures.parts_figure), ("rates", step_time_figures.rates_figure)):
-        paths = [tmp_path / f"{name}{number}.svg" for number in (0, 1)]
-        for path in paths:
-            draw(both, path)
-        first, second = (path.read_bytes() for path in paths)
-        assert first == second
-        assert len(first) > 5000
