@@ -25,13 +25,13 @@ Measure this cluster, and predict whether gossip helps on it and with which topo
     gossip probe world_size=4
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d --no-python gossip probe
     srun --nodes 4 --ntasks-per-node 8 gossip probe
-    gossip probe world_size=4 --parameters-mb 400 --batch-size 256 --data different --output probe.json
+    gossip probe FOLDER world_size=4 --parameters-mb 400 --batch-size 256 --data different
 
 Every rank trains an MLP of the given size without communication: compute per step, and jitter. Pairs of ranks exchange
 small and large messages: latency and bandwidth; once more while all compute: what the two cost each other.
 gossip.simulate_time then predicts a step of all-reduce and of every topology that serves the world size, and with the
 best one of every algorithm, compression and number of steps between exchanges that is worth it. Without torchrun or
-srun the workers are started on this machine."""
+srun the workers are started on this machine. FOLDER gets what was measured and predicted as results.json."""
 
 PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 """What an installation without the extra ``lab`` lacks: the name that is imported, and the one that is installed."""

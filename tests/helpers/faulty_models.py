@@ -114,31 +114,6 @@ def _is_asked(one: GracefulStop | Consensus) -> bool:
     return one._is_asked if isinstance(one, GracefulStop) else one.ends_at is not None
 
 
-class LateModel(nn.Module):
-    """A linear model of two ranks; rank 1's training forward of ``step`` waits until rank 0 is in that of ``step + 1``.
-
-    ``pipe`` is a named pipe between the two.
-    """
-
-    def __init__(self, input_shape: Sequence[int], num_classes: int, *, step: int, pipe: str) -> None:
-        super().__init__()
-        self.step, self.pipe = step, Path(pipe)
-        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
-        self.layers(torch.zeros(1, *input_shape))
-        self.steps_made = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            rank = os.environ.get("RANK")
-            if (rank, self.steps_made) == ("1", self.step):
-                self.pipe.read_bytes()
-            if (rank, self.steps_made) == ("0", self.step + 1):
-                self.pipe.write_bytes(b"go on")
-            self.steps_made += 1
-        logits: torch.Tensor = self.layers(inputs)
-        return logits
-
-
 class RateOfItsTime(LRScheduler):
     """Rates that fall with every step, and are half as high if the scheduler is made while there is a file.
 

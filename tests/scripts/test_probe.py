@@ -13,14 +13,12 @@ TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1
 
 @pytest.mark.slow
 def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
-    output = tmp_path / "probe.json"
-    options = ("--world-size=2", f"--output={output}", "--bucket-cap-mb=0.01")
-    done = run("probe.py", tmp_path, *TINY, *options, fresh=True)
+    done = run("probe.py", tmp_path, "found", *TINY, "--world-size=2", "--bucket-cap-mb=0.01", fresh=True)
     assert done.status == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Measured on 2 ranks")
     assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: ", "Cannot tell "))
-    content = json.loads(output.read_text())
+    (content,) = json.loads((tmp_path / "found" / "results.json").read_text())["results"]
     assert content["advice"] == lines[-1]
     assert content["cluster"]["num_nodes"] == 1  # one machine
     assert content["cluster"]["local_size"] == 2

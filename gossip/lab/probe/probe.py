@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -40,7 +39,6 @@ class ProbeSettings(BenchmarkSettings):
     message_mb: PositiveFloat = Field(8.0, description="of the messages for the bandwidth")
     data: DataKind = Field("alike", description="whether ranks draw from the same data, or each from different ones")
     device: Literal["cpu", "cuda"] = Field("cpu", description="or cuda: one per rank, over nccl")
-    output: str | None = Field(None, description="a file for what was measured and predicted, as JSON")
 
 
 class ProbeResult(BaseModel):
@@ -104,8 +102,3 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
 
     def report(self, settings: ProbeSettings, results: Sequence[ProbeResult], notes: Sequence[str]) -> str:  # noqa: ARG002
         return "".join(self.sections(results))
-
-    def draw(self, settings: ProbeSettings, results: Sequence[ProbeResult], folder: Path) -> None:  # noqa: ARG002
-        """Write the file that is asked for."""
-        if settings.output is not None:
-            Path(settings.output).write_text(results[0].model_dump_json(indent=2) + "\n", encoding="utf-8")
