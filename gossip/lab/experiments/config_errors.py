@@ -6,9 +6,11 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gossip.lab.experiments.config_store import OWN, options_of, registered
-from gossip.lab.experiments.option_help import group_files, primary_files, rows_of
+from gossip.lab.experiments.option_help import group_files, primary_files
+from gossip.lab.experiments.records import leaves
 from gossip.lab.experiments.validated_models import ConfigurationError, nearest
 
 
@@ -91,11 +93,17 @@ def _instead_of(key: str, config_folder: Path, config_name: str) -> str:
 def _options(config_folder: Path, config_name: str) -> Iterator[tuple[str, str]]:
     """Yield every key, and the choice of a config group that has it, ``group=name``; empty for the primary config."""
     for path in primary_files(config_folder, config_name):
-        yield from ((row.partition("=")[0], "") for row, _ in rows_of(path, ""))
+        yield from ((key, "") for key in _keys(path, "") if key.partition(".")[0] not in ("defaults", "hydra"))
     for group, paths in group_files(config_folder, config_name).items():
         yield group, ""
         for path in paths if group != "experiment" else ():  # an experiment file repeats keys of others
-            rows = rows_of(path, group.replace("/", "."))
-            yield from ((row.partition("=")[0], f"{group}={path.stem}") for row, _ in rows)
+            yield from ((key, f"{group}={path.stem}") for key in _keys(path, group.replace("/", ".")))
         for name in registered(group, config_folder):
             yield from ((f"{group}.options.{option}", f"{group}={name}") for option in options_of(group, name))
+
+
+def _keys(path: Path, above: str) -> Iterator[str]:
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    yield from (key for key, _ in leaves(content, above))

@@ -45,7 +45,8 @@ class LoggingSettings(Model):
 def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
     """Read and check the section ``logging``; omitted values take the defaults of :class:`LoggingSettings`."""
     settings = read(LoggingSettings, config.get("logging") or {}, "logging")
-    if settings.model and not any(name in make_loggers(config) for name in _KEEP_A_MODEL):
+    chosen = make_loggers(config)
+    if settings.model and not any(name in chosen for name in _KEEP_A_MODEL):
         raise ConfigurationError(
             f"logging.model=true, but no chosen logger keeps a model; add one, logger=[{','.join(_KEEP_A_MODEL)}], or "
             "leave it out: model.safetensors is in the run's folder anyway"
