@@ -21,9 +21,7 @@ def test_bench_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_bench_without_a_lab_says_so_and_leaves_a_table_and_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_without_a_lab_says_so_and_leaves_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # neither ip nor tc
     monkeypatch.chdir(tmp_path)
     done = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab", "bench.straggler=exponential")

@@ -14,8 +14,6 @@ from loguru import logger
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FEWEST_CHARACTERS = 12
-"""What is left, in a line, of a column of words on a narrow terminal."""
 _SECONDS_BETWEEN_LINES = 30.0
 _BAR_WIDTH = 20
 _SHOWN = ("loss", "accuracy", "averaged_test_accuracy", "consensus_distance")
@@ -148,12 +146,8 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def print_table(table: Table) -> int:
-    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines.
-
-    Columns of numbers, to the right, keep their width, and the last ones for which a terminal has no room are left out;
-    returns how many.
-    """
+def print_table(table: Table) -> None:
+    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.measure import Measurement
@@ -161,18 +155,7 @@ def print_table(table: Table) -> int:
     table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
     for column in table.columns:
         column.overflow = "fold"  # rich would cut words
-        if column.justify == "right":
-            widest = max(len(text) for text in [*map(str, column.cells), *str(column.header).split()])
-            column.width = min(widest, column.max_width or widest)
     console = Console()
-    num_columns = len(table.columns)
     if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
-        unlimited = console.options.update(max_width=10_000)
-        console.width = Measurement.get(console, unlimited, table).maximum
-    else:
-        while sum((column.width or _FEWEST_CHARACTERS) + 1 for column in table.columns) + 2 > console.width:
-            if table.columns[-1].justify != "right":
-                break
-            table.columns.pop()
+        console.width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     console.print(table)
-    return num_columns - len(table.columns)

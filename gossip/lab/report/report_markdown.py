@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from gossip.lab.report.columns import VALUE_NAMES, Column, columns, text_columns
+from gossip.lab.report.columns import Column, columns, text_columns
 from gossip.lab.report.report_document import Document
 from gossip.lab.report.verdict import verdict
 
@@ -12,21 +10,21 @@ CHIEF = (
     "averaged_accuracy", "averaged_loss", "local_accuracy_worst", "average_difference", "loss_ratio",
     "worst_difference", "worst_loss_ratio", "bytes_per_step",
 )  # fmt: skip
-"""The values in the Markdown."""
+"""The values that are shown."""
 
 LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
 
 
-def texts(document: Document, shown: Container[str] = VALUE_NAMES) -> tuple[list[Column], list[list[str]]]:
-    """Return the columns (settings in which rows differ, what was tuned, these values), and the texts of each row."""
+def texts(document: Document) -> tuple[list[Column], list[list[str]]]:
+    """Return the columns (settings in which rows differ, what was tuned, the chief values), and the texts of rows."""
     settings, tuned = text_columns(document.rows)
-    every = [*settings, *tuned, *(column for column in columns(document) if column.name in shown)]
+    every = [*settings, *tuned, *(column for column in columns(document) if column.name in CHIEF)]
     return every, [[row.label, *(column.text(row) or "-" for column in every)] for row in document.rows]
 
 
 def markdown(document: Document) -> str:
     """Return the verdict, and the table below a line that explains its numbers."""
-    every, rows = texts(document, CHIEF)
+    every, rows = texts(document)
     headings = ["setting", *(column.heading for column in every)]
     alignment = ["---", *("---" if column.quantity is None else "---:" for column in every)]
     lines = [headings, alignment, *rows]

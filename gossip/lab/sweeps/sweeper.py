@@ -14,7 +14,7 @@ from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report import Document
-from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, TABLE_FILE, write_report
+from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, write_report
 from gossip.lab.report.report_markdown import LEGEND, texts
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
-
-
-_MOST_CHARACTERS = 20  # of a cell in one line, so that 80 characters have room for bytes and time
 
 
 class GridSweeper:
@@ -162,17 +159,16 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
 
 
 def _print(document: Document, folder: Path) -> None:
-    """Print the rows, then the reason of each failure, the verdict and the path of the report."""
+    """Print the table of results.md, then the reason of each failure, the verdict and the path of the report."""
     from rich.table import Table
 
     columns, rows = texts(document)
     table = Table("setting", title=f"{document.title}: {LEGEND}")
     for column in columns:
-        table.add_column(column.heading, justify="right", max_width=_MOST_CHARACTERS)
+        table.add_column(column.heading, justify="right")
     for cells in rows:
         table.add_row(*cells)
-    if num_left_out := print_table(table):
-        print(f"{num_left_out} more columns are in {TABLE_FILE} and {PAGE_FILE}: the terminal has no room for them")
+    print_table(table)
     for row in document.rows:
         for reason in row.reasons:
             place = ", ".join(filter(None, (row.label, f"{row.world_size} ranks", row.partition, row.condition)))

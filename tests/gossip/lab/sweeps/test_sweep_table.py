@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.table import Table
 
-from gossip.lab.experiments.terminal import print_table
 from gossip.lab.sweeps.run_table import finish_sweep
 
 COMPLETED = {
@@ -55,18 +52,3 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert printed.splitlines()[0] == "job 9 failed: because"
     assert printed.splitlines()[-1] == f"3 runs: {tmp_path}/sweep.csv"
-
-
-def test_columns_of_numbers_are_left_out_where_the_terminal_has_no_room(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TERM", "dumb")  # 80 characters wide, without colours
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    table = Table("what", title="what they are " * 9)
-    for number in range(9):
-        table.add_column(f"the number {number}", justify="right", max_width=10)
-    table.add_row("a_long_name_" * 3, *["-44.31 (-46.07)"] * 9)
-    assert print_table(table) == 4
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any(line.count("(-46.07)") == 5 for line in lines)
