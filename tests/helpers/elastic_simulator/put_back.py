@@ -100,7 +100,7 @@ FAULTS = (
     ),
     PutBack(_WORLD + "_is_one_ahead", "> self.consensus.position", ">= self.consensus.position"),
     PutBack(_CONSENSUS + "_turn", "if self._holds and not is_due:", "if False:", True),
-    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "if True:", is_common=True),
+    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:"),
     PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict("),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass"),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if self"),
