@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ from gossip.communication import training_store
 from gossip.communication.authenticated_store import VARIABLE as KEY_VARIABLE
 from gossip.communication.liveness.process_liveness import own_process
 from gossip.lab.experiments.records import read_jsonl
-from gossip.launching import rendezvous
+from gossip.launching import rendezvous, store_command
 from gossip.launching.rendezvous import Met, Rendezvous, find_rendezvous, meet
 
 KEY = "k" * 32
@@ -54,6 +55,16 @@ def test_variables_that_say_nothing_are_refused(where: str, groups: str, text: s
 def test_more_than_half_begin_unless_it_is_said() -> None:
     found = [find_rendezvous({"GOSSIP_STORE": "[::1]:7/a", "GOSSIP_GROUPS": groups}) for groups in ("4", "1:4")]
     assert found == [Rendezvous("[::1]:7", "a", 4, least) for least in (3, 1)]
+
+
+def test_a_store_that_cannot_be_served_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert store_command.main(["--port", str(port)]) == 2
+    assert f"error: port {port} cannot be used: Address already in use" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        store_command.main(["--port", "65536"])
+    assert "--port must be from 0 to 65535, got 65536" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- who begins
