@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from gossip.communication.waiting import Awaited, Failure, wait_for
 from gossip.communication.world import World
-
-if TYPE_CHECKING:
-    from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.membership_consensus import Consensus
 
 MOST_TIMEOUTS = 5
 """For so many time-outs a rank is waited for that itself waits for others."""
+
+
+class AllGroups(Protocol):
+    """What a shard group needs of the world of all groups, :class:`gossip.elastic.elastic_world.ElasticWorld`."""
+
+    consensus: Consensus
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has not met the others yet."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether a collective operation of all groups is in progress."""
+
+    def exchange_in_group(self, payload: torch.Tensor | None, what: str) -> list[torch.Tensor | None]:
+        """Return what each rank of the shard group sends, by its place there; None for this rank."""
 
 
 class ShardGroupWorld(World):
@@ -28,7 +43,7 @@ class ShardGroupWorld(World):
     connections of the ``gossip`` world: those of an attempt that is given up end with it on all ranks.
     """
 
-    gossip: ElasticWorld | None = None
+    gossip: AllGroups | None = None
 
     @property
     def patience(self) -> timedelta:
@@ -40,7 +55,7 @@ class ShardGroupWorld(World):
         return self._joint is not None
 
     @property
-    def _joint(self) -> ElasticWorld | None:
+    def _joint(self) -> AllGroups | None:
         return self.gossip if self.gossip is not None and self.gossip.is_joint else None
 
     def wait_for(
@@ -89,7 +104,7 @@ class ShardGroupWorld(World):
 class _WhileMember:
     """What is awaited for as long as this rank's group is one of those that train."""
 
-    def __init__(self, awaited: Awaited, gossip: ElasticWorld) -> None:
+    def __init__(self, awaited: Awaited, gossip: AllGroups) -> None:
         self._awaited, self._gossip = awaited, gossip
 
     @property

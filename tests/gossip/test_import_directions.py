@@ -61,8 +61,6 @@ ROOMS = (
 """A room imports rooms that stand before it, and itself."""
 
 INTERNALS_OF_LAB = {
-    "gossip.algorithms.base": "the forms of algorithms, whose stable rates are computed",
-    "gossip.algorithms.integral_correction": "in how many steps a topology mixes, for the same",
     "gossip.checkpoints.checkpoint_folder": "whether a run can go on, and from which step",
     "gossip.checkpoints.exporting": "a bare module in the form of an export",
     "gossip.communication": "whether others have founded the run that a rank joins",
@@ -80,9 +78,8 @@ INTERNALS_OF_LAB = {
     "gossip.private_torch": "what a benchmark takes of torch's private parts",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
+    "gossip.sharding.local_group": "the ranks of a shard group, to make up those of all groups",
     "gossip.step.building.wrapper_arguments": "the wrapper's own check, before workers are started",
-    "gossip.virtual.mixing_products": "how virtual workers mix, for the loop that they are compared with",
-    "gossip.virtual.shards": "the same",
 }
 """Where the applications take what is not public, and for what."""
 
