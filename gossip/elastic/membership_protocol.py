@@ -33,6 +33,7 @@ _PAUSE_S = 0.002
 _TICK_S = 0.5
 _REMINDER_S = 0.1
 _GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
+_NUM_BEATS_MISSED = 3
 
 
 class MembershipProtocol(ABC):
@@ -140,7 +141,8 @@ class MembershipProtocol(ABC):
                     self._changed.notify_all()
                 return
             is_too_few = len(proposed.members) < self._min_ranks
-            if is_too_few or 2 * len(proposed.members) < len(latest.members):  # the others may be more
+            is_minority = 2 * len(proposed.members) < len(latest.members)
+            if is_too_few or is_minority or self._may_have_stopped():  # the others may be more, or know better
                 if self._is_soon_proposed(number):
                     return
                 if is_too_few:
@@ -211,6 +213,11 @@ class MembershipProtocol(ABC):
     def _own_group(self) -> set[int]:
         first = self._group_of(self._mesh.member) * self._group_size
         return set(range(first, first + self._group_size))
+
+    def _may_have_stopped(self) -> bool:
+        """Return whether a rank of the own shard group is silent: who lost this rank may have waited for that one."""
+        patience_s = _NUM_BEATS_MISSED * self._mesh.beat_s
+        return any(self._mesh.silent_s(mate) > patience_s for mate in self._own_group() - {self._mesh.member})
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""

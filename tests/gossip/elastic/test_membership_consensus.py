@@ -33,6 +33,7 @@ class Wires:
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.farewells: dict[int, tuple[int, int, int]] = {}
+        self.silent: set[int] = set()
         self.waits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.beat_s = 0.5
         self.on_lost: Callable[[int, str], None] = lambda *_: None
@@ -41,6 +42,9 @@ class Wires:
 
     def has_met(self, _: int) -> bool:
         return True
+
+    def silent_s(self, member: int) -> float:
+        return 60.0 if member in self.silent else 0.0
 
     def send(self, member: int, key: Any, _: Any = None) -> None:
         if member not in self.lost:
@@ -66,13 +70,13 @@ class Members:
         timeout: timedelta = TIMEOUT,
         *,
         num_initial: int | None = None,
-        is_in_step: bool = True,
+        **options: Any,
     ) -> None:
         self.wires: list[Wires] = []
         self.wires += [Wires(member, self.wires) for member in range(len(stores))]
         members = range(len(stores) if num_initial is None else num_initial)
         self.agreements: list[Any] = [
-            Consensus(store, wires, members, min_ranks=min_ranks, timeout=timeout, is_in_step=is_in_step)  # type: ignore[arg-type]
+            Consensus(store, wires, members, min_ranks=min_ranks, timeout=timeout, **options)  # type: ignore[arg-type]
             for store, wires in zip(stores, self.wires, strict=True)
         ]
 
@@ -260,6 +264,15 @@ def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
         for member in (0, 1):
             with pytest.raises(ExchangeError, match="the others continued without this rank from step 1 on"):
                 members[member].wait_for_generation_after(0)
+
+
+def test_who_is_lost_because_of_a_frozen_rank_of_its_shard_group_does_not_have_the_others_dropped_first() -> None:
+    with in_memory(6, min_ranks=1, group_size=2) as members:
+        members.wires[3].silent.add(2)
+        members.wires[3].lose(4, "the connection was closed")  # by rank 4, which tells the others later
+        members[2].close()
+        members[4].give_up({3: "waited for it", 2: "heard nothing from it"})
+        assert members.told_after(0, [0, 1, 4, 5]) == {(1, (0, 1, 4, 5), 1)}
 
 
 def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
