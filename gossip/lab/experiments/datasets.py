@@ -1,4 +1,4 @@
-"""Data sets without a download: scikit-learn's digits, Python's own source as text, CIFAR-10 from a local folder."""
+"""Data sets without a download: scikit-learn's digits, Python's own source and other files as text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from topologies.validation import check_integer, check_real
 
 VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary of :func:`stdlib_text`, in token order; token 0 stands for every character that is not in it."""
-
-_CIFAR10_RECORD_BYTES = 1 + 3 * 32 * 32
 
 # Tests, generated tables rather than hand-written code, and packages missing from some supported Python versions.
 _LEFT_OUT = ("test", "tests", "idlelib", "encodings", "pydoc_data", "distutils", "ensurepip", "lib2to3")
@@ -72,7 +70,14 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     train_images, test_images, train_targets, test_targets = train_test_split(
         bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
     )
-    return _image_data("digits", train_images[:, None], train_targets, test_images[:, None], test_targets)
+    inputs, test_inputs = (
+        torch.from_numpy(images[:, None].astype(np.float32)) for images in (train_images, test_images)
+    )
+    std, mean = torch.std_mean(inputs, dim=(0, 2, 3), keepdim=True)
+    for images in (inputs, test_inputs):
+        images.sub_(mean).div_(std.clamp_min(1e-6))
+    targets, test_targets = (torch.from_numpy(array.astype(np.int64)) for array in (train_targets, test_targets))
+    return Data("digits", inputs, targets, test_inputs, test_targets, num_classes=10, train_labels=targets)
 
 
 def stdlib_text(
@@ -166,29 +171,6 @@ def _text_data(
     return Data(name, inputs, targets, test_inputs, test_targets, len(VOCABULARY), train_labels, notes)
 
 
-def cifar10(folder: str | Path) -> Data:
-    """CIFAR-10 in its published binary format, read from ``folder``: inputs [N, 3, 32, 32], ten classes.
-
-    The folder holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, either directly or in a sub-folder
-    cifar-10-batches-bin. A record is one byte for the class and 3,072 bytes for the pixels: the red, green and blue
-    channels, each in row-major order.
-
-    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
-    """
-    names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
-    found = Path(folder).expanduser()
-    if (nested := found / "cifar-10-batches-bin").is_dir():
-        found = nested
-    if missing := [name for name in names if not (found / name).is_file()]:
-        raise FileNotFoundError(
-            f"CIFAR-10: {found} has no {', '.join(missing)}; put the files of the binary version there, or set "
-            "data.folder=... to the folder that holds them; nothing is downloaded"
-        )
-    *train, test = [_read_cifar10_batch(found / name) for name in names]
-    images, targets = (np.concatenate(parts) for parts in zip(*train, strict=True))
-    return _image_data("cifar10", images, targets, *test)
-
-
 def as_data(made: Any, name: str) -> Data:
     """Convert the return value of a user's data function to :class:`Data`.
 
@@ -229,23 +211,6 @@ def _stacked(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([torch.as_tensor(each) for each in inputs]), torch.tensor([int(each) for each in targets])
 
 
-def _image_data(
-    name: str,
-    train_images: npt.NDArray[np.generic],
-    train_targets: npt.NDArray[np.generic],
-    test_images: npt.NDArray[np.generic],
-    test_targets: npt.NDArray[np.generic],
-) -> Data:
-    """Standardise images [N, C, H, W] per channel and convert everything to tensors."""
-    train_inputs = torch.from_numpy(train_images.astype(np.float32))
-    test_inputs = torch.from_numpy(test_images.astype(np.float32))
-    std, mean = torch.std_mean(train_inputs, dim=(0, 2, 3), keepdim=True)
-    for inputs in (train_inputs, test_inputs):
-        inputs.sub_(mean).div_(std.clamp_min(1e-6))
-    targets, test = (torch.from_numpy(array.astype(np.int64)) for array in (train_targets, test_targets))
-    return Data(name, train_inputs, targets, test_inputs, test, num_classes=10, train_labels=targets)
-
-
 def _read_texts(paths: Sequence[Path], max_bytes: int) -> list[tuple[Path, bytes]]:
     """Read the files up to ``max_bytes`` in total; the last one is truncated."""
     texts = []
@@ -278,16 +243,3 @@ def _tokenize(text: str) -> npt.NDArray[np.int64]:
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     tokens: npt.NDArray[np.int64] = table[np.minimum(code_points, 127)]  # 127, a control character, maps to 0 as well
     return tokens
-
-
-def _read_cifar10_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Read the images [N, 3, 32, 32] and the classes [N] of one file."""
-    content = np.fromfile(path, dtype=np.uint8)
-    records = content.reshape(-1, _CIFAR10_RECORD_BYTES) if content.size % _CIFAR10_RECORD_BYTES == 0 else content[:0]
-    if records.size == 0 or records[:, 0].max() > 9:
-        raise ValueError(
-            f"CIFAR-10: {path} has {content.size} bytes, which are no records of {_CIFAR10_RECORD_BYTES} bytes that "
-            "begin with a class from 0 to 9; copy the binary version (not the Python or Matlab one, and not CIFAR-100) "
-            "anew to the folder that data.folder=... names"
-        )
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from composing import composed
 from hydra import compose, initialize_config_dir
@@ -28,17 +27,6 @@ def options(group: str) -> list[str]:
 
 def experiment_text(name: str) -> str:
     return (CONFIGS / "experiment" / f"{name}.yaml").read_text()
-
-
-@pytest.fixture(scope="module")
-def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cifar10")
-    generator = np.random.default_rng(0)
-    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
-        records = generator.integers(0, 256, (40, 1 + 3072), dtype=np.uint8)
-        records[:, 0] %= 10
-        records.tofile(folder / name)
-    return folder
 
 
 def test_configs_topology_has_one_file_per_family() -> None:
@@ -81,11 +69,9 @@ NEEDED = {
 @pytest.mark.parametrize(
     "group", ["algorithm", "compression", "optimizer", "scheduler", "logger", "launch", "model", "data", "experiment"]
 )
-def test_configs_group_options_build(group: str, cifar10_folder: Path) -> None:
+def test_configs_group_options_build(group: str) -> None:
     for option in options(group):
         overrides = ["topology=ring", f"{group}={option}", *NEEDED.get(option, ())]  # every compression serves rings
-        if "cifar10" in option:
-            overrides.append(f"data.folder={cifar10_folder}")
         experiment = check(config := composed(*overrides))
         assert experiment.shards.steps_per_epoch >= 1
         assert make_loggers(config).keys() == ({option} - {"jsonl"} if group == "logger" else set())

@@ -1,4 +1,4 @@
-"""The data sets: shapes, splits, standardisation, vocabulary, and CIFAR-10's file format."""
+"""The data sets: shapes, splits, standardisation and vocabulary."""
 
 from __future__ import annotations
 
@@ -6,37 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from gossip.lab.experiments.datasets import VOCABULARY, Data, cifar10, digits, stdlib_text, text_files
-
-TRAIN_FILES = [f"data_batch_{i}.bin" for i in range(1, 6)]
+from gossip.lab.experiments.datasets import VOCABULARY, digits, stdlib_text, text_files
 
 
 def text_of(tokens: torch.Tensor) -> str:
     return "".join(VOCABULARY[token] for token in tokens.tolist())
-
-
-def write_cifar10(folder: Path) -> dict[str, np.ndarray]:
-    """Write random records in the published format; return each file's records [4, 3073]."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(0)
-    written = {}
-    for name in [*TRAIN_FILES, "test_batch.bin"]:
-        records = generator.integers(0, 256, (4, 3073), dtype=np.uint8)
-        records[:, 0] = generator.integers(0, 10, 4)
-        (folder / name).write_bytes(records.tobytes())
-        written[name] = records
-    return written
-
-
-def assert_standardised(data: Data) -> None:
-    std, mean = torch.std_mean(data.train_inputs, dim=(0, 2, 3))
-    torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-4, rtol=0)
-    torch.testing.assert_close(std, torch.ones_like(std), atol=1e-4, rtol=0)
 
 
 def test_digits_shapes_and_standardisation() -> None:
@@ -46,7 +24,9 @@ def test_digits_shapes_and_standardisation() -> None:
     assert len(data.test_inputs) == 360
     assert torch.equal(data.train_labels, data.train_targets)
     assert not torch.equal(data.test_targets, digits(split_seed=1).test_targets)
-    assert_standardised(data)
+    std, mean = torch.std_mean(data.train_inputs, dim=(0, 2, 3))
+    torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-4, rtol=0)
+    torch.testing.assert_close(std, torch.ones_like(std), atol=1e-4, rtol=0)
 
 
 def test_digits_test_split_is_stratified_and_uses_the_training_statistics() -> None:
@@ -102,37 +82,6 @@ def test_stdlib_text_reads_packages_but_neither_tests_nor_installed_ones(
 def test_stdlib_text_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         stdlib_text(**options)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_cifar10_reads_the_binary_format(tmp_path: Path, nested: bool) -> None:
-    written = write_cifar10(tmp_path / "cifar-10-batches-bin" if nested else tmp_path)
-    data = cifar10(tmp_path)
-    train = np.concatenate([written[name] for name in TRAIN_FILES])
-    assert data.input_shape == (3, 32, 32)
-    assert data.train_targets.tolist() == train[:, 0].tolist()
-    assert data.test_targets.tolist() == written["test_batch.bin"][:, 0].tolist()
-    assert_standardised(data)
-    # Record 3, green channel, row 2, column 3, before and after standardisation.
-    green = train[:, 1 + 1024 : 1 + 2048].astype(np.float64)
-    for images, found in ((train, data.train_inputs), (written["test_batch.bin"], data.test_inputs)):
-        expected = (float(images[3, 1 + 1024 + 2 * 32 + 3]) - green.mean()) / green.std(ddof=1)
-        assert found[3, 1, 2, 3].item() == pytest.approx(expected, abs=1e-4)
-
-
-def test_cifar10_missing_file_is_named(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no data_batch_3\.bin; .*data\.folder="):
-        cifar10(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"\x00" * 3072, b"\x0a" * 3073])
-def test_cifar10_other_content_is_refused(tmp_path: Path, content: bytes) -> None:
-    write_cifar10(tmp_path)
-    (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"test_batch\.bin has {len(content)} bytes.*of 3073 bytes.*data\.folder="):
-        cifar10(tmp_path)
 
 
 def test_text_files_are_read_like_the_standard_library(tmp_path: Path) -> None:

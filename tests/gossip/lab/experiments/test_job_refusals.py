@@ -19,7 +19,7 @@ REFUSED = {
         " dtype, but got Long and Float; model=char_transformer takes text"
     ),
     "data=my_module": (
-        "there is no data=my_module. Available: cifar10, digits, stdlib_text, text_files; data=my_module:function "
+        "there is no data=my_module. Available: digits, stdlib_text, text_files; data=my_module:function "
         "for a function of your own that returns the data"
     ),
     "output_root=/proc/nowhere": "/proc/nowhere: No such file or directory; output_root=...",
@@ -27,7 +27,7 @@ REFUSED = {
     "topology=hypercube launch.world_size=3": (
         "launch.world_size=3: topology 'hypercube' needs a world_size that is a power"
     ),
-    "data=cifar10 hydra.run.dir=a/b/c": "data.folder=data/cifar-10-batches-bin: CIFAR-10: ",
+    "data=text_files data.folder=none hydra.run.dir=a/b/c": "data.folder=none: text files: ",
     "training.batch_size=1000": "rank 1 has only 359 samples, less than one batch",
     "model._target_=nowhere.Model": "model._target_=nowhere.Model is not among the targets that a ",
     "trusted_targets=torch": "trusted_targets='torch' is no list of packages; write trusted_targets=[",

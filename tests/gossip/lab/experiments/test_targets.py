@@ -87,7 +87,7 @@ NO_NAME = "is no name of a class or function"
         ("model", "torch.nn.init.torch.load", OTHERS),
         ("model", "torch.nn.Module.load_state_dict", OTHERS),
         ("scheduler", "gossip.lab.experiments.lr_schedules.math.exp", OTHERS),
-        ("data", "gossip.lab.experiments.datasets._read_cifar10_batch", OTHERS),
+        ("data", "gossip.lab.experiments.datasets._read_texts", OTHERS),
         ("data", "gossip.lab.experiments.models.MLP", OTHERS),
         ("model", "gossip.launch", OTHERS),
         ("optimizer", "torch.optim.sgd.cast.__code__", NOTHING_TO_CALL),
