@@ -32,7 +32,7 @@ from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.shard_group_world import ShardGroupWorld
 from gossip.elastic.state_transfer import StateSource
-from gossip.errors import ExchangeError, GenerationEndedError, ManifestError
+from gossip.errors import ExchangeError, GenerationEndedError, GossipError, ManifestError
 
 _PAUSE_S = 0.005
 _OWN_HOST = "127.0.0.1"
@@ -403,12 +403,18 @@ class ElasticWorld(FailureDetector):
         self._is_joint = self.consensus.is_joint = True
         try:
             while True:
-                found = self.consensus.begin_together()
-                if self.consensus.can_end or self.consensus.has_left:
+                generation, members = self.consensus.begin_together()
+                leaves = self.member not in generation.members
+                if self.consensus.can_end or leaves:
                     self._is_joint = self.consensus.is_joint = False
                     self.on_end()
                     self._is_joint = self.consensus.is_joint = True
-                self.enter(*found)
+                if leaves:
+                    raise GossipError(
+                        f"rank {self.member}: its shard group leaves at step {generation.first_step}, and takes part "
+                        "in no collective operation any more; call leave() on all of its ranks"
+                    )
+                self.enter(generation, members)
                 self._num_primitives = self._num_in_group = 0
                 results: list[_Result] = []
                 try:

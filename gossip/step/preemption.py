@@ -106,7 +106,7 @@ class Preemption:
     def _on_collective(self) -> None:
         engine = self._engine()
         if engine is not None and engine.last_meter is not None and not self._ends and _is_main():
-            if self._world.consensus.has_left:
+            if self._world.consensus.ends_at is None:
                 self._exit_with_group()
             self._end()
 
