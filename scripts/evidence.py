@@ -1,7 +1,7 @@
 """Make the tables and figures of README.md and docs/ again, each by the command that docs/evidence.yaml has for it.
 
     bash scripts/evidence.sh                    # all: hours, some of them as root; again: what is missing or has failed
-    bash scripts/evidence.sh stability overlap  # these runs alone
+    bash scripts/evidence.sh overhead overlap   # these runs alone
     bash scripts/evidence.sh --no-run           # nothing is run: what is there goes into the pages
 
 A run leaves outputs/evidence/NAME: what its command printed and wrote, and record.json with the command, the exit
