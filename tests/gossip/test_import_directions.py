@@ -66,7 +66,7 @@ INTERNALS_OF_LAB = {
     "gossip.communication": "whether others have founded the run that a rank joins",
     "gossip.communication.training_store": "the same",
     "gossip.communication.host": "the module of daemon threads",
-    "gossip.exchange.distributed_transport": "when a traced exchange has ended",
+    "gossip.exchange.distributed_transport": "the size of a piece, in which the probe sends",
     "gossip.communication.json_gathering": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.exchange.edge_transport": "where messages leave and arrive, for faults and notes of them",

@@ -36,6 +36,7 @@ Records = list[dict[str, Any]]
 def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder.mkdir()
     summaries = run_ranks(train, config, str(folder), world_size=config["launch"]["world_size"])
+    assert [summary.pop("rank") for summary in summaries] == list(range(len(summaries)))
     assert all(summary == summaries[0] for summary in summaries)
     return dict(summaries[0])
 
