@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from gossip import ALGORITHMS, Workload, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
@@ -14,7 +14,6 @@ from topologies import Topology
 from topologies.reports.units import seconds_text
 
 DataKind = Literal["alike", "different"]
-DATA_KINDS: tuple[DataKind, ...] = get_args(DataKind)
 
 #: The number of ranks from which on replicas of plain gossip agree too little, whatever their data
 #: (docs/algorithms/algorithms.csv).
