@@ -127,11 +127,12 @@ class Preemption:
         self._has_left.set()
         raise SystemExit(EXIT_STATUS)
 
+    @torch.inference_mode(False)
     def _exit_with_group(self) -> NoReturn:
         model, self._ends = self._interrupt(), True
         logger.warning("rank {}: SIGTERM: its shard group leaves at step {}", self._world.member, model.step)
         self._has_left.set()
-        model.close()
+        model.leave()  # in place of a collective operation there may be steps that the others still make with it
         raise SystemExit(EXIT_STATUS)
 
     @torch.inference_mode(False)
