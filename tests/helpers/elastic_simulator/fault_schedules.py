@@ -7,12 +7,15 @@ import json
 import math
 import random
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from elastic_simulator.invariants import Record, Violation
+from elastic_simulator.simulated_groups import GroupConnections, SimulatedGroup
 from elastic_simulator.simulated_ranks import Engine, Settings, SimulatedWorld, replaced
 from elastic_simulator.virtual_network import Network, Store
 from elastic_simulator.virtual_time import Process, Scheduler
@@ -20,6 +23,9 @@ from gossip.errors import ExchangeError, GossipError
 
 _CLOCK_RATES = 0.9, 1.1
 _MOST_FAULTS = 4
+_NUM_SEEDS_OF_GROUPS = 4
+"""Of so many seeds, one in sequence is of shard groups."""
+_ENDS_WITHIN_S = 15.0
 KINDS = (
     "kill",
     "power",
@@ -46,6 +52,8 @@ _ERRORS = (
     "Connection reset by peer",
     "keys: manifest",
 )
+_OF_GROUP = "of its shard group was lost", "within the shard group"
+"""What a rank says after another one of its group has ended."""
 _RECORDED = {"delay": "one-way cut"}
 """What a fault of ``scripts/chaos.py`` is here, where the name is another one."""
 _STORE_FAULTS = ("silent store", "end of store")
@@ -102,7 +110,8 @@ class FaultSchedule:
     @classmethod
     def draw(cls, seed: int) -> FaultSchedule:
         rng = random.Random(seed)
-        settings = Settings.draw(rng)
+        has_groups = seed % _NUM_SEEDS_OF_GROUPS == _NUM_SEEDS_OF_GROUPS - 1
+        settings = Settings.draw_of_groups(rng) if has_groups else Settings.draw(rng)
         num_ranks = settings.num_ranks
         length_s = settings.num_steps * settings.step_s
         faults = []
@@ -126,6 +135,10 @@ class _EndTogether(Exception):
     """All ranks save and end, in place of what this one was about to do."""
 
 
+class _Leave(Exception):
+    """The shard group of this rank leaves, in place of what it was about to do."""
+
+
 class Simulation:
     """Ranks under a schedule of faults."""
 
@@ -134,10 +147,11 @@ class Simulation:
         self.scheduler = Scheduler(schedule.seed)
         self.network = Network(self.scheduler, self.settings.timeout_s)
         self.store = Store(self.scheduler)
-        self.record = Record(self.settings.num_steps)
+        self.record = Record(self.settings.num_steps, self.settings.group_size)
         self.processes: list[Process] = []
         self.programs: list[Any] = []
         self.leaving: set[int] = set()
+        self.told_to_leave: set[int] = set()  # one of a shard group is
         self.touched: set[int] = set()  # processes that faults concern
         self.outcomes: dict[int, str] = {}
         self.errors: dict[int, BaseException] = {}
@@ -156,7 +170,7 @@ class Simulation:
         # Threads that are killed leave neither what they have entered nor torch's modes, which are those of all here.
         with torch.no_grad(), replaced(self.scheduler, self.network):
             try:
-                for rank in range(self.settings.num_ranks):
+                for rank in range(0, self.settings.num_ranks, self.settings.group_size):
                     self._start(rank)
                 for fault in self.schedule.faults:
                     if not fault.key:
@@ -176,22 +190,25 @@ class Simulation:
     # ------------------------------------------------------------------ processes
 
     def _start(self, rank: int | None) -> None:
-        draw = self.scheduler.random
-        index = len(self.processes)
-        process = Process(f"process {index}", draw.uniform(0, 100), draw.uniform(*_CLOCK_RATES))
-        self.processes.append(process)
+        """Start the processes of a shard group, of which ``rank`` is the first one, or that joins."""
+        draw, connections = self.scheduler.random, GroupConnections(self.scheduler, self.network)
+        for place in range(self.settings.group_size):
+            index = len(self.processes)
+            process = Process(f"process {index}", draw.uniform(0, 100), draw.uniform(*_CLOCK_RATES))
+            self.processes.append(process)
+            connections.processes.append(process)
+            run = partial(self._run, index, None if rank is None else rank + place, connections)
+            self.programs.append(self.scheduler.start(process, f"training {index}", run))
 
-        def run() -> None:
-            try:
-                self._train(index, rank)
-            except (GossipError, ValueError, RuntimeError) as error:
-                self.outcomes[index], self.errors[index] = "error", error
-                self.log.append(f"{self.scheduler.now:.3f} process {index}: {error}")
-                if index in self.worlds:
-                    self.worlds[index].close()
-            self._end(index)
-
-        self.programs.append(self.scheduler.start(process, f"training {index}", run))
+    def _run(self, index: int, rank: int | None, connections: GroupConnections) -> None:
+        try:
+            self._train(index, rank, connections)
+        except (GossipError, ValueError, RuntimeError) as error:
+            self.outcomes[index], self.errors[index] = "error", error
+            self.log.append(f"{self.scheduler.now:.3f} process {index}: {error}")
+            if index in self.worlds:
+                self.worlds[index].close()
+        self._end(index)
 
     def _end(self, index: int, *, is_powered: bool = True) -> None:
         self.scheduler.kill(self.processes[index])
@@ -199,11 +216,34 @@ class Simulation:
         has_ended = "ended" in self.outcomes.values()
         if self.schedule.restart_after_s is not None and not has_ended:
             self.scheduler.at(self.scheduler.now + self.schedule.restart_after_s, lambda: self._start(None))
+        if self.outcomes[index] in ("killed", "error"):
+            self._look_after(index, self.scheduler.now)
 
-    def _train(self, index: int, rank: int | None) -> None:
+    def _mates(self, index: int) -> range:
+        """Return the processes of a shard group."""
+        size = self.settings.group_size
+        return range(index // size * size, index // size * size + size)
+
+    def _look_after(self, index: int, since: float) -> None:
+        """Check that the processes of a group end soon after one of them, or after they run and the store replies."""
+
+        def look() -> None:
+            running = [each for each in self._mates(index) if self._runs(each)]
+            if any(self.processes[each].is_frozen for each in running) or self.store.silent_until > since:
+                self._look_after(index, self.scheduler.now)
+            elif running:
+                raise Violation(f"processes {running} still run {_ENDS_WITHIN_S:g} s after process {index} has ended")
+
+        if len(self._mates(index)) > 1 and self.store.silent_until < math.inf:
+            self.scheduler.at(since + _ENDS_WITHIN_S, look)
+
+    def _train(self, index: int, rank: int | None, connections: GroupConnections) -> None:
         if rank is None:
             self.asking.add(index)
-        world = SimulatedWorld(rank, self.store, self.settings, self._is_gone)
+        group, timeout = None, timedelta(seconds=self.settings.timeout_s)
+        if self.settings.group_size > 1:
+            group = SimulatedGroup(index % self.settings.group_size, connections, timeout)
+        world = SimulatedWorld(rank, self.store, self.settings, self._is_gone, group)
         self.worlds[index] = world
         engine = Engine(world, self.settings, self.record, self.scheduler)
         engine.begin()
@@ -215,6 +255,9 @@ class Simulation:
         self.asking.discard(index)
         try:
             self._make_steps(index, engine)
+        except _Leave:
+            engine.changes.leave()
+            self.outcomes[index] = "left"
         except _EndTogether:
             world.on_end = lambda: None
             while engine.step < (world.consensus.ends_at or 0):
@@ -228,16 +271,19 @@ class Simulation:
         world = engine.world
 
         def end() -> None:
-            raise _EndTogether
+            raise _Leave if world.consensus.ends_at is None else _EndTogether
 
         world.on_end = end
         while engine.step < self.settings.num_steps:
-            if index in self.leaving and self._leaves(engine):
+            if (index in self.leaving if world.shard_group is None else engine.told) and self._leaves(engine):
                 self.outcomes[index] = "left"
                 return
+            engine.says, engine.told = "leave" if index in self.leaving else "", ""
             ends_at = world.consensus.ends_at
-            if ends_at is not None and engine.step >= ends_at:
+            if world.consensus.has_left or (ends_at is not None and engine.step >= ends_at):
                 end()
+            if index in self.told_to_leave and ends_at is None:
+                self._tells_to_leave(index, world)
             engine.make_step()
             if engine.step % 3 == 0:
                 engine.sum_up()
@@ -253,6 +299,14 @@ class Simulation:
             self.leaving.clear()
             return False
         return True
+
+    def _tells_to_leave(self, index: int, world: SimulatedWorld) -> None:
+        try:
+            world.consensus.leave(waits=False)
+        except ExchangeError:
+            raise
+        except GossipError:
+            self.told_to_leave.discard(index)
 
     def _is_gone(self, rank: int) -> bool:
         return not self.processes[rank].is_alive
@@ -317,7 +371,10 @@ class Simulation:
         elif fault.kind == "slow":
             self.network.delay(process, min(fault.lasts_s, 0.1))
         elif fault.kind == "leave":
-            self.leaving.add(fault.process)
+            if self.settings.group_size == 1 or fault.other % 2:
+                self.leaving |= set(self._mates(fault.process))
+            else:
+                self.told_to_leave.add(fault.process)
         elif fault.kind == "preempt":
             world = self.worlds.get(fault.process)
             if world is not None and not world.is_alone and self._runs(fault.process):
@@ -338,22 +395,28 @@ class Simulation:
         applied = {fault.kind for fault in self.applied}
         may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
         self.record.check_end(remaining, self.settings.topology, may_be_cut=may_be_cut)
+        size = self.settings.group_size
+        touched = {index // size for index in self.touched}
+        of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}
         for index, error in self.errors.items():
             if index >= self.settings.num_ranks and index not in self.trained:
                 continue  # it can be started again
-            if 2 * len(self.touched) >= self.settings.num_ranks:
+            if 2 * len(touched) >= self.settings.num_groups:
                 continue  # it is this rank that most others have lost
             if any(each.kind == "freeze" and 0.8 < each.lasts_s < 1.5 for each in self.applied):
                 continue  # that one, thawed just as others give it up, notices first that they have lost each other
-            is_expected = any(sign in str(error) for sign in _ERRORS)
+            ended = [each for each in self._mates(index) if self.outcomes[each] in ("killed", "error")]
+            if index in of_group and not of_group.issuperset(ended):
+                continue  # another one of its group has ended before
+            is_expected = any(sign in str(error) for sign in _ERRORS) or index in of_group
             may_fail = is_expected and (
-                index in self.touched
+                index // size in touched
                 or any(sign in str(error) for sign in _ERRORS[:2])
                 or (self._fault_in_construction and "connecting" in str(error))
                 or not applied.isdisjoint(_STORE_FAULTS)
             )
-            is_enough = len(remaining) >= (self.settings.min_ranks or self.settings.num_ranks // 2 + 1)
-            is_wrong = "fewer than min_ranks" in str(error) and index not in self.touched and is_enough
+            is_enough = len(remaining) >= size * (self.settings.min_ranks or self.settings.num_groups // 2 + 1)
+            is_wrong = "fewer than min_ranks" in str(error) and index // size not in touched and is_enough
             if is_wrong or not may_fail:
                 raise Violation(f"process {index}, which no fault concerns, ended: {error}") from error
 

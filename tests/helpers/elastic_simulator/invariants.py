@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from elastic_simulator.simulated_ranks import Message, schedule
@@ -22,13 +22,15 @@ class Violation(AssertionError):
 class Record:
     """What ranks have done, by their numbers as members; in more than some 20 steps halved differences are rounded."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, group_size: int = 1) -> None:
+        self._group_size = group_size
         self._tolerance = 0.0 if num_steps <= _MOST_EXACT_STEPS else 1e-6
         self.generations: dict[int, Generation] = {}
         self.sent: dict[tuple[int, int, int], Message] = {}  # by member, step and generation
         self.mixed: set[tuple[int, int, int, int]] = set()  # receiver, sender, step, generation
         self.put_off: dict[tuple[int, int, int, int], tuple[Message, float]] = {}
-        self.given: set[tuple[int, float]] = set()  # values by step
+        self.given: set[tuple[int, int, float]] = set()  # values by member and step
+        self.taken: dict[int, tuple[int, int]] = {}  # the group and step of what a group has taken over
         self.num_steps: defaultdict[int, int] = defaultdict(int)
         self.last_step_at: dict[int, float] = {}
         self.votes: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
@@ -51,8 +53,19 @@ class Record:
         if key.startswith("decision/") and (found := json.loads(value))[0]:
             members, leaving, *_ = json.loads(self._written[f"proposal/{key.partition('/')[2]}"])
             voted = {member for member, _ in found[0]}
+            self._check_whole(members, key)
             if voted != {*members, *leaving}:
                 raise Violation(f"{key}: {sorted(voted)} have voted, asked were {members} and {leaving}")
+
+    def _check_whole(self, members: Collection[int], where: str) -> None:
+        size = self._group_size
+        if set(members) != {each // size * size + place for each in members for place in range(size)}:
+            raise Violation(f"{where}: not all of {members} are of whole groups of {size}")
+
+    def have_met(self, member: int, said: set[str]) -> None:
+        """Check that the ranks of a shard group do the same."""
+        if len(said) > 1:
+            raise Violation(f"rank {member}: the ranks of its shard group meet where they are: {sorted(said)}")
 
     def begins_step(self, world: Any, step: int, generation: Generation) -> None:
         """Check that ranks agree on their generations, and that none makes a step before it may."""
@@ -60,6 +73,7 @@ class Record:
         known = self.generations.setdefault(generation.number, generation)
         if known != generation:
             raise Violation(f"rank {world.member}: {generation} is {known} for others")
+        self._check_whole(generation.members, str(generation))
         if world.member not in generation.members:
             raise Violation(f"rank {world.member} makes step {step} of {generation}, which it is not in")
         if generation.has_first_steps and step < generation.first_step:
@@ -72,13 +86,16 @@ class Record:
     def ends_step(self, member: int) -> None:
         self.num_steps[member] += 1
 
-    def gives(self, step: int, value: float) -> None:
-        self.given.add((step, value))
+    def gives(self, member: int, step: int, value: float) -> None:
+        self.given.add((member, step, value))
 
-    def restored(self, member: int, step: int, value: float) -> None:
-        """Check that a state is that of a rank at this step."""
-        if (step, value) not in self.given:
-            raise Violation(f"rank {member} has taken {value} as of step {step}, which no rank has given")
+    def restored(self, member: int, step: int, value: float, giver: int) -> None:
+        """Check that a state is that of a rank at this step, and what a group takes over of one group at one step."""
+        if (giver, step, value) not in self.given or (giver - member) % self._group_size:
+            raise Violation(f"rank {member} has taken {value} as of step {step}, which rank {giver} has not given")
+        taken = giver // self._group_size, step
+        if self._group_size > 1 and self.taken.setdefault(member // self._group_size, taken) != taken:
+            raise Violation(f"rank {member} has taken what is of {taken}, others of its group {self.taken}")
 
     # ------------------------------------------------------------------ messages
 
@@ -170,11 +187,16 @@ class Record:
             # Who has ended, and is cut off before another one knows that it has, is not asked any more.
             if position == max(self.sums) and may_be_cut:
                 continue
-            if len({sums[member] for member in remaining & sums.keys()}) > 1:
+            size = self._group_size
+            of_rest = {member: sums[member] for member in remaining & sums.keys()}
+            places = {(member % size, total) for member, (_, total) in of_rest.items()}
+            groups = {tuple(each // size for each in members) for members, _ in of_rest.values()}
+            if len(groups) > 1 or len(dict(places)) < len(places):
                 raise Violation(f"{position}: different sums: {sums}")
         last = {member: max(step for other, step, _ in self.sent if other == member) for member, _, _ in self.sent}
         for sender, step, number in self.sent:
-            members = self.generations[number].members
+            everyone = self.generations[number].members
+            members = [each for each in everyone if (each - sender) % self._group_size == 0]
             rounds = schedule(topology, len(members))[1]
             for place in rounds[step % len(rounds)].targets(members.index(sender)):
                 receiver = members[place]

@@ -12,13 +12,14 @@ from unittest import mock
 
 
 class PutBack(NamedTuple):
-    """A fault: in this function, ``old`` is replaced by ``new``. One that is common is found in 100 schedules."""
+    """A fault: in this function, ``old`` is replaced by ``new``. One that is common is found with these seeds."""
 
     function: str
     old: str
     new: str
     was_there: bool = False
     is_common: bool = False
+    seeds: range = range(100)
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
@@ -50,6 +51,8 @@ _OUTGOING = "elastic.connections.peer_connection.Outgoing."
 _SOURCE, _TRANSFER = "elastic.state_transfer.StateSource.", "elastic.state_transfer."
 _LATE, _EDGE = "exchange.late_messages.LateMessages.", "exchange.edge_transport.EdgeExchange."
 _CHANGE = "step.generation_change.GenerationChange."
+_PROTOCOL = "elastic.membership_protocol.MembershipProtocol."
+_OF_GROUPS = range(3, 403, 4)
 
 FAULTS = (
     # ------------------------------------------------------------------ who trains
@@ -104,6 +107,17 @@ FAULTS = (
     PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict("),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass"),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if self"),
+    # ------------------------------------------------------------------ shard groups
+    PutBack(
+        _PROTOCOL + "_of_whole_groups",
+        "self._group_of(member) not in incomplete",
+        "member not in set(missing)",
+        is_common=True,
+        seeds=_OF_GROUPS,
+    ),
+    PutBack(_DETECTOR + "exchange", "turn is None and not in_group", "turn is None", is_common=True, seeds=_OF_GROUPS),
+    PutBack(_WORLD + "collectively", "self.member not in generation.members", "False", True),
+    PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),

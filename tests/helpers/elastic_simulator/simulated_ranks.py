@@ -24,11 +24,12 @@ import torch
 
 import gossip.elastic
 import topologies
+from elastic_simulator.simulated_groups import SimulatedGroup, wait_for
 from elastic_simulator.virtual_network import Network, VirtualSocketModule, VirtualWatcher
 from elastic_simulator.virtual_time import Scheduler, VirtualDaemonThreads, VirtualThreading, VirtualTime
 from gossip.communication.host import available_memory, daemon_threads
 from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
-from gossip.elastic import elastic_world, joining_rank, membership_protocol
+from gossip.elastic import elastic_world, joining_rank, membership_protocol, shard_group_world
 from gossip.elastic.connections import listener, mesh
 from gossip.elastic.elastic_flag import ElasticFlag
 from gossip.elastic.elastic_world import ElasticWorld
@@ -66,6 +67,7 @@ def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
         (mesh, "Watcher", functools.partial(VirtualWatcher, scheduler)),
         (listener, "_has_spare_descriptors", lambda _: True),
         (available_memory, "available_bytes", lambda: None),
+        (shard_group_world, "wait_for", functools.partial(wait_for, scheduler)),
         (elastic_world, "can_share", lambda: False),
         (elastic_world, "own_connection", lambda store: store),
         (elastic_world, "own_address", lambda _: ("host", "127.0.0.1")),
@@ -100,9 +102,21 @@ def schedule(name: str, world_size: int) -> tuple[Topology, tuple[Round, ...]]:
 class SimulatedWorld(ElasticWorld):
     """The world of a rank that is simulated."""
 
-    def __init__(self, rank: int | None, store: Any, settings: Settings, is_gone: Callable[[int], bool]) -> None:
-        timeout = timedelta(seconds=settings.timeout_s)
-        super().__init__(timeout, min_ranks=settings.min_ranks, authenticate=False, ends_if_preempted=True)
+    def __init__(
+        self,
+        rank: int | None,
+        store: Any,
+        settings: Settings,
+        is_gone: Callable[[int], bool],
+        group: SimulatedGroup | None,
+    ) -> None:
+        super().__init__(
+            timedelta(seconds=settings.timeout_s),
+            min_ranks=settings.min_ranks,
+            authenticate=False,
+            ends_if_preempted=True,
+            shard_group=group,
+        )
         self._token, self._num_initial, self._keys = "simulated", settings.num_ranks, store
         self.world_size = settings.num_ranks
         self._is_gone_ = is_gone
@@ -126,6 +140,8 @@ class Settings:
     ----------
     num_ranks, num_steps : int
         How many there are at the beginning, and how many steps they make.
+    group_size : int
+        How many ranks hold a replica together.
     min_ranks, soft_deadline_s, timeout_s, topology
         As for the wrapper.
     returns : bool
@@ -142,6 +158,11 @@ class Settings:
     topology: str = "one_peer_exponential"
     returns: bool = True
     timeout_s: float = 1.0
+    group_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_ranks // self.group_size
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -154,6 +175,21 @@ class Settings:
             soft_deadline_s=rng.choice([None, None, 0.03]),
             topology=rng.choice(["random_matching", "one_peer_exponential"]),
             returns=rng.random() < 0.7,
+        )
+
+    @classmethod
+    def draw_of_groups(cls, rng: random.Random) -> Settings:
+        """Return the settings of a random schedule of shard groups."""
+        group_size = rng.choice([2, 2, 2, 2, 3])
+        return cls(
+            num_ranks=group_size * rng.choice([2, 3, 3, 4][: 6 - group_size]),
+            num_steps=rng.randint(5, 16),
+            step_s=10 ** rng.uniform(-2.2, -1),
+            min_ranks=rng.choice([None, None, 1, 1, 2]),
+            soft_deadline_s=rng.choice([None, None, 0.03]),
+            topology=rng.choice(["random_matching", "one_peer_exponential"]),
+            returns=False,
+            group_size=group_size,
         )
 
 
@@ -171,8 +207,9 @@ class Change(GenerationChange):
     def _state(self) -> dict[str, Any]:
         engine = self._engine
         position = list(self._world.consensus.position)
-        engine.record.gives(engine.step, engine.value)
-        return {"value": engine.value, "step": engine.step, "unfrozen": [], "position": position}
+        engine.record.gives(engine.world.member, engine.step, engine.value)
+        giver = self._world.member
+        return {"value": engine.value, "step": engine.step, "giver": giver, "unfrozen": [], "position": position}
 
     def _second_part(self) -> dict[str, Any]:
         return {
@@ -189,7 +226,7 @@ class Change(GenerationChange):
 
     def _agree(self) -> None:
         is_latest = self._world.generation.number == self.generation.number
-        if is_latest and len(self.generation.members) > 1:
+        if is_latest and len(self.members) > 1:
             common = [self._engine.common]
             self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
 
@@ -224,7 +261,8 @@ class Engine:
         self._flag = ElasticFlag(world, "a flag")
         self._voted_at: Any = None
         self._members: tuple[int, ...] = ()
-        topology = schedule(settings.topology, settings.num_ranks)[0]
+        self.says = self.told = ""  # what this rank says to its shard group in each step, and what its ranks have said
+        topology = schedule(settings.topology, settings.num_groups)[0]
         parts = SimpleNamespace(
             topology=topology,
             engine=self,
@@ -239,15 +277,16 @@ class Engine:
         )
         self.model = SimpleNamespace(topology=topology, algorithm=None, leave=lambda: None)
         self._kept = _Kept()
-        self._rounds = schedule(settings.topology, settings.num_ranks)[1]
+        self._rounds = schedule(settings.topology, settings.num_groups)[1]
         self._place = world.rank
         self.changes = Change(_Owner(), world, parts, arguments, self._kept)  # type: ignore[arg-type]
         self.changes._topology_name = settings.topology
 
     def begin(self) -> None:
         world = self.world
+        self.meet("constructing")
         if not world.is_alone:
-            topology = schedule(self.settings.topology, self.settings.num_ranks)[0]
+            topology = schedule(self.settings.topology, self.settings.num_groups)[0]
             self.exchanges.transport = edge_transport.make_generation_transport(
                 world,
                 topology,
@@ -268,7 +307,7 @@ class Engine:
         self.value, self.step = state["value"], state["step"]
         self._flag.restore(None)
         self._voted_at = None
-        self.record.restored(self.world.member, self.step, self.value)
+        self.record.restored(self.world.member, self.step, self.value, state["giver"])
 
     def drop_in_flight(self) -> None:
         in_flight, self._in_flight = self._in_flight, None
@@ -292,6 +331,8 @@ class Engine:
         self.on_step_begin()
         self.record.begins_step(world, self.step, self.changes.generation)
         self._scheduler.wait(self.settings.step_s * (0.5 + self._scheduler.random.random()))
+        if self.step % 2:
+            self._make_step_together()
         if self._voted_at is not None:
             self.record.answered(world.member, self._voted_at, self._flag.wait())
             self._voted_at = None
@@ -299,6 +340,8 @@ class Engine:
         if not idles:
             self.value += self._scheduler.random.randint(-9, 9) * UNIT
         self._send()
+        if self.step % 2 == 0:
+            self._make_step_together()
         if self.step % 2:
             self._voted_at = world.consensus.position
             yes = self._scheduler.random.random() < 0.1
@@ -310,6 +353,22 @@ class Engine:
 
     def end_step(self) -> None:
         self.make_step(idles=True)
+
+    def meet(self, what: object) -> None:
+        """Check that the ranks of the shard group do the same, in a collective of theirs within a step."""
+        self.gather(what, "")
+
+    def gather(self, what: object, said: str) -> list[str]:
+        group = self.world.shard_group
+        if group is None:
+            return [said]
+        found = [each.decode().split("|") for each in group.gather_bytes(f"{what}|{said}".encode(), str(what))]
+        self.record.have_met(self.world.member, {each for each, _ in found})
+        return [each for _, each in found]
+
+    def _make_step_together(self) -> None:
+        told = self.gather(f"step {self.step} of generation {self.changes.generation.number}", self.says)
+        self.told = "".join(told)
 
     def _send(self) -> None:
         transport, step, number = self.exchanges.transport, self.step, self.changes.generation.number
@@ -356,12 +415,16 @@ class Engine:
             self.record.contributes(world.member, world.consensus.position, self.value)
             total.copy_(torch.tensor([self.value, 1.0], dtype=torch.float64))
             world.sum_(total, "adding up")
+            if world.shard_group is not None and world.rank == 0:  # as when one group writes a checkpoint
+                found = world.shard_group.gather_bytes(str(position).encode(), "gathering what is saved")
+                self.record.have_met(world.member, {each.decode() for each in found})
 
         world.check_joint()
         self.combine_late(waits=True)
         position = world.consensus.position
         world.collectively(add_up)
         self.record.added_up(world.member, position, world.members, total.tolist())
+        self.meet(f"after the sum at {position} over {tuple(each // world.group_size for each in world.members)}")
 
 
 class _Owner:
