@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from loguru import logger
 from torch import nn
@@ -92,8 +93,9 @@ class BaseStrategy(_DDPStrategy):
         """Return whether all remaining ranks, or any, decide so. Collective."""
         if self._remaining is None:
             return bool(super().reduce_boolean_decision(decision, all))
-        decisions: list[bool] = []
-        self._remaining.all_gather_object(decisions, bool(decision))
+        found: list[torch.Tensor] = []
+        self._remaining.all_gather(found, torch.tensor(bool(decision)))
+        decisions = [bool(each) for each in found]
         return min(decisions) if all else max(decisions)
 
     # ------------------------------------------------------------------ steps

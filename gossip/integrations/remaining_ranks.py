@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import itertools
-import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +23,7 @@ from torch import nn
 from gossip import GossipDataParallel, GossipError
 from gossip.communication import training_store
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.errors import reason
 from gossip.wrapper import DEFAULT_TIMEOUT
 
 _REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -163,8 +164,8 @@ class RemainingRanks:
 
     def broadcast_object_list(self, object_list: list[Any], src: int | None = None, device: Any = None) -> None:
         del device
-        found = self._gather(pickle.dumps(list(object_list)), "broadcast_object_list")
-        object_list[:] = pickle.loads(self._source(src, found, "broadcast_object_list"))
+        found = self._gather(_packed(list(object_list)), "broadcast_object_list")
+        object_list[:] = _unpacked(self._source(src, found, "broadcast_object_list"))
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor) -> None:
         tensor_list[:] = self._gathered(tensor, "all_gather")
@@ -176,12 +177,29 @@ class RemainingRanks:
         output_tensor.copy_(found.view(output_tensor.shape))
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
-        object_list[:] = map(pickle.loads, self._gather(pickle.dumps(obj), "all_gather_object"))
+        object_list[:] = map(_unpacked, self._gather(_packed(obj), "all_gather_object"))
 
     def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None) -> None:
-        found = self._gather(pickle.dumps(obj), "gather_object")
+        found = self._gather(_packed(obj), "gather_object")
         if self.rank == (dst or 0) and object_gather_list is not None:
-            object_gather_list[:] = map(pickle.loads, found)
+            object_gather_list[:] = map(_unpacked, found)
+
+
+def _packed(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    """Return what another rank has sent: tensors and plain data, since unpickling anything runs what it says."""
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:
+        raise GossipError(
+            "where ranks can be lost, only tensors and plain data (numbers, strings, lists, dicts) are gathered "
+            f"and broadcast as objects: {reason(error)}"
+        ) from error
 
 
 _NAMES = (
