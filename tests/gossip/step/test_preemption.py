@@ -99,7 +99,8 @@ def in_a_collective_operation(model: gossip.GossipDataParallel, rank: int, tell:
     tell()
     while rank == 0 and not is_decided(model):  # the others wait for it
         time.sleep(0.001)
-    model.consensus_distance()
+    model.consensus_distance()  # made by all if one had begun it before that, and by none otherwise
+    steps(model, rank)
 
 
 def in_the_average(model: gossip.GossipDataParallel, rank: int, tell: Callable[..., None]) -> None:
