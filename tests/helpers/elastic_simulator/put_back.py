@@ -43,7 +43,7 @@ class PutBack(NamedTuple):
 
 
 _CONSENSUS = "elastic.membership_consensus.Consensus."
-_WORLD = "elastic.elastic_world.ElasticWorld."
+_OPERATIONS = "elastic.repeated_operations.RepeatedOperations."
 _DETECTOR = "elastic.failure_detector.FailureDetector."
 _FLAG, _VOTES = "elastic.elastic_flag.ElasticFlag.", "elastic.flag_votes.FlagVotes."
 _MESH, _PEER = "elastic.connections.mesh.Mesh.", "elastic.connections.peer_connection.PeerConnection."
@@ -93,15 +93,15 @@ FAULTS = (
         is_common=True,
     ),
     # ------------------------------------------------------------------ the failure detector, and what all do together
-    PutBack(_WORLD + "collectively", "bool(results) and self._is_one_ahead()", "self._is_one_ahead()", True),
+    PutBack(_OPERATIONS + "collectively", "bool(results) and self._is_one_ahead()", "self._is_one_ahead()", True),
     PutBack(_DETECTOR + "exchange", "self.consensus.miss(lost)", "pass", True),
     PutBack(
-        _WORLD + "collectively",
+        _OPERATIONS + "collectively",
         "may_have_ended and self.consensus.commit(self._generation, self._taking_part)",
         "may_have_ended",
         is_common=True,
     ),
-    PutBack(_WORLD + "_is_one_ahead", "> self.consensus.position", ">= self.consensus.position"),
+    PutBack(_OPERATIONS + "_is_one_ahead", "> self.consensus.position", ">= self.consensus.position"),
     PutBack(_CONSENSUS + "_turn", "if self._holds and not is_due:", "if False:", True),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:"),
     PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict("),
@@ -116,7 +116,7 @@ FAULTS = (
         seeds=_OF_GROUPS,
     ),
     PutBack(_DETECTOR + "exchange", "turn is None and not in_group", "turn is None", is_common=True, seeds=_OF_GROUPS),
-    PutBack(_WORLD + "collectively", "self.member not in generation.members", "False", True),
+    PutBack(_OPERATIONS + "collectively", "self.member not in generation.members", "False", True),
     PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True),
