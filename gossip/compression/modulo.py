@@ -14,7 +14,7 @@ from gossip.compression.codec import BucketShape, Codec, Compression, generator
 from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Parts, Turn, Turns, chunks, receive_buffers
 from gossip.compression.eager_passes import in_blocks
-from gossip.compression.lattice import NOISE_PERIOD, RAW, Layout, levels_of
+from gossip.compression.lattice import LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import (
     Edges,
@@ -45,7 +45,8 @@ class ModuloQuantization(Compression):
     than the code can express, the checksum does not match, and the block is requested again and sent in full. This
     happens after a jump of the replicas, and in the first exchange of values that did not start equal on all ranks;
     ``num_resent`` counts such blocks. If the values did start equal, the first lattice has room for twice the distance
-    that the rank has moved, because two ranks that have each moved that far are no further apart.
+    that the rank has moved, because two ranks that have each moved that far are no further apart, and the second one
+    for twice the distance of the first peers: two ranks that have not met yet have each moved twice.
 
     Parameters
     ----------
@@ -132,6 +133,10 @@ class ModuloArithmetic:
             first = part.start // block_numel
             distances[..., first : first + apart.shape[-2]] = apart.abs_().amax(-1)
         return levels_of(2 * self._spread * distances.double()).masked_fill_(~distances.isfinite(), RAW)
+
+    def second_levels(self, levels: torch.Tensor) -> torch.Tensor:
+        """Return the second exchange's levels, given those that the first one would have needed."""
+        return torch.where(levels == RAW, levels, levels + LEVELS_PER_OCTAVE)
 
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
@@ -244,8 +249,8 @@ class ModuloCodec(Codec):
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         weights, targets = round_.neighbours(self._rank), tuple(round_.targets(self._rank))
-        levels = self.levels
-        if self._is_at_start:
+        levels, is_first = self.levels, self._is_at_start
+        if is_first:
             levels, self._is_at_start = self._arithmetic.first_levels(values, self.sent), False
         encoding = self._arithmetic.encode(values, levels, step, self._blocks, self._payload)
         del values, levels
@@ -277,8 +282,8 @@ class ModuloCodec(Codec):
             if read.rows.shape[0]
         ]
         if reads and self._clip is None:
-            self.levels = wanted
-        return Arrival(self._parts(weights, reads, apart), self._device.type != "cpu" or all(are_finite))
+            self._follow(wanted, is_first)
+        return Arrival(self._parts(weights, reads, apart, is_first), self._device.type != "cpu" or all(are_finite))
 
     def _read(self, own: torch.Tensor, peers: torch.Tensor, number: int, wanted: torch.Tensor) -> Read:
         read = self._arithmetic.read(own, peers, partial(self._unpacked_of, number), wanted)
@@ -286,6 +291,9 @@ class ModuloCodec(Codec):
         self.num_resent += num_resent
         read.rows = torch.empty((num_resent, self._layout.block_numel), dtype=self._points.dtype)
         return read
+
+    def _follow(self, wanted: torch.Tensor, is_first: bool) -> None:
+        self.levels = self._arithmetic.second_levels(wanted) if is_first else wanted
 
     def _unpacked_of(self, number: int) -> torch.Tensor:
         """Return memory for unpacked differences, which is kept for the next exchange."""
@@ -299,7 +307,11 @@ class ModuloCodec(Codec):
 
     @torch.no_grad()
     def _parts(
-        self, weights: Mapping[int, float], reads: Mapping[int, Read], wanted: Mapping[int, torch.Tensor]
+        self,
+        weights: Mapping[int, float],
+        reads: Mapping[int, Read],
+        wanted: Mapping[int, torch.Tensor],
+        is_first: bool,
     ) -> Parts:
         if reads:
             if self._clip is not None:
@@ -307,7 +319,7 @@ class ModuloCodec(Codec):
                 factors = self._clip(distances, None)
                 weights = {source: weight * factors.get(source, 1.0) for source, weight in weights.items()}
                 if whole := [wanted[source] for source in reads if factors[source] == 1]:
-                    self.levels = torch.stack(whole).amax(0)
+                    self._follow(torch.stack(whole).amax(0), is_first)
             found = [(reads[source], weight) for source, weight in weights.items() if source in reads]
             yield from self._arithmetic.parts(self._blocks, found)
 
@@ -356,13 +368,13 @@ class StackedModuloCodec(StackedCodec):
             blocks, messages = self._blocks[rows], self._messages[rows]
             for _ in self._arithmetic.encode(values[rows], self._levels_of(values, rows), step, blocks, messages):
                 pass
-        self._is_at_start[edges.active] = False
-        if self._start is not None and not bool(self._is_at_start.any()):
-            self._start = None
         difference = torch.zeros_like(values, dtype=self._points.dtype)
         num_bytes = edges.num * (self._layout.num_bytes + self._layout.num_blocks)
         for readers in edges.readers:
             num_bytes += self._take_in(readers, difference)
+        self._is_at_start[edges.active] = False
+        if self._start is not None and not bool(self._is_at_start.any()):
+            self._start = None
         sent = self._points[:, :numel].to(values.dtype, copy=True)
         sent[edges.idle] = values[edges.idle]
         return StackedArrival([difference], [sent], num_bytes)
@@ -392,6 +404,9 @@ class StackedModuloCodec(StackedCodec):
         for read in reads:
             if read.rows.shape[0]:
                 self._arithmetic.learn_from_rows(read, points, wanted)
+        if self._start is not None:
+            is_first = self._is_at_start[ranks, None].to(wanted.device)
+            wanted = torch.where(is_first, self._arithmetic.second_levels(wanted), wanted)
         self.levels[ranks] = wanted
         for place, part in self._arithmetic.parts(points, zip(reads, readers.weights, strict=True)):
             difference[ranks, place] = part

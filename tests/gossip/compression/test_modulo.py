@@ -81,6 +81,18 @@ def test_from_a_common_start_the_first_exchange_fits_however_far_ranks_have_come
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_from_a_common_start_the_first_exchange_with_every_peer_fits(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(NUMEL, generator=generator)
+    ranks = Ranks(ModuloQuantization(bits), build("one_peer_exponential", 8), [start] * 8, start=start)
+    for step in range(6):
+        for values in ranks.values:
+            values += 1e-3 * torch.randn(NUMEL, generator=generator).sign()  # as Adam's first updates
+        ranks.mix(step)
+    assert num_resent(ranks) == [0] * 8
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("places", [[7], [7, 8], [5000], [3, 4 * lattice.BLOCK_NUMEL + 1]])
 def test_values_too_far_apart_are_noticed_and_sent_in_full(bits: int, places: list[int]) -> None:
     ranks = settled(bits)
