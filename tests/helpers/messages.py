@@ -22,8 +22,3 @@ def start(
     """Start the exchange of ``message``; the codec is new, so that several may be under way."""
     codec = (compression or Uncompressed()).codec(BucketShape(bucket, message), world.rank)
     return transport.start(codec.exchange(message, round_, step), round_, step=step, bucket=bucket)
-
-
-def received(exchange: Exchange) -> torch.Tensor:
-    """What has arrived, [numel]."""
-    return torch.cat([part.clone() for _, part in exchange.wait().parts])

@@ -12,11 +12,23 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
-from messages import received, start
+from messages import start
 from ranks import run_ranks
 
 import topologies
-from gossip import DebugTransport, DistributedTransport, GossipDataParallel, Transport, World, launch
+from gossip import (
+    BucketShape,
+    Cast,
+    Compression,
+    DebugTransport,
+    DistributedTransport,
+    GossipDataParallel,
+    ModuloQuantization,
+    Transport,
+    Uncompressed,
+    World,
+    launch,
+)
 from gossip.communication.device_paths import Tensors
 from gossip.communication.host.worker_threads import Job
 from gossip.exchange.distributed_transport import shared_groups
@@ -24,17 +36,24 @@ from gossip.exchange.transport import make_transport
 from topologies import Topology
 
 WORLD_SIZE = 4
-TRANSPORTS = {"distributed": DistributedTransport, "debug": DebugTransport}
+TRANSPORTS: dict[str, Callable[[World, Topology], Transport]] = {
+    "distributed": DistributedTransport,
+    "on other machines": functools.partial(DistributedTransport, shares_memory=False),
+    "debug": DebugTransport,
+}
 TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
     for name in ("complete", "ring", "star", "directed_ring", "exponential", "one_peer_exponential", "one_peer_ring")
 } | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
 TOPOLOGIES["complete.then"] = TOPOLOGIES["complete"].then(TOPOLOGIES["random_matching"], after=1)
-
-
-DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
-SIZES = (1, 7, 100_003)
-NUM_STEPS = 3
+VALUES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
+KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
+    **{str(dtype): (Uncompressed(), dtype, tolerance) for dtype, tolerance in VALUES.items()},
+    "bf16": (Cast(torch.bfloat16), torch.float32, 1e-2),
+    "int8": (ModuloQuantization(8), torch.float32, 5e-2),
+}
+SIZES = (1, 7, 40_001, 150_007)  # large ones are read in memory; over a network the last one goes in pieces
+NUM_STEPS = 5  # more than there are buffers
 
 
 @functools.cache
@@ -42,42 +61,55 @@ def random_numbers() -> torch.Tensor:
     return torch.randn(2 * max(SIZES), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def message_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
+def values_of(rank: int, step: int, bucket: int, dtype: torch.dtype) -> torch.Tensor:
     """The same numbers from another place on: to draw as many anew would take most of the time."""
     start = 1 + 1009 * (rank + WORLD_SIZE * step + WORLD_SIZE * NUM_STEPS * bucket)
     return random_numbers()[start : start + SIZES[bucket]].to(dtype, copy=True)
 
 
-CASES = covering(itertools.product(TRANSPORTS, TOPOLOGIES, DTYPES))
+CASES = covering(itertools.product(TRANSPORTS, TOPOLOGIES, map(str, VALUES)))
+CASES += itertools.product(TRANSPORTS, ["ring"], ["bf16", "int8"])  # which are never added on the wire
 
 
 def exchange_everything(name: str) -> list[str]:
-    """All topologies and dtypes over one transport class; several buckets are in flight at once."""
+    """All topologies and kinds of messages over one transport; several buckets are in flight at once."""
     failures = []
-    for label, topology in TOPOLOGIES.items():
+    for label, kind in [(label, kind) for carrier, label, kind in CASES if carrier == name]:
+        (compression, dtype, tolerance), topology = KINDS[kind], TOPOLOGIES[label]
         world = World(timedelta(seconds=60))
-        transport: Transport = TRANSPORTS[name](world, topology)
-        for dtype in [dtype for dtype in DTYPES if (name, label, dtype) in CASES]:
-            tolerance = DTYPES[dtype]
-            for step in range(NUM_STEPS):
-                round_ = topology.round(step)
-                messages = [message_of(world.rank, step, bucket, dtype) for bucket in range(len(SIZES))]
-                exchanges = [
-                    start(transport, message, round_, world=world, step=step, bucket=bucket)
-                    for bucket, message in enumerate(messages)
-                ]
-                for bucket in reversed(range(len(SIZES))):
-                    mixed = received(exchanges[bucket]) + messages[bucket]
-                    everyone = torch.stack(
-                        [message_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
-                    ).numpy()
-                    error = np.abs(mixed.double().numpy() - round_.matrix()[world.rank] @ everyone).max()
-                    unchanged = torch.equal(messages[bucket], message_of(world.rank, step, bucket, dtype))
-                    wide = torch.float64 if dtype == torch.float64 else torch.float32
-                    if error > tolerance * np.abs(everyone).max() or not unchanged or mixed.dtype != wide:
-                        failures.append(f"{label} {dtype} step {step} bucket {bucket}: {error} {unchanged}")
+        transport = TRANSPORTS[name](world, topology)
+        codecs = [
+            compression.codec(
+                BucketShape(bucket, torch.empty(size, dtype=dtype), memory=memory_of(transport, bucket)), world.rank
+            )
+            for bucket, size in enumerate(SIZES)
+        ]
+        for step in range(NUM_STEPS):
+            round_ = topology.round(step)
+            exchanges = []
+            for bucket, codec in enumerate(codecs):
+                values = values_of(world.rank, step, bucket, dtype)
+                conversation = codec.begin(values, round_, step)
+                exchanges.append(transport.start(conversation, round_, step=step, bucket=bucket))
+                values.fill_(torch.nan)  # the message does not need it any more
+            for bucket in reversed(range(len(SIZES))):
+                difference = torch.cat([part.clone() for _, part in exchanges[bucket].wait().parts])
+                everyone = torch.stack(
+                    [values_of(rank, step, bucket, dtype).double() for rank in range(WORLD_SIZE)]
+                ).numpy()
+                row = round_.matrix()[world.rank] @ everyone - everyone[world.rank]
+                error = np.abs(difference.double().numpy() - row).max()
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                if not error <= tolerance * np.abs(everyone).max() or difference.dtype != wide:
+                    failures.append(f"{label} {kind} step {step} bucket {bucket}: {error}")
+        if isinstance(transport, DistributedTransport):
+            assert len(transport.local_messages.local) == (WORLD_SIZE - 1 if name == "distributed" else 0)
         world.close()
     return failures
+
+
+def memory_of(transport: Transport, bucket: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    return lambda message, step: transport.memory(message, step=step, bucket=bucket)
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
