@@ -128,7 +128,7 @@ class RepeatedOperations(FailureDetector):
         del holds_host  # the host adds up
         if self.is_alone or tensor.numel() == 0:
             return
-        before = tensor.clone()
+        before = None if self.is_joint else tensor.clone()  # else the whole operation is undone
 
         def add_up() -> None:
             flat = tensor.detach().cpu().contiguous().view(-1)
@@ -137,10 +137,14 @@ class RepeatedOperations(FailureDetector):
             sent = {member: slices[member] for member in self._others}
             shares = self.exchange(sent, what, num_bytes=dict.fromkeys(sent, own.nbytes))
             rows = [own if member == self.member else shares[member].view(own.dtype) for member in self._members]
-            total = torch.stack([row.view(-1) for row in rows]).sum(0) if own.numel() else own
+            total = rows[0].clone()
+            for row in rows[1:]:
+                total += row
             num_bytes = {member: slices[member].nbytes for member in self._others}
             sums = self.exchange(dict.fromkeys(self._others, total), what, num_bytes=num_bytes)
-            parts = [total if member == self.member else sums[member].view(total.dtype) for member in self._members]
-            tensor.copy_(torch.cat(parts).view(tensor.shape))
+            for member, part in slices.items():
+                part.copy_(total if member == self.member else sums[member].view(total.dtype))
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
 
-        self.collectively(add_up, lambda: tensor.copy_(before))
+        self.collectively(add_up, lambda: None if before is None else tensor.copy_(before))

@@ -118,7 +118,8 @@ def _kept(values: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().view(torch.uint8)  # -0.0 is equal to 0.0
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size(), torch.uint8)
+    return values.detach().view(integers)  # -0.0 is equal to 0.0
 
 
 def consensus_distance(
