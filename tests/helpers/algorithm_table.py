@@ -7,13 +7,15 @@ A new algorithm enters by one row of ``ROWS`` and one subclass of ``Recursion``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
+import torch
 from examples import defined
-from quadratics import BUCKETS, MOMENTUM, Array, Problem, Sgd
+from quadratics import BUCKETS, LEARNING_RATE, MOMENTUM, Array, Problem, Sgd
 
 import gossip
 import topologies
@@ -448,6 +450,14 @@ def make_algorithm(label: str) -> Algorithm:
         made: Algorithm = defined("docs/extending/algorithm.md", 0)["HeavyBall"]()
         return made
     return ALGORITHMS.get(label.partition("(")[0])(**ROWS[label].options)
+
+
+def optimizer_for(label: str) -> Callable[..., torch.optim.Optimizer]:
+    """That of a row, of torch."""
+    momentum = ROWS[label].momentum
+    if momentum is None:
+        return partial(torch.optim.Adam, lr=LEARNING_RATE)
+    return partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=momentum)
 
 
 def make_topology(name: str, world_size: int) -> Topology:

@@ -13,11 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ANSWER_TIMEOUT_S = 60.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, "")}
 
 
+#: What has a name in a chart, but for its axes: where a row ends.
+MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
 #: The charts of a report, if it has any, are drawn.
 CHARTS_ARE_DRAWN = "(document.getElementById('figures')?.getAttribute('aria-busy') ?? 'false') === 'false'"
 
@@ -25,6 +29,13 @@ CHARTS_ARE_DRAWN = "(document.getElementById('figures')?.getAttribute('aria-busy
 def executable() -> str | None:
     """Where a browser is, None if there is none."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+#: The tests of a module that drives it.
+IS_DRIVEN = [
+    pytest.mark.slow,  # together
+    pytest.mark.skipif(executable() is None, reason="no chromium or google-chrome is installed"),
+]
 
 
 @contextmanager

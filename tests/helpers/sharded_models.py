@@ -20,16 +20,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Quadratic(nn.Module):
-    """0.5 |A x - b|^2 + slope x, with x in two parameters: of four values, and of three."""
+    """0.5 |A x - b|^2, or that + slope x, with x in two parameters: of four values, and of three."""
 
     def __init__(self, start: np.ndarray) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.tensor(start[:4]))
         self.second = nn.Parameter(torch.tensor(start[4:]))
 
-    def forward(self, matrix: torch.Tensor, target: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    def forward(self, matrix: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
         x = torch.cat([self.first, self.second])
-        return 0.5 * ((matrix @ x - target) ** 2).sum() + slope @ x
+        loss: torch.Tensor = 0.5 * ((matrix @ x - target) ** 2).sum(-1)
+        return loss if slope is None else loss + slope @ x
 
 
 def make_sharded(

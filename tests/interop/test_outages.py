@@ -5,6 +5,7 @@ An outage lasts until TCP's pauses between two attempts have stopped growing, wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -20,12 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from lab_hosts import why_no_hosts
 from torch import nn
 
 from gossip import GossipDataParallel
 from gossip.communication.host.tcp_options import longest_pause_ms
-from gossip.lab.benchmarks.network import shaped_hosts
-from gossip.lab.benchmarks.network.namespaces import Namespace
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
@@ -38,15 +38,10 @@ CASES = [(2, "one_peer_exponential"), (3, "one_peer_exponential"), (3, "complete
 
 
 def why_not() -> str | None:
-    missing = shaped_hosts.what_is_missing()
-    if missing is None:
-        try:
-            Namespace().close()
-            with socket.socket() as unconnected:
-                unconnected.setsockopt(socket.IPPROTO_TCP, 44, 1000)
-        except OSError as error:
-            missing = f"this kernel has no network namespaces or no TCP_RTO_MAX_MS ({error.strerror})"
-    return missing
+    with socket.socket() as unconnected, contextlib.suppress(OSError):
+        unconnected.setsockopt(socket.IPPROTO_TCP, 44, 1000)
+        return why_no_hosts()
+    return "this kernel has no TCP_RTO_MAX_MS"
 
 
 def command(*words: str) -> str:

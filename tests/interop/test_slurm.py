@@ -8,8 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import lone_ranks
@@ -46,26 +45,24 @@ def run(slurm: dict[str, str], folder: Path, *command: str) -> subprocess.Comple
     )
 
 
-class Batch:
-    """A batch job of this command; its status is looked for often, between which ``sbatch --wait`` pauses for long."""
+def submit(slurm: dict[str, str], folder: Path, script: str, *options: str) -> str:
+    """The number of a batch job."""
+    (folder / "job.sh").write_text(script)
+    submitted = run(slurm, folder, "sbatch", "--parsable", "--output=batch.out", *options, "job.sh")
+    assert submitted.returncode == 0, submitted.stderr
+    return submitted.stdout.strip()
 
-    def __init__(self, slurm: dict[str, str], folder: Path, options: Sequence[str], *command: str) -> None:
-        self._status, self._output = folder / "status", folder / "batch.out"
-        script = folder / "job.sh"
-        script.write_text(f"#!/bin/bash\n{' '.join(command)}\necho $? >status.part; mv status.part status\n")
-        submitted = run(slurm, folder, "sbatch", f"--output={self._output}", *options, str(script))
-        assert submitted.returncode == 0, submitted.stderr
 
-    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> str:
-        """What it printed, once it has ended well."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not self._status.exists():
-            assert time.monotonic() < deadline, self._output.read_text()
-            meanwhile()
-            time.sleep(0.2)
-        output = self._output.read_text()
-        assert self._status.read_text() == "0\n", output
-        return output
+def wait_for_jobs(slurm: dict[str, str], folder: Path, *jobs: str) -> None:
+    def have_ended() -> bool:
+        waiting = run(slurm, folder, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
+        for job in waiting:  # SLURM would have a requeued job wait for two minutes
+            run(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
+        states = [run(slurm, folder, "scontrol", "show", "job", job).stdout for job in jobs]
+        assert not any("JobState=FAILED" in state for state in states), (folder / "batch.out").read_text()
+        return all("JobState=COMPLETED" in state for state in states)
+
+    lone_ranks.wait_until(have_ended)
 
 
 def result(folder: Path) -> tuple[object, ...]:
@@ -81,7 +78,8 @@ def test_srun_of_three_tasks_is_one_run_with_the_bits_of_three_workers(tmp_path:
         ["srun", "-n", "3", *TRAIN, *TINY], cwd=tmp_path, env=slurm, stderr=subprocess.PIPE, text=True
     )
     # A batch script of one task has SLURM_NTASKS and SLURM_PROCID too, and starts its own workers.
-    Batch(slurm, tmp_path, ["--ntasks=1"], *TRAIN, *TINY, "launch.world_size=3", "hydra.run.dir=workers").wait()
+    workers = shlex.join([*TRAIN, *TINY, "launch.world_size=3", "hydra.run.dir=workers"])
+    wait_for_jobs(slurm, tmp_path, submit(slurm, tmp_path, f"#!/bin/bash\n{workers}\n", "--ntasks=1"))
     _, errors = srun.communicate(timeout=TIMEOUT_S)
     assert srun.returncode == 0, errors
     (folder,) = (tmp_path / "outputs").iterdir()
@@ -147,22 +145,10 @@ def test_killing_one_task_ends_all_and_names_it(tmp_path: Path, slurm: dict[str,
 
 def test_requeued_job_goes_on_in_the_first_attempts_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
     once = ("+model.how=killed", f"+model.once={tmp_path}/killed", "checkpoint.every=2")
-    batch = Batch(
-        slurm,
-        tmp_path,
-        ["--requeue", "--ntasks=2", "--open-mode=append"],
-        "srun",
-        *map(shlex.quote, [*TRAIN, *TINY, *FAULTY, *once]),
-        '|| { [ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep infinity; }',
-    )
-
-    def start_again() -> None:
-        waiting = run(slurm, tmp_path, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
-        for job in waiting:  # SLURM would have a requeued job wait for two minutes
-            run(slurm, tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now")
-
-    output = batch.wait(start_again)
-    assert "step 2 is restored from" in output
+    again = '[ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue $SLURM_JOB_ID && sleep infinity'
+    script = f"#!/bin/bash\nsrun {shlex.join([*TRAIN, *TINY, *FAULTY, *once])} || {{ {again}; }}\n"
+    wait_for_jobs(slurm, tmp_path, submit(slurm, tmp_path, script, "--requeue", "--ntasks=2", "--open-mode=append"))
+    assert "step 2 is restored from" in (tmp_path / "batch.out").read_text()
     (folder,) = (tmp_path / "outputs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("completed", 2)
@@ -175,13 +161,7 @@ def test_the_batch_script_of_the_page_about_several_nodes(tmp_path: Path, slurm:
     script = re.sub("^  ", "", script, flags=re.MULTILINE).replace("--ntasks=8", "--ntasks=2")
     script = script.replace("python scripts/train.py", shlex.join(TRAIN))
     script = script.replace("training.epochs=1000 checkpoint.every=1000", f"{' '.join(TINY)} checkpoint.every=10")
-    (tmp_path / "job.sh").write_text(script)
-    submitted = run(slurm, tmp_path, "sbatch", "--parsable", "--output=batch.out", "job.sh")
-    assert submitted.returncode == 0, submitted.stderr
-    deadline = time.monotonic() + TIMEOUT_S
-    while "JobState=COMPLETED" not in run(slurm, tmp_path, "scontrol", "show", "job", submitted.stdout.strip()).stdout:
-        assert time.monotonic() < deadline, (tmp_path / "batch.out").read_text()
-        time.sleep(0.2)
+    wait_for_jobs(slurm, tmp_path, submit(slurm, tmp_path, script))
     (summary,) = tmp_path.glob("outputs/*/summary.json")
     assert json.loads(summary.read_text())["world_size"] == 2
 
@@ -189,18 +169,6 @@ def test_the_batch_script_of_the_page_about_several_nodes(tmp_path: Path, slurm:
 def blocks_of(page: str) -> list[str]:
     """The batch scripts of a page."""
     return re.findall(r"^```bash\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
-
-
-def wait_for_jobs(slurm: dict[str, str], folder: Path, *jobs: str) -> None:
-    def have_ended() -> bool:
-        waiting = run(slurm, folder, "squeue", "-h", "-t", "PENDING", "-o", "%i").stdout.split()
-        for job in waiting:  # SLURM would have a requeued job wait for two minutes
-            run(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
-        states = [run(slurm, folder, "scontrol", "show", "job", job).stdout for job in jobs]
-        assert not any("JobState=FAILED" in state for state in states), (folder / "batch.out").read_text()
-        return all("JobState=COMPLETED" in state for state in states)
-
-    lone_ranks.wait_until(have_ended)
 
 
 def train_alone(folder: Path) -> str:
@@ -212,7 +180,7 @@ def train_alone(folder: Path) -> str:
 def test_a_step_that_is_killed_is_started_anew_while_the_others_train(tmp_path: Path, slurm: dict[str, str]) -> None:
     script, _ = blocks_of("gossip_store.md")
     for ours, here in {
-        "--nodes=4 --ntasks-per-node=1": "--nodes=1 --ntasks=3 --output=batch.out",
+        "--nodes=4 --ntasks-per-node=1": "--nodes=1 --ntasks=3",
         "$(hostname):29400": f"localhost:{(port := free_port())}",
         "$SLURM_NNODES": "3",
         "gossip store": f"{sys.executable} -m gossip store --port {port}",
@@ -221,25 +189,22 @@ def test_a_step_that_is_killed_is_started_anew_while_the_others_train(tmp_path: 
     }.items():
         assert ours in script
         script = script.replace(ours, here)
-    (tmp_path / "job.sh").write_text(script)
-    submitted = run(slurm, tmp_path, "sbatch", "--parsable", "job.sh")
-    assert submitted.returncode == 0, submitted.stderr
+    job = submit(slurm, tmp_path, script)
     lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
     killed = lone_ranks.read(tmp_path / "member1")["agent"]
     assert run(slurm, tmp_path, "scancel", "--signal=KILL", killed).returncode == 0
-    wait_for_jobs(slurm, tmp_path, submitted.stdout.strip())
+    wait_for_jobs(slurm, tmp_path, job)
     assert lone_ranks.result_of(tmp_path) == {rank: [0, 2, 3] for rank in (0, 2, 3)}
-    assert lone_ranks.read(tmp_path / "member3")["agent"] == f"{submitted.stdout.strip()}.3"  # the fourth step
+    assert lone_ranks.read(tmp_path / "member3")["agent"] == f"{job}.3"  # the fourth step
 
 
 @pytest.mark.slow
 def test_one_of_several_jobs_is_requeued_while_the_others_train(tmp_path: Path, slurm: dict[str, str]) -> None:
     _, script = blocks_of("gossip_store.md")
-    (tmp_path / "group.sh").write_text(script.replace("python train.py", train_alone(tmp_path)))
+    script = script.replace("python train.py", train_alone(tmp_path))
     with lone_ranks.served() as (address, _):
         environment = slurm | {"GOSSIP_STORE": address, "GOSSIP_GROUPS": "3"}
-        submit = ("sbatch", "--parsable", "--output=batch.out", "group.sh")
-        jobs = [run(environment, tmp_path, *submit).stdout.strip() for _ in range(3)]
+        jobs = [submit(environment, tmp_path, script) for _ in range(3)]
         lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
         job, _, _ = lone_ranks.read(tmp_path / "member1")["agent"].partition(".")
         assert run(slurm, tmp_path, "scontrol", "requeue", job).returncode == 0

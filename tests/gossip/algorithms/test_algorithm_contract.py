@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from algorithm_table import ROWS, make_algorithm, make_topology
+from algorithm_table import ROWS, make_algorithm, make_topology, optimizer_for
 from quadratics import LEARNING_RATE, NUM_VALUES, Problem, Sgd, constant, halved_at_four
 from ranks import run_ranks
+from sharded_models import Quadratic, values_of
 from torch import nn
 
 import gossip
@@ -90,28 +91,6 @@ RESTORED = ("adam_tracking", "momentum_exchange", "push_sum", "relay_sum", "spar
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
-def optimizer_for(algorithm: str) -> Callable[..., torch.optim.Optimizer]:
-    momentum = ROWS[algorithm].momentum
-    return partial(torch.optim.Adam, lr=LEARNING_RATE) if momentum is None else partial(SGD, momentum=momentum)
-
-
-class Quadratic(nn.Module):
-    """0.5 |A x - b|^2, with x in two parameters, which get a bucket each."""
-
-    def __init__(self, start: np.ndarray) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.tensor(start[:4]))
-        self.second = nn.Parameter(torch.tensor(start[4:]))
-
-    def forward(self, matrices: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([self.first, self.second])
-        return 0.5 * ((matrices @ x - targets) ** 2).sum(-1)
-
-    @property
-    def x(self) -> torch.Tensor:
-        return torch.cat([self.first, self.second]).detach().clone()
-
-
 def batch(problem: Problem, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all ranks; what is not finite makes a rank's gradients so."""
     spoilt = np.where(problem.is_updated(step), 0.0, np.nan)
@@ -183,7 +162,7 @@ def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_p
     workers = make_workers(case)
     rows = train_virtually(workers, case, range(4)).copy()
     with workers.averaged() as module:
-        mean = module.x
+        mean = values_of(module)
     if ROWS[name].keeps_mean:
         np.testing.assert_allclose(mean.numpy(), rows.mean(0), rtol=0, atol=1e-14)
     gossip.save(workers, tmp_path)
@@ -210,7 +189,7 @@ def test_global_average_of_push_sum_is_weighted() -> None:
         weights = matrix @ weights
     assert np.abs(weights - 1).max() > 0.1
     with workers.averaged() as module:
-        np.testing.assert_allclose(module.x.numpy(), (rows * weights[:, None]).mean(0), rtol=0, atol=1e-14)
+        np.testing.assert_allclose(values_of(module).numpy(), (rows * weights[:, None]).mean(0), rtol=0, atol=1e-14)
     distance, _ = workers.consensus_distance()
     mean = (rows * weights[:, None]).mean(0)
     np.testing.assert_allclose(distance, np.sqrt(((rows - mean) ** 2).sum() / WORLD_SIZE), rtol=1e-12)
@@ -239,7 +218,7 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
         model(matrices[model.rank], targets[model.rank]).backward()
         model.optimizer.step()
     model._engine.settle()
-    return model.module.x
+    return values_of(model.module)
 
 
 def train_processes(folder: str) -> dict[str, list[Any]]:
@@ -255,7 +234,7 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
             train(model, case, range(4))
             gossip.save(model, path)
             with model.averaged():
-                mean = model.module.x.tolist()
+                mean = values_of(model.module).tolist()
             gossip.export(model, path.with_suffix(".safetensors"))
             wanted = train(model, case, rest)
             train(other, case, range(2))

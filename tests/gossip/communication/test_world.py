@@ -97,25 +97,30 @@ def held() -> tuple[int, int, int, int]:
     return len(threading.enumerate()), native_threads(), open_files(), groups
 
 
-def wrap_and_close_often(transport: str) -> list[tuple[int, int, int, int]]:
-    """What is held after each model."""
+def wrap_often(transport: str) -> list[tuple[int, int, int, int]]:
+    """What is held after each model, of which every other one is dropped, and is not closed."""
     left = []
-    for turn in range(6):
+    for turn in range(8):
+        with pytest.raises(ValueError, match="rign"):
+            GossipDataParallel(nn.Linear(300, 300), SGD, "rign", transport=transport)
         model = GossipDataParallel(nn.Linear(300, 300), SGD, "one_peer_exponential", transport=transport)
         for _ in range(2):
             model(torch.ones(1, 300)).sum().backward()
-        model.close()
-        if turn % 2:  # a closed model that is still referenced holds nothing either
+        if turn % 2:
+            model.global_avg()
             del model
             gc.collect()
+        else:  # a closed model that is still referenced holds nothing either
+            model.close()
+        dist.barrier()
         left.append(held())
     return left
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(4, "distributed"), (2, "debug")])
-def test_wrapping_and_closing_leaves_no_thread_file_or_group(world_size: int, transport: str) -> None:
-    for left in launch(wrap_and_close_often, transport, world_size=world_size):
-        assert left[-1] == left[1]
+def test_wrapping_and_closing_or_dropping_leaves_no_thread_file_or_group(world_size: int, transport: str) -> None:
+    for left in launch(wrap_often, transport, world_size=world_size):
+        assert left[-2:] == left[2:4]
 
 
 # ---------------------------------------------------------------------- few messages

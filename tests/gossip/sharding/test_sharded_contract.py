@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from algorithm_table import ROWS, make_algorithm, make_topology
-from quadratics import LEARNING_RATE, Problem, Sgd, constant
+from algorithm_table import ROWS, make_algorithm, make_topology, optimizer_for
+from quadratics import Problem, Sgd, constant
 from ranks import run_ranks
 from sharded_models import MeshShape, Quadratic, batch, make_sharded, values_of
 from tiers import rest_is_slow
@@ -85,15 +84,9 @@ def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
     """This group's values after the run, their average over groups, and the last norm."""
     problem = case.problem
     module, options = make_sharded(Quadratic(problem.start), case.shape, case.shard)
-    momentum = ROWS[case.algorithm].momentum
-    optimizer = (
-        partial(torch.optim.Adam, lr=LEARNING_RATE)
-        if momentum is None
-        else partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=momentum)
-    )
     with GossipDataParallel(
         module,
-        optimizer,
+        optimizer_for(case.algorithm),
         make_topology(case.topology, case.shape[0]),
         algorithm=make_algorithm(case.algorithm),
         bucket_cap_mb=1e-5,

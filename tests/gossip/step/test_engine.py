@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 import warnings
 import weakref
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from small_runs import TINY_BUCKETS, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip import GossipDataParallel, GossipError, ManifestError, launch
+from gossip import GossipDataParallel, GossipError, ManifestError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -145,28 +143,6 @@ def test_model_that_is_dropped_is_freed() -> None:
     del model
     gc.collect()
     assert block() is None
-
-
-def wrap_many_times() -> tuple[int, int]:
-    """Threads alive after 3 wraps, each after one that was refused, and after 13."""
-    counts = []
-    for number in range(13):
-        with pytest.raises(ValueError, match="rign"):
-            GossipDataParallel(make_module(), SGD, "rign")
-        model = wrap()
-        model(torch.ones(1, 3)).sum().backward()
-        model.global_avg()
-        del model
-        gc.collect()
-        if number in (2, 12):
-            dist.barrier()
-            counts.append(threading.active_count())
-    return counts[0], counts[1]
-
-
-def test_wrapping_many_times_leaves_no_threads() -> None:
-    for early, late in launch(wrap_many_times, world_size=2):
-        assert late <= early
 
 
 # ------------------------------------------------------------------ buffers

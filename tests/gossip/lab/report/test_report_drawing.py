@@ -9,13 +9,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import browser
-import pytest
+from browser import MARKS
 from report_documents import TOPOLOGIES, comparison, document, row
 
-pytestmark = [
-    pytest.mark.slow,  # together
-    pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed"),
-]
+pytestmark = browser.IS_DRIVEN
 
 LABELS = ("all-reduce", *TOPOLOGIES)
 
@@ -36,7 +33,6 @@ DOCUMENTS = {
     "ordinary": document([row(label) for label in LABELS if label != "star"]),
 }
 NUM_NAMES = 12
-MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -8,15 +8,11 @@ from typing import Any
 
 import browser
 import pytest
+from browser import MARKS
 from report_documents import comparison, document, failed_row, heterogeneity, row, value
 
-pytestmark = [
-    pytest.mark.slow,  # together
-    pytest.mark.skipif(browser.executable() is None, reason="no chromium or google-chrome is installed"),
-]
+pytestmark = browser.IS_DRIVEN
 
-#: What has a name in a chart, but for its axes: where a row ends.
-MARKS = "[role=graphics-symbol][aria-label]:not([aria-roledescription=axis])"
 #: The pixels between the margins of A4.
 PAPER_WIDTH = 702
 AWKWARD = "<img src=x onerror=\"document.title='broken'\">"

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
-from repository import CONFIGS
 
-from gossip.lab.experiments import train_command, training
+from gossip.lab.experiments import training
 from gossip.lab.experiments.run_folder import claim
 from gossip.lab.experiments.virtual_method import VirtualMethod
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweeper import GridSweeper
-from gossip.launching import fork_server
 
 pytestmark = pytest.mark.slow
 
@@ -30,25 +26,16 @@ TINY = ("hydra/launcher=basic", "engine=virtual", "training.steps=2", "training.
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sweep]:
+def sweep(main: Callable[..., int]) -> Sweep:
     """Run the command line in this process; its exit status."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
-    monkeypatch.setenv(train_command.NAME_VARIABLE, "")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fork_server, "start", lambda _: None)
-    # Hydra composes once more only to see whether this is a sweep, which the command line says.
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
-    handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["sweep.py", *TINY, f"hydra.sweep.dir={FOLDER}", *arguments])
         try:
-            return train_command.main(CONFIGS, "sweep")
+            return main("sweep", *TINY, f"hydra.sweep.dir={FOLDER}", *arguments)
         except SystemExit as ended:  # as sys.exit in a script
             return ended.code if isinstance(ended.code, int) else 1
 
-    yield run
-    signal.signal(signal.SIGTERM, handler)
+    return run
 
 
 @pytest.fixture
