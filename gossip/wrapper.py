@@ -107,9 +107,10 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         majority of them.
     fallback_topology : str
         With "continue": the topology family used for a number of ranks that ``topology`` cannot serve.
-    soft_deadline : timedelta or float, optional
+    soft_deadline : timedelta or float or "auto", optional
         With "continue": how long a step waits for a peer's message (a number is in seconds); a message that arrives
-        later is mixed in when it arrives. By default a step waits for all of them.
+        later is mixed in when it arrives. "auto": as long as the messages of this peer usually take. By default a step
+        waits for all of them.
     partition_timeout : timedelta or float, optional
         With "continue": how long a rank that was frozen or cut off tries to rejoin the ranks that continued without it
         (a number is in seconds). By default it raises at once.
@@ -210,7 +211,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         on_peer_loss: Literal["raise", "continue"] = "raise",
         min_ranks: int | None = None,
         fallback_topology: str = "base",
-        soft_deadline: timedelta | float | None = None,
+        soft_deadline: timedelta | float | Literal["auto"] | None = None,
         partition_timeout: timedelta | float | None = None,
         on_preemption: Callable[[GossipDataParallel], object] | None = None,
         authenticate: bool = True,

@@ -22,7 +22,7 @@ from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.late_messages import LateMessages
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.pair_transport import PairTransport
-from gossip.exchange.transport import LateDifference, Transport
+from gossip.exchange.transport import LateDifference, SoftDeadline, Transport
 from topologies import Round, Topology
 
 _MIN_SHARED_BYTES = 2**16  # below this size a frame is as fast
@@ -38,7 +38,7 @@ class EdgeTransport(Transport):
     num_buffers = BUFFERS_PER_ROW
 
     def __init__(
-        self, world: ElasticWorld, members: Sequence[int], *, follows_up: bool, soft_deadline_s: float | None
+        self, world: ElasticWorld, members: Sequence[int], *, follows_up: bool, soft_deadline_s: SoftDeadline
     ) -> None:
         self.world, self.members = world, members
         self._place = members.index(world.member)
@@ -101,7 +101,7 @@ class EdgeExchange:
         self._num_turns, self._number = 0, next_number()
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []
-        self._opening = conversation.opening
+        self._opening, self._sent_at = conversation.opening, time.monotonic()
         self._send(self._opening)
         alike = max((message.nbytes for message in self._opening.sent.values()), default=0)
         for place in sources:
@@ -109,8 +109,7 @@ class EdgeExchange:
 
     def finish(self) -> None:
         """Wait for the messages, and carry the exchange to its end."""
-        deadline_s = self._late.soft_deadline_s
-        ends_at = None if deadline_s is None else time.monotonic() + deadline_s
+        ends_at = self._late.ends_at(self._bucket, self._sent_at, [self._members[place] for place in self._sources])
         received = self._receive(self._opening, tuple(self._sources), ends_at)
         for turn in self._conversation.proceed(Delivery(self._opening.sent, received)):
             self._send(turn)
@@ -167,6 +166,7 @@ class EdgeExchange:
                 ):
                     found[place] = payload
                     self.arrived_at[place] = time.perf_counter()
+                    self._late.note_arrival(self._bucket, member, self._sent_at)
                     del missing[member]
                 elif member in mesh.lost and member not in mesh.left:
                     self.dropped.add(place)
@@ -183,7 +183,7 @@ class EdgeExchange:
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""
         own = next(iter(self._opening.sent.values()))
-        if not self._late.await_later(self._bucket, member, key, self._sources[place], own):
+        if not self._late.await_later(self._bucket, member, key, self._sources[place], own, self._sent_at):
             return False
         self.dropped.add(place)
         self.delayed.add(place)
@@ -263,7 +263,7 @@ def make_generation_transport(
     *,
     algorithm: Algorithm,
     compression: Compression,
-    soft_deadline_s: float | None,
+    soft_deadline_s: SoftDeadline,
     members: Sequence[int] | None = None,
     before: Transport | None = None,
 ) -> Transport:

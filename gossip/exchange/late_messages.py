@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import statistics
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +12,12 @@ import torch
 
 from gossip.elastic.connections.peer_connection import Key
 from gossip.elastic.elastic_world import ElasticWorld
-from gossip.exchange.transport import LateDifference
+from gossip.exchange.transport import LateDifference, SoftDeadline
 
 MOST_LATE = 4
 """The limit of late messages per bucket and rank; with this many outstanding the next one is waited for."""
+_NUM_DELAYS, _LEAST_DELAYS = 64, 8
+_NUM_SPREADS = 5.0
 
 
 @dataclass(frozen=True)
@@ -24,27 +28,47 @@ class _Awaited:
     key: Key
     weight: float
     own: torch.Tensor
+    sent_at: float
 
 
 class LateMessages:
     """The late messages of one transport.
 
     The peer has mixed this rank's message of the same round in time, or will do so as late as this rank: what one adds
-    the other subtracts, at whatever step. An exchange that is awaited waits for its messages for ``soft_deadline_s``,
-    or, with None, until all are there.
+    the other subtracts, at whatever step.
+
+    With "auto" an exchange waits for its messages until they usually are there: counted from when this rank has sent
+    its own, the median of the last 64 of that peer and bucket, and five times their median absolute deviation; of peers
+    with fewer than 8, as long as it takes. What a peer sends late counts as well, so one that is always late is waited
+    for.
     """
 
-    def __init__(self, world: ElasticWorld, soft_deadline_s: float | None) -> None:
+    def __init__(self, world: ElasticWorld, soft_deadline_s: SoftDeadline) -> None:
         self._world = world
-        self.soft_deadline_s = soft_deadline_s
+        self._soft_deadline_s = soft_deadline_s
         self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
+        self._delays: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_DELAYS))
 
-    def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor) -> bool:
+    def ends_at(self, bucket: int, sent_at: float, members: Sequence[int]) -> float | None:
+        """Return until when (``time.monotonic()``) an exchange that is needed now waits; None for any time."""
+        if not isinstance(self._soft_deadline_s, str):
+            return None if self._soft_deadline_s is None else time.monotonic() + self._soft_deadline_s
+        recent = [self._delays[bucket, member] for member in members]
+        if not recent or min(map(len, recent)) < _LEAST_DELAYS:
+            return None
+        return sent_at + max(map(_usual, recent))
+
+    def note_arrival(self, bucket: int, member: int, sent_at: float) -> None:
+        """Note that a member's message is there, to which this rank has sent its own at that time."""
+        if self._soft_deadline_s == "auto":
+            self._delays[bucket, member].append(time.monotonic() - sent_at)
+
+    def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor, sent_at: float) -> bool:
         """Mix in a message when it arrives, relative to a copy of ``own``; return False if too many of it are late."""
         awaited = self._awaited[bucket]
         if sum(late.member == member for late in awaited) >= MOST_LATE:
             return False
-        awaited.append(_Awaited(member, key, weight, own.clone()))
+        awaited.append(_Awaited(member, key, weight, own.clone(), sent_at))
         return True
 
     def arrived(self, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
@@ -61,6 +85,7 @@ class LateMessages:
                 is_right = payload is not None and mesh.is_of_size(late.member, late.key, payload, late.own.nbytes)
                 if payload is not None and is_right:
                     found.append((late, payload))
+                    self.note_arrival(bucket, late.member, late.sent_at)
                 if is_right or (late.member in mesh.lost and late.member not in mesh.left):
                     awaited.remove(late)
             return not (awaited and waits)
@@ -77,3 +102,8 @@ class LateMessages:
             difference = message.double().sub_(late.own).mul_(late.weight)
             yield LateDifference(late.key.first, difference)
             mesh.give_back([payload])  # for float64 the difference was computed in its memory
+
+
+def _usual(delays: Sequence[float]) -> float:
+    median = statistics.median(delays)
+    return median + _NUM_SPREADS * statistics.median(abs(delay - median) for delay in delays)

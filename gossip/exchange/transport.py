@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -38,6 +38,10 @@ class Exchange(Protocol):
         ExchangeError
             The exchange failed or timed out; the text names rank, step, bucket and peers.
         """
+
+
+SoftDeadline = float | Literal["auto"] | None
+"""How long a step waits for messages: in seconds; "auto", as long as they usually take; None, as long as it takes."""
 
 
 class LateDifference(NamedTuple):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
 from gossip.exchange.clipping import check_clipping, check_max_difference
 from gossip.exchange.exchanges import UsesExchange
-from gossip.exchange.transport import TransportFactory
+from gossip.exchange.transport import SoftDeadline, TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
@@ -76,7 +76,7 @@ class Arguments:
     on_peer_loss: str = "raise"
     min_ranks: int | None = None
     fallback_topology: str = "base"
-    soft_deadline: timedelta | float | None = None
+    soft_deadline: timedelta | float | Literal["auto"] | None = None
     partition_timeout: timedelta | float | None = None
     authenticate: bool = True
     mesh: DeviceMesh | None = None
@@ -97,9 +97,9 @@ class Arguments:
         return False
 
     @property
-    def soft_deadline_s(self) -> float | None:
-        """The soft deadline in seconds."""
-        return _in_seconds(self.soft_deadline)
+    def soft_deadline_s(self) -> SoftDeadline:
+        """The soft deadline in seconds, or "auto"."""
+        return self.soft_deadline if isinstance(self.soft_deadline, str) else _in_seconds(self.soft_deadline)
 
     @property
     def partition_timeout_s(self) -> float | None:
@@ -139,7 +139,7 @@ class Arguments:
             "transport": name_of(self.transport),
             "on_peer_loss": self.on_peer_loss
             + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
-            "soft_deadline": "none" if self.soft_deadline_s is None else f"{self.soft_deadline_s:g} s",
+            "soft_deadline": _in_words(self.soft_deadline_s),
             "max_difference": str(self.max_difference),
             "on_preemption": "none" if self.on_preemption is None else "given",
         }
@@ -149,6 +149,10 @@ class Arguments:
         state = scaler.state_dict()
         constants = ("scale", "growth_factor", "backoff_factor", "growth_interval")
         return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
+
+
+def _in_words(soft_deadline_s: SoftDeadline) -> str:
+    return f"{soft_deadline_s:g} s" if isinstance(soft_deadline_s, float | int) else soft_deadline_s or "none"
 
 
 def _in_seconds(given: timedelta | float | None) -> float | None:
@@ -227,9 +231,11 @@ def _check_peer_loss(arguments: Arguments) -> None:
             "on_preemption must be a function that takes the model and saves it, such as lambda model: "
             f"gossip.save(model, 'checkpoints'), got {arguments.on_preemption!r}"
         )
-    for name in ("soft_deadline", "partition_timeout"):
-        if (seconds := getattr(arguments, f"{name}_s")) is not None:
-            check_positive(name, seconds, "number of seconds, or timedelta")
+    what = "number of seconds, or timedelta"
+    if arguments.soft_deadline_s not in (None, "auto"):
+        check_positive("soft_deadline", arguments.soft_deadline_s, f'{what}, or "auto"')
+    if arguments.partition_timeout_s is not None:
+        check_positive("partition_timeout", arguments.partition_timeout_s, what)
     refuse_any(
         {
             'on_peer_loss="continue" has a transport of its own, but transport is '

@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partition_timeout": 5}, 'partition_timeout=5 is for on_peer_loss="continue"'),
     (CONTINUE | {"partition_timeout": timedelta(0)}, "partition_timeout must be a positive number of seconds, or tim"),
     ({"soft_deadline": 0.1}, 'soft_deadline=0.1 is for on_peer_loss="continue"; with "raise" all ranks wait'),
-    (LATE | {"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, got 0.0"),
+    (LATE | {"soft_deadline": 0.0}, "soft_deadline must be a positive number of seconds, or timedelta, or .*, got 0.0"),
     (LATE | {"compression": "int8"}, "soft_deadline: messages of compression int8.* can be decoded only in their own"),
     (LATE | {"algorithm": "gradient_tracking"}, "soft_deadline: algorithm .* needs all messages of a step at once, "),
     ({"algorithm": "asynchronous"}, 'connections that survive the loss of a rank; pass on_peer_loss="continue"'),

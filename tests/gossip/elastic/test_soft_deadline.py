@@ -119,9 +119,12 @@ def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) 
     return by_step
 
 
-def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion() -> None:
-    num_steps, topology = 12, "one_peer_exponential"
-    courses = run(num_steps, {1: Fault("delay", step=3, duration_s=1.0)}, topology=topology, soft_deadline=0.05)
+@pytest.mark.parametrize(("num_steps", "soft_deadline"), [(12, 0.05), (28, "auto")])
+def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
+    num_steps: int, soft_deadline: float | str
+) -> None:
+    topology, fault = "one_peer_exponential", Fault("delay", step=num_steps - 9, duration_s=1.0)
+    courses = run(num_steps, {1: fault}, topology=topology, soft_deadline=soft_deadline)
     assert any(course.delayed for course in courses)
     for course in courses:
         assert sorted((step, bucket) for step, bucket, _ in course.mixed) == sorted(course.delayed)
@@ -133,6 +136,19 @@ def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion() -> None:
                 course.values[now], expected[now][place], atol=1e-12, err_msg=f"step {now}, rank {place}"
             )
     assert_mean_is_exact(courses)
+
+
+def test_a_step_waits_as_long_as_messages_usually_take() -> None:
+    late, clock = LateMessages(mock.Mock(), "auto"), mock.Mock()
+    with mock.patch("gossip.exchange.late_messages.time.monotonic", clock):
+        for member, delays in {1: [1, 2, 3, 5, 9], 2: [2]}.items():
+            for number in range(70):  # of which 64 count
+                assert (late.ends_at(0, 100.0, [member]) is None) == (number < 8)
+                clock.return_value = 50.0 + delays[number % len(delays)] if number > 5 else 1000.0
+                late.note_arrival(0, member, 50.0)
+    assert late.ends_at(0, 100.0, [2]) == 102.0
+    assert late.ends_at(0, 100.0, [1, 2]) == 100.0 + 3 + 5 * 2
+    assert late.ends_at(1, 100.0, [1]) is late.ends_at(0, 100.0, [1, 3]) is None
 
 
 def assert_mean_is_exact(courses: list[Course]) -> None:
@@ -228,6 +244,6 @@ def test_what_was_late_stays_as_it_is_until_it_has_been_mixed_in(dtype: torch.dt
     world.mesh.take = lambda member, asked: payloads.pop((member, asked), None)
     world.mesh.give_back = lambda given: [payload.fill_(0) for payload in given]
     late = LateMessages(world, 1.0)
-    late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype))
+    late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype), 0.0)
     differences = [found.difference.clone() for found in late.arrived(0, waits=True)]
     torch.testing.assert_close(differences, [torch.ones(4, dtype=torch.float64)], rtol=0, atol=0)
