@@ -39,7 +39,7 @@ STARTERS = frozenset(
         "programs",
         "ranks",
         "running",
-        "sharded_loops",
+        "sharded_models",
         "slurm_cluster",
         "subprocess",
         "unsupervised",

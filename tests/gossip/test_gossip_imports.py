@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from repository import GOSSIP
+from repository import GOSSIP, REPOSITORY
 
 from gossip import ExchangeError, StepStats
 
@@ -69,6 +69,12 @@ def test_no_module_loads_what_only_its_functions_need(path: Path) -> None:
     is_integration = path.is_relative_to(GOSSIP / "integrations")
     forbidden = FORBIDDEN - TRAINERS if is_integration else FORBIDDEN
     assert not forbidden & set(imported(ast.parse(path.read_text()).body))
+
+
+def test_nothing_is_drawn_by_pyplot() -> None:
+    """It has a state of the whole process, and opens windows."""
+    files = [path for package in (GOSSIP, REPOSITORY / "topologies") for path in package.rglob("*.py")]
+    assert not [path for path in files if re.search(r"^\s*(import|from)\b.*pyplot", path.read_text(), re.MULTILINE)]
 
 
 PRIVATE = re.compile(

@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import networkx as nx
 import numpy as np
 import pytest
 import torch
 from covering import covering
 from ranks import run_ranks
-from recursion import AdamW, Momentum, dense_recursion
+from small_runs import dense_recursion
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -23,39 +22,14 @@ from topologies import Topology
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 
-OPTIONS = {
-    "grid": ({}, {"shape": (2, 2)}),
-    "hyper_cuboid": ({"factors": (2, 2)}, {"factors": (4, 2)}, {"factors": (5,)}),
-    "hyper_hypercube": ({"k": 1}, {"k": 4}),
-    "local_global": ({"local_size": 2}, {"local_size": 1}),
-    "alternating_exp_ring": ({"local_size": 2}, {"local_size": 1}),
-    "random_matching": ({"seed": 3},),
-    "base": ({"k": 1}, {"k": 2}),
-    "simple_base": ({"k": 1}, {"k": 2}),
-    "de_bruijn": ({"p": 2}, {"p": 3}),
-    "equi_static": ({"directed": True}, {"directed": False}),
-    "equi_dyn": ({"directed": True}, {"directed": False}),
-    "matchings": ({"graph": "star"},),
-    "matcha": ({"graph": "ring"}, {"graph": "complete", "budget": 0.4}),
-    "erdos_renyi": ({"probability": 0.6},),
-}
-"""Option values of a family; those not listed run with their defaults."""
-
 
 @functools.cache
 def topology_cases(world_size: int) -> dict[str, Topology]:
-    """Every family that serves ``world_size``, with each of its options that do, and compositions, by name."""
+    """Of every family what it can be for ``world_size``, and compositions, by name."""
     cases = {topology.name: topology for topology in compositions(world_size)}
     for name in topologies.available():
-        graph = nx.relabel_nodes(nx.wheel_graph(world_size), str) if world_size > 3 else nx.path_graph(world_size)
-        options = ({"graph": graph},) if name == "graph" else OPTIONS.get(name, ({},))
-        for chosen in options:
-            try:
-                topology = topologies.build(name, world_size, **chosen)
-            except ValueError:
-                continue  # which sizes a family must serve is the contract of tests/topologies
-            label = "" if name == "graph" else ",".join(f"{key}={value}" for key, value in chosen.items())
-            cases[f"{name}({label})"] = topology
+        for number, topology in enumerate(topologies.variants(name, world_size)):
+            cases[f"{name}({number})"] = topology
     return cases
 
 
@@ -75,6 +49,36 @@ def compositions(world_size: int) -> tuple[Topology, ...]:
         complete.then(ring.every(2), after=4),
         matching.every(2).then(complete.then(exponential, after=2), after=5),
     )
+
+
+class Momentum:
+    """torch.optim.SGD with momentum and coupled weight decay."""
+
+    def __init__(self, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.01) -> None:
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.buffer: np.ndarray | float = 0.0
+
+    def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+        self.buffer = self.momentum * self.buffer + gradients + self.weight_decay * x
+        return x - self.lr * self.buffer
+
+
+class AdamW:
+    """torch.optim.AdamW: decoupled weight decay acts on the mixed parameters."""
+
+    def __init__(self, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1) -> None:
+        self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
+        self.first: np.ndarray | float = 0.0
+        self.second: np.ndarray | float = 0.0
+        self.step = 0
+
+    def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+        self.step += 1
+        self.first = self.betas[0] * self.first + (1 - self.betas[0]) * gradients
+        self.second = self.betas[1] * self.second + (1 - self.betas[1]) * gradients**2
+        first = self.first / (1 - self.betas[0] ** self.step)
+        second = self.second / (1 - self.betas[1] ** self.step)
+        return x * (1 - self.lr * self.weight_decay) - self.lr * first / (np.sqrt(second) + 1e-8)
 
 
 NUM_STEPS = 10
@@ -117,7 +121,7 @@ class Case(NamedTuple):
 
 
 # Those where a size decides who meets whom, and how often: at 2, both neighbours of a ring are one rank.
-AT_EVERY_SIZE = ("complete()", "ring()", "one_peer_exponential()", "complete.then(ring.every(2), after=4)")
+AT_EVERY_SIZE = ("complete(0)", "ring(0)", "one_peer_exponential(0)", "complete.then(ring.every(2), after=4)")
 
 
 def sizes(topology: str) -> Sequence[int]:

@@ -65,5 +65,13 @@ def everything(model: GossipDataParallel) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def undisturbed(num_steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    """What a model of these options has after so many steps."""
+    with make_model(**options) as model:
+        for _ in range(num_steps):
+            one_step(model)
+        return everything(model)
+
+
 def names_in(folder: Path | str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())

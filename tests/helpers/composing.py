@@ -1,4 +1,4 @@
-"""Composes configurations as scripts/train.py does, without running hydra's command line."""
+"""Composes configurations as scripts do, without running hydra's command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CommandLine = Callable[..., tuple[int, str]]
 """Takes arguments; the exit status, and what was written to stderr."""
 
 
-def composed(*overrides: str) -> dict[str, Any]:
+def composed(*overrides: str, command: str = "train") -> dict[str, Any]:
     """The resolved, plain configuration."""
-    return copy.deepcopy(_composed(overrides))
+    return copy.deepcopy(_composed(command, overrides))
 
 
 @functools.cache
-def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+def _composed(command: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = OmegaConf.to_container(compose("train", list(overrides)), resolve=True, throw_on_missing=True)
+        config = OmegaConf.to_container(compose(command, list(overrides)), resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}

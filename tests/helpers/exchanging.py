@@ -1,4 +1,4 @@
-"""Codecs of several ranks that exchange in one process, without a transport."""
+"""Codecs that exchange without a model: of several ranks in one process, or of one through a transport."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gossip import BucketShape, Codec, Compression
+from gossip import BucketShape, Codec, Compression, Exchange, Transport, Uncompressed, World
 from gossip.compression.codec import View as View
 from gossip.compression.conversation import Parts, carry
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.virtual.rank_codecs import RankCodecs
-from topologies import Topology
+from topologies import Round, Topology
 
 
 def one_matrix(numel: int) -> list[View]:
@@ -118,3 +118,11 @@ class Ranks(Replicas):
         for values, difference in zip(self.values, self.exchange(step), strict=True):
             if difference is not None:
                 values += difference.to(values.dtype)
+
+
+def start(
+    transport: Transport, message: torch.Tensor, round_: Round, *, world: World, step: int, bucket: int
+) -> Exchange:
+    """Start the exchange of ``message``; the codec is new, so that several may be under way."""
+    codec = Uncompressed().codec(BucketShape(bucket, message), world.rank)
+    return transport.start(codec.exchange(message, round_, step), round_, step=step, bucket=bucket)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from recursion import dense_recursion
 from torch import nn
 from torch.nn.utils import vector_to_parameters
 
@@ -25,6 +24,8 @@ TOPOLOGY = "one_peer_exponential"
 MODES = {"in backward": {}, "all at once": {"clip_grad_norm": math.inf}, "outside": {"step_in_backward": False}}
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 """(module, rank, step) -> what is minimised then and there."""
+Gradient = Callable[[int, int, np.ndarray], np.ndarray]
+"""(rank, step, that rank's parameters [numel]) -> its gradient [numel]."""
 
 
 def make_module() -> nn.Module:
@@ -92,6 +93,31 @@ def gradient_at(module: nn.Module, x: np.ndarray, loss: Loss, rank: int, step: i
     found = torch.autograd.grad(loss(module, rank, step), parameters, allow_unused=True)
     none = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
     return torch.cat([each.flatten() for each in none]).numpy()
+
+
+def dense_recursion(
+    topology: topologies.Topology,
+    start: np.ndarray,
+    gradient: Gradient,
+    update: Callable[..., np.ndarray],
+    num_steps: int,
+    *,
+    combines_first: bool = False,
+) -> np.ndarray:
+    """x after some steps, [n, numel].
+
+    Adapt while communicating: x(t+1) = update of W_(t-1) x(t) by the gradients at x(t); with ``combines_first`` adapt
+    then combine: x(t+1) = W_t times the update of x(t).
+    """
+    ranks = range(topology.world_size)
+    x = np.tile(start, (topology.world_size, 1))
+    for step in range(num_steps):
+        gradients = np.stack([gradient(rank, step, x[rank]) for rank in ranks])
+        mixed = x if combines_first or step == 0 else topology.round(step - 1).matrix() @ x
+        x = update(mixed, gradients)
+        if combines_first:
+            x = topology.round(step).matrix() @ x
+    return x
 
 
 def rows_after(

@@ -11,8 +11,6 @@ import json
 import re
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from lab_hosts import why_no_hosts
+from lone_ranks import wait_until
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -32,7 +31,6 @@ from gossip.lab.benchmarks.network.shaped_hosts import Lab
 TIMEOUT = timedelta(seconds=40)
 LONGEST_PAUSE_MS = longest_pause_ms(TIMEOUT, 15)
 NUM_STEPS, CUT_AFTER = 30, 10
-PATIENCE_S = 120
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 CASES = [(2, "one_peer_exponential"), (3, "one_peer_exponential"), (3, "complete")]
 
@@ -77,20 +75,13 @@ def train(topology: str, reached: Path) -> str:
 
 def cut_off(network: Lab, reached: Path) -> None:
     """Rank 1, after a step of rank 0, until it has tried often."""
-    wait_until(reached.exists, "rank 0 comes to the step")
-    for words, what in (("nomaster",), "rank 1 tries again at bounded pauses"), (("master", "bridge"), ""):
-        with network._bridge.entered():
-            command("ip", "link", "set", "port1", *words)
-        if what:
-            with network.entered(1):
-                wait_until(pauses_are_bounded, what)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.001)
+    wait_until(reached.exists)
+    with network._bridge.entered():
+        command("ip", "link", "set", "port1", "nomaster")
+    with network.entered(1):
+        wait_until(pauses_are_bounded)
+    with network._bridge.entered():
+        command("ip", "link", "set", "port1", "master", "bridge")
 
 
 def pauses_are_bounded() -> bool:

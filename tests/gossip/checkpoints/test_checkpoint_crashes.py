@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing import assert_same, everything, log_of, make_model, names_in, one_step
+from checkpointing import assert_same, everything, log_of, make_model, names_in, one_step, undisturbed
 from ranks import run_ranks
 from replicas import SGD
 from torch import nn
@@ -124,11 +124,7 @@ def test_killed_between_two_renames_of_one_step(tmp_path: Path, monkeypatch: pyt
 
 
 def fail_and_go_on(folder: str, reason: str, background: bool) -> None:
-    undisturbed = make_model()
-    for _ in range(5):
-        one_step(undisturbed)
-    wanted = everything(undisturbed)
-    undisturbed.close()
+    wanted = undisturbed(5)
 
     model = saved_at(folder, 1)
     one_step(model)

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from checkpointing import DroppingNet, assert_same, everything, make_model, names_in, one_step
+from checkpointing import DroppingNet, assert_same, everything, make_model, names_in, one_step, undisturbed
 from live_memory import LiveBytes
 from ranks import run_ranks
 from replicas import gathered
@@ -40,11 +40,7 @@ class Everything(DroppingNet):
 
 @mock.patch.object(digests, "CHUNK_BYTES", 40)  # several chunks, which do not end where rows do
 def export_while_training(folder: str) -> None:
-    undisturbed = make_model(module=Everything, topology="exponential")
-    for _ in range(5):
-        one_step(undisturbed)
-    wanted = everything(undisturbed)
-    undisturbed.close()
+    wanted = undisturbed(5, module=Everything, topology="exponential")
 
     model = make_model(module=Everything, topology="exponential")
     chunks = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import unsupervised
 from lab_hosts import why_no_hosts
+from lone_ranks import wait_until
 from test_deaths import (
     TOPOLOGIES,
     VICTIM,
@@ -63,7 +63,7 @@ def found() -> dict[str, list[Any]]:
             hosts = stack.enter_context(contextlib.closing(Lab(4)))
             ranks = stack.enter_context(unsupervised.started(function, case, world_size=4, hosts=hosts))
             if function is train_until_one_is_cut_off:
-                wait_until_cut_off(hosts)
+                wait_until(lambda: is_cut_off(hosts))
             else:
                 ranks.wait_until_stopped(VICTIM)
             return ranks
@@ -73,12 +73,9 @@ def found() -> dict[str, list[Any]]:
         return {case: ranks.results() for case, ranks in worlds.items()}
 
 
-def wait_until_cut_off(hosts: Lab) -> None:
-    """No longer than a test may take."""
-    deadline = time.monotonic() + 60
+def is_cut_off(hosts: Lab) -> bool:
     with hosts.entered(VICTIM):
-        while time.monotonic() < deadline and subprocess.check_output(["ip", "link", "show", Lab.interface, "up"]):
-            time.sleep(0.02)
+        return not subprocess.check_output(["ip", "link", "show", Lab.interface, "up"])
 
 
 @pytest.mark.root

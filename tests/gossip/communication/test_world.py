@@ -83,18 +83,10 @@ def test_process_group_without_torch_distributed_is_refused() -> None:
 # ---------------------------------------------------------------------- nothing is left
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def held() -> tuple[int, int, int, int]:
     """Threads of Python, threads, open files and registered groups."""
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return len(threading.enumerate()), native_threads(), open_files(), groups
+    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return len(threading.enumerate()), threads, files, len(dist.distributed_c10d._world.pg_map)
 
 
 def wrap_often(transport: str) -> list[tuple[int, int, int, int]]:

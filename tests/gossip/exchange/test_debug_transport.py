@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import start
+from exchanging import start
 from ranks import run_ranks
 
 from gossip import DebugTransport, Exchange, ExchangeError, Transport, World

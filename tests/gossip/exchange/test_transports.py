@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
-from messages import start
+from exchanging import start
 from ranks import run_ranks
 
 import topologies

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lone_ranks import wait_until
 from running import run, running
 
 import gossip
@@ -249,6 +249,7 @@ TORCHRUN_SCRIPT = """
 import os
 
 import torch.distributed as dist
+from lone_ranks import wait_until
 from gossip import launch
 
 def ranks():
@@ -293,6 +294,7 @@ def test_no_rank_of_torchrun_begins_before_all_have_opened_their_connections(mon
 WAITING_SCRIPT = """
 import os, threading
 import torch.distributed as dist
+from lone_ranks import wait_until
 from gossip import launch
 
 def wait():
@@ -350,7 +352,4 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, signal_number: signal
         # Ctrl-C in a terminal reaches the whole process group.
         (os.killpg if signal_number == signal.SIGINT else os.kill)(launcher.process.pid, signal_number)
         assert launcher.process.wait(30) != 0
-        deadline = time.monotonic() + 30
-        while any(Path(f"/proc/{pid}").exists() for pid in workers):
-            assert time.monotonic() < deadline, "a worker outlived its launcher"
-            time.sleep(0.02)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -1,13 +1,21 @@
-"""What SLURM's variables say: who a task is, where the store is, and when they are no step's at all."""
+"""What SLURM's variables say of a step, and where its tasks meet: at its own place, or an error in one line."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
+from free_ports import free_port
 
+from gossip import LaunchError
+from gossip.launching import joining
 from gossip.launching.joining import find_placement
-from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, first_host, step_of
+from gossip.launching.slurm import FIRST_PORT, NUM_PORTS, Step, first_host, step_of
 
 TASK = {
     "SLURM_JOB_ID": "17",
@@ -105,3 +113,52 @@ def test_port_differs_between_steps_at_the_same_time() -> None:
             assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS <= 32768
             ports[job, step] = found.port
     assert len(set(ports.values())) == len(ports)
+
+
+# ---------------------------------------------------------------------- where its tasks meet
+
+
+STEP = Step(17, 2, 0, 0, 2, 0, 2, 0, 1, "localhost")
+TIMEOUT = timedelta(seconds=30)
+
+
+@pytest.fixture
+def other_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """The address of a store that is another program's."""
+    monkeypatch.setattr(joining, "_STRANGER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(joining, "_stores", {})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    yield "127.0.0.1", store.port
+    del store
+
+
+def test_task_is_refused_by_the_store_of_another_program(other_store: tuple[str, int]) -> None:
+    second = dataclasses.replace(STEP, task=1, local_task=1)
+    with pytest.raises(LaunchError, match=r"is another program's key-value store, not that of step 17\.2; set MASTER_"):
+        joining._store_of(second, other_store, TIMEOUT)
+
+
+def test_first_task_refuses_a_port_that_is_taken(other_store: tuple[str, int]) -> None:
+    with pytest.raises(LaunchError, match=rf"port {other_store[1]} on 127\.0\.0\.1, where step 17\.2 would keep its"):
+        joining._store_of(STEP, other_store, TIMEOUT)
+
+
+def test_store_of_a_step_on_one_node_is_for_that_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_stores", {})
+    port = free_port()
+    store = joining._store_of(STEP, ("127.0.0.1", port), TIMEOUT)
+    second = joining._store_of(dataclasses.replace(STEP, task=1, local_task=1), ("127.0.0.1", port), TIMEOUT)
+    assert second is store  # a process that joins again keeps it
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=5):  # noqa: PT011
+        pass
+
+
+def test_unknown_first_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(LaunchError, match=r"the address of no\.such\.host\.invalid, the first host of step 17\.2, is"):
+        joining._address_of(dataclasses.replace(STEP, first_host="no.such.host.invalid"))
+    assert joining._address_of(STEP) == ("localhost", STEP.port)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert joining._address_of(STEP) == ("127.0.0.1", 1234)

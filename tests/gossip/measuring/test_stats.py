@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from listening import logged
 from loguru import logger
 from ranks import run_ranks
 from replicas import gathered
-from small_runs import MODES, finish, flat, loss_of, train, wrap
+from small_runs import MODES, finish, flat, loss_of, make_module, train, wrap
 from torch import nn
 
 import topologies
@@ -34,12 +35,7 @@ TOPOLOGIES = {
 }
 
 
-def make_module() -> nn.Module:
-    """All sizes are multiples of 16 bytes, so that nothing is padded."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
+# All sizes are multiples of 16 bytes, so that nothing is padded.
 NUM_BYTES = 8 * sum(parameter.numel() for parameter in make_module().parameters())
 
 
@@ -211,10 +207,8 @@ def test_what_was_built_is_said_once_by_rank_0(carrier: str, transport: str) -> 
 
 
 def test_many_buckets_are_listed_in_one_short_line() -> None:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="TRACE")
-    wrap(nn.Sequential(*(nn.Linear(7, 7) for _ in range(11)))).close()
-    logger.remove(sink)
+    with logged("TRACE") as lines:
+        wrap(nn.Sequential(*(nn.Linear(7, 7) for _ in range(11)))).close()
     assert lines[0].startswith("1 rank that trains alone (gossip.launch, or torchrun and init_process_group, start sev")
     assert lines[1].startswith("22 buckets: 0.0312 KiB float32 on cpu, 0.203 KiB float32 on cpu, ")
     assert lines[1].endswith(", 14 more")

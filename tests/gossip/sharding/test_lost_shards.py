@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from ranks import run_ranks
-from sharded_loops import ADAMW, make_mesh
-from sharded_models import make_sharded
+from sharded_models import ADAMW, make_mesh, make_sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import make_mesh
+from sharded_models import make_mesh
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import ADAMW
-from sharded_models import make_sharded
+from sharded_models import ADAMW, make_sharded
 from tiers import rest_is_slow
 from torch import nn
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from replicas import assert_equal_states
-from sharded_loops import make_mesh
-from sharded_models import MeshShape, make_sharded, values_of
+from sharded_models import MeshShape, make_mesh, make_sharded, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard

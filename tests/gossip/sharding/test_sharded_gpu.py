@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_loops import ADAMW
-from sharded_models import values_of
+from sharded_models import ADAMW, values_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_loops import groups_and_ranks, make_mesh
-from sharded_models import values_of
+from sharded_models import groups_and_ranks, make_mesh, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_loops import ADAMW, assert_trains_as_by_hand, batches, groups_and_ranks, loop_over, make_mesh
-from sharded_models import make_sharded, values_of
+from sharded_models import (
+    ADAMW,
+    assert_trains_as_by_hand,
+    batches,
+    groups_and_ranks,
+    loop_over,
+    make_mesh,
+    make_sharded,
+    values_of,
+)
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

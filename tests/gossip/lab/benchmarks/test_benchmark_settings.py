@@ -1,31 +1,28 @@
-"""Configurations of the benchmark: presets, rows, refusals."""
+"""What benchmarks are given and count: presets, rows, refusals, links, the network and memory."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from repository import CONFIGS
+import torch
+from composing import composed
 
-from gossip.lab.benchmarks import bench_methods
+from gossip import LaunchError
+from gossip.lab.benchmarks import bench_methods, harness
 from gossip.lab.benchmarks.bench_methods import expand
+from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
+from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.step_time import StepTimeSettings
+from gossip.lab.benchmarks.topology_scale import TopologyScaleSettings
 from gossip.lab.benchmarks.workloads import WORKLOADS
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 
 
-def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = OmegaConf.to_container(compose("bench", list(overrides)), resolve=True)
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
-
-
 def settings(*overrides: str) -> StepTimeSettings:
-    return read(StepTimeSettings, composed(*overrides)["bench"], "bench")
+    return read(StepTimeSettings, composed(*overrides, command="bench")["bench"], "bench")
 
 
 def labels(rows: dict[str, Any]) -> list[str]:
@@ -104,3 +101,49 @@ def test_models_have_their_sizes_and_the_same_start_everywhere(name: str, megaby
     assert own.equal(again)
     assert not own.equal(others)
     assert not own.equal(workload.held_out(0)[0][: len(own)])
+
+
+# ---------------------------------------------------------------------- rows of workers that are killed
+
+
+def test_a_worker_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_workers(name: str, case: TopologyScaleSettings, *_: object) -> list[list[dict[str, Any]]]:
+        if case.options is not None:
+            raise LaunchError("rank 0 failed: the process ended\nwith signal 9 (SIGKILL)", rank=0)
+        return [[{"family": name, "n": case.size}]]
+
+    monkeypatch.setattr(harness, "run_workers", run_workers)
+    settings = TopologyScaleSettings(world_size=4, families=("ring",), large_world_size=16)
+    (of_ring, of_large), report = harness.run("topology_scale", settings, tmp_path)
+    assert of_ring.rows[0]["failed"].endswith("the process ended with signal 9 (SIGKILL)")
+    assert of_large.rows[0]["n"] == 16
+    assert "| family | n | options | failed |" in report
+
+
+# ---------------------------------------------------------------------- links, and what is counted
+
+
+def test_links_have_a_rate_and_perhaps_a_delay() -> None:
+    assert [Link.parse(text) for text in ("200mbit", "64kbit")] == [Link(200_000_000), Link(64_000)]
+    assert Link.parse("1.5gbit+50ms") == Link(1_500_000_000, 0.05)
+    for text in ("50mbit+", "50mbit+50", "50mbit+5000ms"):
+        with pytest.raises(ValueError, match="a link's delay must be a number with ms, at most 1000"):
+            Link.parse(text)
+    for text in ("200", "0mbit", "fast"):
+        with pytest.raises(ValueError, match="rate must be a number with kbit, mbit or gbit, such as 200mbit, got"):
+            Link.parse(text)
+
+
+def test_counters_interface_that_is_not_there() -> None:
+    assert InterfaceBytes.read("lo").sent >= 0
+    with pytest.raises(ValueError, match="interface must be one of /proc/net/dev, got 'nothing0'"):
+        InterfaceBytes.read("nothing0")
+
+
+def test_counters_peak_memory_is_above_what_was_there() -> None:
+    kept = torch.ones(5_000_000)
+    memory = PeakMemory()
+    del kept
+    taken = torch.ones(20_000_000)
+    del taken
+    assert 50e6 < memory.bytes() < 95e6

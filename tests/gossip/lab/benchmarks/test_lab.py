@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from lab_hosts import why_no_hosts
+from lone_ranks import wait_until
 from running import Running, running
 
 from gossip.lab.benchmarks.network import shaped_hosts
@@ -163,12 +164,8 @@ def test_lab_ends_with_its_controller(controller: Running) -> None:
         assert ports(bridge) == ["port0", "port1"]
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
-        deadline = time.monotonic() + PATIENCE_S
         # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
-        while (ports(bridge) or any(map(is_alive, workers))) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert ports(bridge) == []
-        assert not any(map(is_alive, workers))
+        wait_until(lambda: not ports(bridge) and not any(map(is_alive, workers)))
     finally:
         os.close(bridge)
 

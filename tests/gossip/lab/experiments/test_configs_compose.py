@@ -33,13 +33,9 @@ def test_configs_topology_has_one_file_per_family() -> None:
     assert options("topology") == sorted(topologies.available())
 
 
-#: Families that do not serve four ranks.
-WORLD_SIZES = {"chordal": 5, "paley": 5, "florentine": 15, "davis": 32, "karate_club": 34, "les_miserables": 77}
-
-
 @pytest.mark.parametrize("name", options("topology"))
 def test_configs_topology_builds_its_family(name: str, tmp_path: Path) -> None:
-    world_size = WORLD_SIZES.get(name, 4)
+    world_size = next(n for n in range(4, 78) if topologies.variants(name, n))
     overrides = [f"topology={name}", f"launch.world_size={world_size}"]
     if name == "graph":
         graph = tmp_path / "square.edgelist"

@@ -1,10 +1,8 @@
-"""The figures: what is drawn, the same bytes twice, no pyplot."""
+"""The figures: what is drawn, and the same bytes twice."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +115,3 @@ def test_figures_of_empty_records_are_left_out(tmp_path: Path) -> None:
     for records in ([[{"step": 0, "consensus_distance": 0.5}], []], [[{"step": 0, "loss": None}]], []):
         assert not draw("training", records, tmp_path / "training.svg")
     assert not list(tmp_path.iterdir())
-
-
-def test_experiment_modules_load_no_optional_package_and_figures_no_pyplot(tmp_path: Path) -> None:
-    code = f"""
-import sys, pathlib
-from gossip.lab.experiments import datasets, models, partition, records, run_figures
-from gossip.lab.loggers import log_forwarding
-optional = {{"sklearn", "matplotlib", "tensorboard", "wandb", "mlflow", "rich", "hydra", "safetensors"}}
-if loaded := sorted(optional & set(sys.modules)):
-    sys.exit(f"loaded {{loaded}}")
-run_figures.draw("training", [[{{"step": 0, "loss": 1.0}}]], pathlib.Path({str(tmp_path / "training.png")!r}))
-sys.exit("pyplot was loaded" if "matplotlib.pyplot" in sys.modules else 0)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr

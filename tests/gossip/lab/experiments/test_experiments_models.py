@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,6 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], int]] = {
     "transformer": (lambda shape, classes: CharTransformer(shape, classes, width=32, num_heads=2), (12,), 98),
     "transformer_tied": (lambda shape, classes: CharTransformer(shape, classes, width=32, tied_head=True), (12,), 98),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, far slower where other tests run beside them."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_batch(input_shape: tuple[int, ...], num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-from loguru import logger
+from listening import logged
 
 from gossip.lab.experiments import terminal
 
@@ -40,13 +40,11 @@ def test_without_a_terminal_a_line_says_every_30_s_how_far_it_is(monkeypatch: py
     clock = itertools.count(0, 8)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]))
-    for visible in (True, False):
-        with terminal.progress_bar(12, visible=visible) as show:
-            for step in range(9):
-                show(RECORD | {"step": step})
-    logger.remove(sink)
+    with logged("INFO") as lines:
+        for visible in (True, False):
+            with terminal.progress_bar(12, visible=visible) as show:
+                for step in range(9):
+                    show(RECORD | {"step": step})
     assert lines == [f"step {step} of 12: loss 0.123" for step in (3, 6, 9)]
 
 
