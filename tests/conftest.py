@@ -1,7 +1,5 @@
 """Every test leaves the process as it found it."""
 
-from __future__ import annotations
-
 import os
 
 # For torch and numpy, here and in what tests start: tensors are small, and the cores are shared with other processes.

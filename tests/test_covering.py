@@ -1,7 +1,5 @@
 """The covering arrays by which tests choose their cases."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

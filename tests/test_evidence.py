@@ -1,7 +1,5 @@
 """Every table and figure between markers has a run that makes it, and a page's block is what that run has left."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The examples in the docstrings of both packages run as they stand."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The topology, the compression and the transport of docs/extending work as they stand there."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

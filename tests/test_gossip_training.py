@@ -1,7 +1,5 @@
 """Another distribution that owns the name of one of the packages is found, and named in one line."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """What is installed: the same wheel from the tree and from the sdist, with the configuration and both commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

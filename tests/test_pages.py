@@ -1,7 +1,5 @@
 """Every Python example of README.md and of the documentation's pages is run by a test; here by those of most pages."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Ranks that stand ready do what a test asks, each time as if they had just been started."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

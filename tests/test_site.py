@@ -1,7 +1,5 @@
 """The documentation's site is built without a warning, and says what is there."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import pickle

@@ -1,7 +1,5 @@
 """What users do to a model between steps: edits, copies, pickles, other wrappers."""
 
-from __future__ import annotations
-
 import copy
 import io
 

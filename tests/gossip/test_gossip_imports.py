@@ -1,7 +1,5 @@
 """What importing the package does: load little, and do nothing; and one file touches what torch calls private."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """CUDA tensors, through pinned memory over gloo and natively over NCCL, give what the CPU gives."""
 
-from __future__ import annotations
-
 import functools
 import io
 from pathlib import Path

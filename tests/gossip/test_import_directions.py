@@ -1,7 +1,5 @@
 """The rooms of the packages, and in which direction they import each other."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whichever way torch.distributed was initialised, and over whichever backend, the wrapper trains."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

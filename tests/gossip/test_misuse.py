@@ -1,7 +1,5 @@
 """What people who come from plain loops do: it works, or is refused with the reason, but never silently trains less."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Virtual workers and real processes on gloo against the dense recursion, for every topology family."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

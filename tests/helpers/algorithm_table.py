@@ -5,8 +5,6 @@ A new algorithm enters by one row of ``ROWS`` and one subclass of ``Recursion``.
 
 # ruff: noqa: ARG002 - the methods of a recursion are all called with the step, needed or not
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple

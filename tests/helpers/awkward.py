@@ -1,7 +1,5 @@
 """A module with parameters of every kind that storage, stacks and buckets must keep apart."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

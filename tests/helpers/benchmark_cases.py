@@ -1,7 +1,5 @@
 """A small case of a benchmark."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gossip.lab.benchmarks.step_time import StepTimeSettings

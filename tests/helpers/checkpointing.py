@@ -1,7 +1,5 @@
 """Runs that are saved, stopped and resumed, and what tests compare of them."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

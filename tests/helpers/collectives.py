@@ -1,7 +1,5 @@
 """Which collectives of all ranks a piece of code calls."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Composes configurations as scripts do, without running hydra's command line."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

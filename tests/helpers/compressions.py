@@ -1,7 +1,5 @@
 """The contract table of compressions: a new one costs a row."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Covering arrays: few rows of a table, in which every pair of values still occurs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Hashable, Iterable, Iterator

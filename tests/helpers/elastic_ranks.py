@@ -4,8 +4,6 @@ Every rank's loss is half its squared distance from a target of its own. With ``
 there are shard groups in place of ranks: as many as the shape says, of so many ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The Python examples of README.md and of the pages in docs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from unittest.mock import patch

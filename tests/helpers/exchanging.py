@@ -1,7 +1,5 @@
 """Codecs that exchange without a model: of several ranks in one process, or of one through a transport."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Faults at places of a training where only tests inject them, besides those of ``gossip.lab.faults``."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

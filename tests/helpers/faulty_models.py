@@ -1,7 +1,5 @@
 """Models that fail or are late at a named (rank, step): ``model._target_=faulty_models.FailingModel``."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Ports for servers that open them later."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

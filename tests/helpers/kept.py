@@ -1,7 +1,5 @@
 """Objects that live beside a model: schedulers of every form, and an average over time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

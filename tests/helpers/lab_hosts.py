@@ -1,7 +1,5 @@
 """Where there can be hosts of network namespaces."""
 
-from __future__ import annotations
-
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.namespaces import Namespace
 

@@ -1,7 +1,5 @@
 """Small modules for Lightning's Trainer, and the Trainer that trains them on two ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is logged, for tests that look at it."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

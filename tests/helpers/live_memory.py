@@ -1,7 +1,5 @@
 """How much memory tensors take while a test runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What each logger has of a run's folder, by the reader that its own library brings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Ranks that are started on their own and meet in a store: their program, the store, and what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

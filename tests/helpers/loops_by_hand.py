@@ -1,7 +1,5 @@
 """Loops by hand, which those of other libraries are to equal to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each is in a session of its own, with its own arguments, environment, folder, ou
 starts is forked too, before the program has begun to run: the fork server of its ranks, and under torchrun the ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

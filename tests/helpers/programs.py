@@ -1,7 +1,5 @@
 """Programs of several ranks that end as programs do: every rank is an interpreter that is finalized for real."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

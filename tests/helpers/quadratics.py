@@ -1,7 +1,5 @@
 """What algorithms are tried on: quadratics of several ranks, an optimizer and learning rates, in plain numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ To start processes, and what torch does first in each, costs more than most test
 or the state of a process is what is tested, :func:`gossip.launch` starts them anew.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """A module with everything in it, and what tests do with its replicas."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Result documents of sweeps that were never run: plausible numbers by formulas."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the files of the project are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """Runs scripts as a user does: in a process group of their own, or, for what they say, in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

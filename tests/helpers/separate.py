@@ -1,7 +1,5 @@
 """What virtual workers must equal: plain modules with an optimizer each, mixed by the matrices of a topology."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Small models that are sharded over groups of ranks, and the same loop over them in two ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

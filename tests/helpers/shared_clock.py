@@ -5,8 +5,6 @@ test sees would depend on the machine. By this one no time has passed: it is the
 been given a chance to run, those apart that have ended or are suspended, for these are what a time-out is to find.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

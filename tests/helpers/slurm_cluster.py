@@ -1,7 +1,5 @@
 """A SLURM cluster of one node on this machine, with files, ports and keys of its own, that ends with its block."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

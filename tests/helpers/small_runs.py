@@ -1,7 +1,5 @@
 """A small model in every mode, and the dense recursion of its replicas."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence

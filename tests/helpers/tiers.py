@@ -1,7 +1,5 @@
 """Which rows of a table of tests take too long together for every change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny GPT-2 of random weights, and what it is trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A third party's backend: gloo by another name. Importing this module registers it, as third parties' modules do."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 Their time-outs are by a clock that they share, which stands still while the machine keeps one of them from running.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Ranks that train on handwritten digits, one of which becomes wrong without ceasing to be finite."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping

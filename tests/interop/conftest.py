@@ -1,7 +1,5 @@
 """Beside other libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Loops that are written for Accelerate, trained by gossip: the same bits as the loop by hand."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

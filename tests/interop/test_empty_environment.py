@@ -1,7 +1,5 @@
 """What a wheel installs into an environment of nothing but Python."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Lightning Fabric by gossip: the same bits as the loop by hand; checkpoints with every rank's replica."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

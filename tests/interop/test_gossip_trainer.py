@@ -1,7 +1,5 @@
 """GossipTrainer: the same bits as the loop by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from dataclasses import dataclass

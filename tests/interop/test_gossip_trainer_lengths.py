@@ -1,7 +1,5 @@
 """GossipTrainer on ranks of different numbers of batches."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """GossipTrainer: what cannot train by gossip is refused at the start, by name and with the remedy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

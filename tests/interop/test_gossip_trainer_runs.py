@@ -1,7 +1,5 @@
 """GossipTrainer: checkpoints, what is evaluated and what is saved."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

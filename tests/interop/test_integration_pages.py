@@ -1,7 +1,5 @@
 """The examples of the pages and docstrings about other libraries, and about torchrun, run as they stand there."""
 
-from __future__ import annotations
-
 import doctest
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Ranks that are killed and join again, in loops that are written for Accelerate and Fabric."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Lightning's Trainer by gossip: the same bits as the loop by hand, and the hooks in DDP's order."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from dataclasses import dataclass

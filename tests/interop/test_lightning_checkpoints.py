@@ -1,7 +1,5 @@
 """Checkpoints of Lightning's Trainer by gossip: the average in the file, every rank's replica beside it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass

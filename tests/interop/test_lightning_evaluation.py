@@ -1,7 +1,5 @@
 """What Lightning's Trainer evaluates, finds and ends with by gossip."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What Lightning's Trainer cannot do by gossip: refused by name before it begins."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

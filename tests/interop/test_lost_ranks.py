@@ -1,7 +1,5 @@
 """Loops of other libraries in which a rank is killed, or all are preempted: with ``on_peer_loss="continue"``."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

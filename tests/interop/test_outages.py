@@ -3,8 +3,6 @@
 An outage lasts until TCP's pauses between two attempts have stopped growing, which is before the time-out by far.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """torch.distributed's functions on the default group, as libraries call them, where ranks can be lost."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Optimizers of schedulefree: they train at other parameters than those that are evaluated, and averaged."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

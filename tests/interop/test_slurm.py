@@ -1,7 +1,5 @@
 """Ranks that a real SLURM starts: slurmctld and slurmd on this machine, srun and sbatch as a user calls them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Thousands of ranks, without a clock: no dense matrix anywhere."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every algorithm against its dense recursion: virtual workers, real processes; state, sizes, modes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The mixing factor, rounding, and what Adam tracking refuses and goes on from; the recursions are in the contract."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Whose recursion ends at the optimum of the sum, with a step that does not shrink, where ranks hold different data."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The gains of integral correction, and what it does in steps that do nothing."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Corrections add up what exchanges deliver: they must not add up what codecs lose, or rounding."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

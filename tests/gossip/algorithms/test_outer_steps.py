@@ -1,7 +1,5 @@
 """Algorithms with outer steps and averages: alone, by parts, with delays, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

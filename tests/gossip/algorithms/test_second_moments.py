@@ -1,7 +1,5 @@
 """Integral correction beside Adam: where its updates vanish, with second moments of one's own and with mixed ones."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

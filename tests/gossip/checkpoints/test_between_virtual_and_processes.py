@@ -1,7 +1,5 @@
 """A run begins virtually and goes on as processes, and the other way, as if it had been one of them all the time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

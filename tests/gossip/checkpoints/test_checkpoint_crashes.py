@@ -1,7 +1,5 @@
 """Killed, out of space, damaged, hostile: what was saved before is what is loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

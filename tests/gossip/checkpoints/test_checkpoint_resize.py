@@ -1,7 +1,5 @@
 """A checkpoint in another world, or of another model."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

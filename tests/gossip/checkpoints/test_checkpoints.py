@@ -1,7 +1,5 @@
 """A run that is stopped at any step and resumed is, bit for bit, one that was not."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

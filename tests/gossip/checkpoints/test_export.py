@@ -1,7 +1,5 @@
 """The averaged model as a file that plain safetensors reads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What a model keeps is in its checkpoints, whoever saved them, and however."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that are written piece by piece and read by the safetensors library."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A rank whose part of a checkpoint cannot be had ends no rank and stops none: all raise, and all can go on."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What virtual workers save goes on bit for bit, on other devices too; what is not what was saved is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

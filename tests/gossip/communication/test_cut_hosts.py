@@ -3,8 +3,6 @@
 Needs root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A rank that is killed or frozen is the one that every other rank names, whoever waits for whom."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """An exception in a thread of ours ends its rank with its own traceback; the other ranks notice at once."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from datetime import timedelta

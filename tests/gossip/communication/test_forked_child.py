@@ -1,7 +1,5 @@
 """A forked child touches nothing of its parent, which trains on as if it were not there; training it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A process's end is seen from outside, through a socket that nobody answers; its being frozen or busy is not."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """No thread of ours is left when a program ends, or it aborts: with peers that are late, and with one that is stuck."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of all ranks are gathered and summed: through memory on one machine, and otherwise by the process group."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

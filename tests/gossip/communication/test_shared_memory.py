@@ -1,7 +1,5 @@
 """Ranks on one machine that wait for each other in memory; what they read there is in the contract of transports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from datetime import timedelta

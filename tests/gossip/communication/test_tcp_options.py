@@ -1,7 +1,5 @@
 """How soon TCP tries again: which connections are told, and what they are told."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

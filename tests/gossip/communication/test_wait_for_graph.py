@@ -1,7 +1,5 @@
 """From who waits for whom to the rank that stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """What is posted ahead, what has to wait for its turn, and what becomes of errors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from datetime import timedelta

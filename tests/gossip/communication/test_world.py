@@ -1,7 +1,5 @@
 """Sub-groups of the processes as worlds of their own; nothing is left of a world; absent ranks are named."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """CHOCO: the recursion of the paper, and its first exchange."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

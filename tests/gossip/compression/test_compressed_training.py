@@ -1,7 +1,5 @@
 """Compression in real training, over processes."""
 
-from __future__ import annotations
-
 import pytest
 from compressions import COMPRESSIONS, PER_MECHANISM
 from ranks import run_ranks

@@ -3,8 +3,6 @@
 What takes many rounds is run by stacked codecs, where there are any: test_stacked_codecs.py holds them to the ranks'.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

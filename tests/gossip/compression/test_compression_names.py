@@ -1,7 +1,5 @@
 """Compressions by name, ours and a user's own, and constants that cannot work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

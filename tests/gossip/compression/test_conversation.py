@@ -1,7 +1,5 @@
 """The order of an exchange is that of its construction, whoever carries it."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Modulo quantization: what fits its code, what does not, and how it finds its lattice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exchanging import Ranks

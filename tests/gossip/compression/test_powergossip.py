@@ -1,7 +1,5 @@
 """PowerGossip: the algorithm of the paper edge by edge, strided and narrow parameters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Messages of the largest values in a few bits, against their definition in numpy."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

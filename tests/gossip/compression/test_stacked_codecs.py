@@ -1,7 +1,5 @@
 """What codecs of all ranks at once make is what each rank's own codec makes, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pairs of ranks average whenever one of them is ready: the dense recursion of what they say they did."""
 
-from __future__ import annotations
-
 import functools
 import queue
 import threading

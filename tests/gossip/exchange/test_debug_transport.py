@@ -1,7 +1,5 @@
 """A rank that is out of step, and bytes that changed on the way, are found and named."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

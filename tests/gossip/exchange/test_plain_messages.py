@@ -1,7 +1,5 @@
 """Nothing that comes from another rank or from a file is unpickled: unpickling runs whatever code it is told to."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from datetime import timedelta

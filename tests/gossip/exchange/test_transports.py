@@ -1,7 +1,5 @@
 """The contract of transports: what arrives is sum_j W[i, j] m_j, whatever the round, dtype, size and traffic."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

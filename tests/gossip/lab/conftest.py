@@ -1,7 +1,5 @@
 """The command line in this process."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``gossip COMMAND``: what it starts, and what it says where it starts nothing."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable

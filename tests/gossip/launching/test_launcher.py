@@ -1,7 +1,5 @@
 """Workers start, report, fail and leave as a caller can rely on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Who can reach what a run listens on, and which signals its processes: under ``launch`` nobody on another machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

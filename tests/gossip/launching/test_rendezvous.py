@@ -1,7 +1,5 @@
 """Ranks that are started on their own meet in a store, train together, and come and go."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

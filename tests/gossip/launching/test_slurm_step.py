@@ -1,7 +1,5 @@
 """What SLURM's variables say of a step, and where its tasks meet: at its own place, or an error in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import socket

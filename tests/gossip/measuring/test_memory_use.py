@@ -1,7 +1,5 @@
 """model.memory(): what a rank holds, by purpose, now and in training."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model says of itself: the cost of every step, and what was built at the start."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """AccumAdam and AccumAdamW against their definition in numpy, against Adam, and through checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """optimizer.step(closure): the order of the loop without a closure, wherever an optimizer evaluates it once."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence

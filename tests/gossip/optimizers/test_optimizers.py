@@ -1,7 +1,5 @@
 """The optimizers that people bring: stepped bucket by bucket as at once, several, third-party ones, with hooks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """Modules and parameters that were added, replaced or removed after wrapping: refused by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The global average: for good, or for a while; and a rank that goes in the middle leaves no sums without its share."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Buffers: where they start, how they are mixed, averaged and estimated anew."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Names are those of the bare module, whichever part of it was compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What modules keep by ``get_extra_state``, in checkpoints and averages of processes, shards and virtual workers."""
 
-from __future__ import annotations
-
 import functools
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters that nothing trains are not sent; unfrozen ones are exchanged; edits are told and compared."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

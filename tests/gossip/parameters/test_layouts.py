@@ -1,7 +1,5 @@
 """Every kind of parameter that a module may hold, trained beside plain torch and mixed among ranks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

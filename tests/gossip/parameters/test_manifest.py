@@ -1,7 +1,5 @@
 """What is compared before the first exchange, and what a missing rank is told after its time-out."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

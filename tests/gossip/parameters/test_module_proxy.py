@@ -1,7 +1,5 @@
 """Attributes and signature of a model: its module's, to read and to write."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import pydoc

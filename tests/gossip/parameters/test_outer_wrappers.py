@@ -1,7 +1,5 @@
 """Other data parallelism around a model, or inside it: refused with the remedy, never training the same parameters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

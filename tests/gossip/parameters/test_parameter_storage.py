@@ -1,7 +1,5 @@
 """Every parameter has a storage of its own over its part of the block, so that what saves storages saves it alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

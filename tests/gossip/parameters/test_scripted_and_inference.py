@@ -1,7 +1,5 @@
 """TorchScript, and what is made under torch.inference_mode(): it works, or is refused when the model is built."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """Plain data survive being made text and bytes."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """Frozen parameters of dtypes that cannot be mixed: equal on all ranks, or rank 0's where a mean is asked for."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 from pathlib import Path

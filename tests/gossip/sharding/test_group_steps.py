@@ -1,7 +1,5 @@
 """What the ranks of a group have to do alike, and that it is named where it cannot be done."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 from functools import partial

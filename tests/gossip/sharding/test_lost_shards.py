@@ -1,7 +1,5 @@
 """A rank of a shard group that is killed or frozen: no other rank waits beyond the time-out, and it is named."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

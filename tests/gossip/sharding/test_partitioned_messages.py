@@ -1,7 +1,5 @@
 """Ranks that each have the whole replica and send a part of it: what one of them cannot use, none of them uses."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Meshes and modules that do not fit each other, on all ranks or on one: every rank gets an error, in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """What a group sends in a step is what one replica would, and what a rank keeps is its share of one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints and exports of replicas that are sharded over groups: resumed, and divided anew."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replicas that are sharded over groups of ranks against the dense recursion of the groups, for every algorithm."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple

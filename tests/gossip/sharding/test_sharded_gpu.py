@@ -1,7 +1,5 @@
 """Sharded replicas on GPUs, over NCCL and over gloo, give what the CPU gives, and a step does not hold the host."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

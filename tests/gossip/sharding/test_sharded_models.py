@@ -1,7 +1,5 @@
 """Real models sharded over groups: against plain loops with ``fully_shard``, and every mode that a loop may use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

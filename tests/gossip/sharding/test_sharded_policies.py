@@ -1,7 +1,5 @@
 """The options of ``fully_shard`` and the forms of a loop: dtypes, checkpointing, resharding, forwards in between."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The measurements are recorded: ``measured_steps.json`` holds what a probe of fou
 each method on them, and the machine. Times of a machine that is busy with other tests could not be held to anything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

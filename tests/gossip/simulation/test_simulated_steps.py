@@ -1,7 +1,5 @@
 """Simulated runs whose times can be written down."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

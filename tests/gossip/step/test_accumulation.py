@@ -1,7 +1,5 @@
 """Several forwards and backwards to a step, and none at all."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Gradient norms, clipping, loss scales, and values that are not finite."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

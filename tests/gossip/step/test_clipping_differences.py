@@ -1,7 +1,5 @@
 """What arrives beyond what is usual is clipped, alike at both ends; a rank that is astray takes another one's state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from datetime import timedelta

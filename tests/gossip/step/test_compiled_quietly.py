@@ -1,7 +1,5 @@
 """torch.compile of a model, its module or a training step: trained as the eager one, and nothing of ours warns."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """When a backward pass makes a step, and what happens around steps that go wrong."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """Post-accumulate hooks that the owner registers before or after wrapping find every gradient, as in plain PyTorch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

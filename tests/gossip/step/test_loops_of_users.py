@@ -1,7 +1,5 @@
 """Loops that people write, in every mode: what trains wrongly, crashes or hangs in other trainers of this kind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from datetime import timedelta

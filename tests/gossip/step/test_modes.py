@@ -1,7 +1,5 @@
 """Every way of making steps against the dense recursion and against each other, with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Forward passes in other threads: a monitor, an actor that plays while the learner's backward pass runs, or dies."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The exchange really hides behind the next iteration: when it is launched, pending and awaited."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

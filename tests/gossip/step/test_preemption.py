@@ -1,7 +1,5 @@
 """SIGTERM of so many ranks that too few would remain: all save once, after the same step, wherever each of them is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A rank whose values are finite but wrong is named at once, and nobody is named where nothing is wrong."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial

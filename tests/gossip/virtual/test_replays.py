@@ -1,7 +1,5 @@
 """Virtual workers replay what ranks did, or are predicted to do, that do not make their steps together."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

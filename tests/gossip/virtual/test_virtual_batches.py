@@ -1,7 +1,5 @@
 """Virtual workers split a batch over the replicas, and gather what they make of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

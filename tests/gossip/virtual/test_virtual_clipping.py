@@ -1,7 +1,5 @@
 """Virtual workers clip each replica's gradients, and leave out what is not finite."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Replicas spread over several devices train as on one, and messages of all are mixed as by the dense product."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Training takes four copies of the stacked parameters: parameters, gradients, momentum, and one message."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Modules of all kinds, vectorised or run one after the other, train as they do apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One optimizer over the stacks updates each replica as an optimizer of its own would."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Virtual workers make the steps that plain modules, each with its optimizer, make apart."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

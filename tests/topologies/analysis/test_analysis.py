@@ -1,7 +1,5 @@
 """The analysis against definitions in dense numpy, closed forms, and at sizes where only sparse methods work."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The page of families: complete and self-contained."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

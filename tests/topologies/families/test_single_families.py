@@ -1,7 +1,5 @@
 """What single families do beyond the contract: rounds written out by hand, graphs of networkx, options and refusals."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

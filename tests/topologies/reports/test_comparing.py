@@ -1,7 +1,5 @@
 """compare(), recommend(), and their command lines."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

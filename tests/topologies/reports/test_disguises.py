@@ -1,7 +1,5 @@
 """Which topologies are another one in disguise, told by their rounds."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What benchmarks are given and count: presets, rows, refusals, links, the network and memory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

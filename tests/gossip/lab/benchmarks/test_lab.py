@@ -1,7 +1,5 @@
 """The lab: hosts, shaping, counters; and that nothing of it is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

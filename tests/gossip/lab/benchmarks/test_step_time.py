@@ -1,7 +1,5 @@
 """Every method trains and is measured, in ranks of one launch, with the delays of stragglers."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from pathlib import Path

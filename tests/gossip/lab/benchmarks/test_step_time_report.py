@@ -1,7 +1,5 @@
 """Rows, ratios and tables of made-up records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Time to all-reduce's loss: what is configured, trained, counted and reported."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user's module registers is chosen on the command line like the files of a group."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every option of every group composes and can be built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The data sets: shapes, splits, standardisation and vocabulary."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures: what is drawn, and the same bytes twice."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The models: shapes, the common loss, learning, causality, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Partitions: properties of every scheme at many sizes, then what each scheme promises, then refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """JSON line records."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

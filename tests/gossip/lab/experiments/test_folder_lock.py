@@ -1,7 +1,5 @@
 """One run at a time in a folder, and nothing left of those that are gone."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

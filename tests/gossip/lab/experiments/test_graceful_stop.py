@@ -1,7 +1,5 @@
 """A signal to any rank stops all of them after the same step, or ends the process if that cannot be had."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """``--help``: the configuration's files, in which every option has a comment."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

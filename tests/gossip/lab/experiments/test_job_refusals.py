@@ -1,7 +1,5 @@
 """What a user got wrong is one line and exit status 2, before any worker starts."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

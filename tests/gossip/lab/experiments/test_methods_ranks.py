@@ -1,7 +1,5 @@
 """The methods against their definitions, and every option of the wrapper that a configuration has: what a run makes."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

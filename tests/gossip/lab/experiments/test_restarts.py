@@ -1,7 +1,5 @@
 """Which run a process that was started again goes on with."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

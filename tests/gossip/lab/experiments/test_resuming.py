@@ -1,7 +1,5 @@
 """Runs that were stopped and go on: bit for bit what they would have been, or with another number of ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a configuration from elsewhere may have called, and by which ways more cannot be reached."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a run shows while it trains: a bar on a terminal of any width, lines elsewhere."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

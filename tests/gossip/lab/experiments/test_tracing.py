@@ -1,7 +1,5 @@
 """The traces of profile=true: which steps are in them, and where their messages lie."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of a training: the order of the samples, whoever trains; loss and accuracy; learning rates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A user's own data set and model, by where they are defined."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

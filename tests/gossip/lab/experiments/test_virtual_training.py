@@ -1,7 +1,5 @@
 """All replicas in one process: the same run as one process per rank, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loggers that fail, hang or are slow: the run goes on and ends, and what comes through is whole."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which loggers a command chooses, and what is refused before any rank is started."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

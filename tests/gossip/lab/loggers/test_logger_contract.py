@@ -1,7 +1,5 @@
 """What holds for every logger: a process is killed, the next one goes on, and nothing is missing or there twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Means over ranks from files that grow, while ranks are slow, lost, joining or fewer than before."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a probe recommends on networks where the answer is known."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a probe chooses with a topology, where the answer is known."""
 
-from __future__ import annotations
-
 import pytest
 
 import topologies

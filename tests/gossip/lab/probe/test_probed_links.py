@@ -1,7 +1,5 @@
 """Which pairs are measured, and what is made of their times."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pages of reports, and a browser that looks at them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the page's charts and table make of numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading the result document of a sweep, and the files that it becomes."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip

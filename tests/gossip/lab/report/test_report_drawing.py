@@ -1,7 +1,5 @@
 """What a reader does with the charts of a report, in a real browser: zoom, hover, legend, download, dark mode."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report's page in a real browser."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a report says in sentences, and which columns come first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which runs a sweep is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

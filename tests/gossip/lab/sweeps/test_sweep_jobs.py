@@ -1,7 +1,5 @@
 """What a sweep and its runs are called, and whether a run has been made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Differences from all-reduce: means over pairs, and their intervals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

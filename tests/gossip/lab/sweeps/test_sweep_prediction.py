@@ -1,7 +1,5 @@
 """Predicted times of a run on the described cluster."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Curves of runs, and rows over seeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole sweeps in this process: what is run, what is not run again, and what they leave."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Sequence

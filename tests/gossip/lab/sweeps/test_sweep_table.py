@@ -1,7 +1,5 @@
 """The table over the runs of a sweep, and what is said while it runs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import queue

@@ -1,7 +1,5 @@
 """Which value of the grid each setting takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
