@@ -1,4 +1,4 @@
-"""What importing the package does: load little, and do nothing; and one file touches what torch calls private."""
+"""What importing the packages does: load little, and do nothing; and one file touches what torch calls private."""
 
 import ast
 import json
@@ -97,3 +97,25 @@ def test_renamed_attributes_are_found_by_their_old_names_with_a_warning() -> Non
         assert error.culprits == error.failed_ranks == (1,)
     with pytest.warns(DeprecationWarning, match="use generation"):
         assert StepStats(step=0, exposed_wait_s=0.0, bytes_sent=0, generation=3).epoch == 3
+
+
+# ---------------------------------------------------------------------- topologies
+
+
+CODE = """
+import networkx, numpy  # what these change is no matter of ours
+import logging, os, sys, threading, warnings
+modules = set(sys.modules)
+before = dict(os.environ), list(warnings.filters), logging.getLogger().handlers[:], threading.active_count()
+import topologies
+topologies.build("ring", 4).round(0).matrix()
+assert before == (dict(os.environ), list(warnings.filters), logging.getLogger().handlers[:], threading.active_count())
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - modules}))
+"""
+
+
+def test_import_loads_only_networkx_and_numpy_and_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    foreign = set(done.stdout.split()) - set(sys.stdlib_module_names) - {"topologies", "networkx", "numpy"}
+    # Private helpers (of Cython, of site packages) are no imports of ours.
+    assert not {name for name in foreign if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""A module with everything in it, and what tests do with its replicas."""
+"""Modules with everything in them, and what tests do with their replicas."""
 
 import functools
 from typing import Any
@@ -29,6 +29,27 @@ class NormalisedNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.third(torch.tanh(self.second(torch.relu(self.norm(self.first(x)))))) * self.frozen.sum()
+
+
+class Awkward(nn.Module):
+    """Frozen, tied, unused, scalar, empty, half, transposed and channels_last parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third.weight = self.second.weight
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.unused = nn.Linear(2, 5)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.brief = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.transposed = nn.Parameter(torch.randn(3, 4).t())
+        self.filters = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.third(self.second(self.first(inputs * self.frozen)))) * self.scalar
+        image = (hidden @ self.transposed * self.brief)[..., None, None].expand(-1, -1, 2, 2)
+        return nn.functional.conv2d(image, self.filters) + self.empty.sum()
 
 
 def rank_module(seed: int = 0) -> NormalisedNet:

@@ -12,9 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from awkward import Awkward
 from ranks import run_ranks
-from replicas import assert_equal_states
+from replicas import Awkward, assert_equal_states
 from torch import nn
 
 from gossip import GossipDataParallel

@@ -68,39 +68,35 @@ def test_meshes_that_are_not_the_modules_are_refused_in_one_line() -> None:
 ODD_RANK = 1
 
 
-def other_clipping() -> None:
-    mesh = make_mesh(2, 2)
+def other_clipping(mesh: DeviceMesh) -> None:
     wrap(sharded(mesh), mesh, clip_grad_norm=1.0 if dist.get_rank() == ODD_RANK else None)
 
 
-def unknown_topology() -> None:
-    mesh = make_mesh(2, 2)
+def unknown_topology(mesh: DeviceMesh) -> None:
     wrap(sharded(mesh), mesh, topology="moebius" if dist.get_rank() == ODD_RANK else "ring")
 
 
-def other_layers() -> None:
-    mesh = make_mesh(2, 2)
+def other_layers(mesh: DeviceMesh) -> None:
     module = nn.Linear(4, 6 if dist.get_rank() < 2 else 4)
     wrap(fully_shard(module, mesh=mesh["shard"]), mesh)
 
 
-def not_sharded() -> None:
-    mesh = make_mesh(2, 2)
+def not_sharded(mesh: DeviceMesh) -> None:
     module = sharded(mesh)
     wrap(nn.Linear(4, 4) if dist.get_rank() == ODD_RANK else module, mesh)
 
 
-def other_shards() -> None:
+def other_shards(mesh: DeviceMesh) -> None:
     shard = "none" if dist.get_rank() < 2 else "optimizer"
-    wrap(nn.Linear(2, 2), make_mesh(2, 2), shard=shard)
+    wrap(nn.Linear(2, 2), mesh, shard=shard)
 
 
-def other_rates() -> None:
+def other_rates(mesh: DeviceMesh) -> None:
     rate = 0.1 + 0.1 * (dist.get_rank() == ODD_RANK)
-    wrap(nn.Linear(2, 2), make_mesh(2, 2), shard="none", optimizer=partial(torch.optim.SGD, lr=rate))
+    wrap(nn.Linear(2, 2), mesh, shard="none", optimizer=partial(torch.optim.SGD, lr=rate))
 
 
-UNEQUAL: dict[Callable[[], None], str] = {
+UNEQUAL: dict[Callable[[DeviceMesh], None], str] = {
     other_clipping: "clip_grad_norm is none on rank 0, but 1 ",
     unknown_topology: "unknown topology 'moebius'",
     other_layers: "[2, 4]",
@@ -110,14 +106,14 @@ UNEQUAL: dict[Callable[[], None], str] = {
 }
 
 
-def error_of(make: Callable[[], None]) -> str:
+def error_of(make: Callable[[DeviceMesh], None]) -> str:
     with pytest.raises((ValueError, ManifestError, ExchangeError)) as caught:
-        make()
+        make(make_mesh(2, 2))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("make", UNEQUAL)
-def test_ranks_that_are_built_unequally_all_get_an_error(make: Callable[[], None]) -> None:
+def test_ranks_that_are_built_unequally_all_get_an_error(make: Callable[[DeviceMesh], None]) -> None:
     """Those of other groups, and of the same group, too; within the time-out."""
     texts = run_ranks(error_of, make, world_size=4)
     assert UNEQUAL[make] in texts[ODD_RANK]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from awkward import Awkward
 from covering import covering
+from replicas import Awkward
 from separate import ADAM, SGD, Separate, assert_same, batch, make_module, make_workers, train, trained_alike
 from torch import nn
 
