@@ -1,4 +1,4 @@
-"""What the wrapper costs against plain PyTorch: the time of a step at world size 1; and ``max_difference=``.
+"""What the wrapper costs against plain PyTorch: the time of a step at world size 1.
 
     python scripts/overhead.py --steps 60 --optimizer adamw
     python scripts/overhead.py outputs/overhead --models small_tensors --modes fused
@@ -7,9 +7,6 @@
 Time: two replicas of one model make the same steps in one thread of one process, one plain (forward, backward,
 ``optimizer.step()``, ``zero_grad()``) and one wrapped, in turns, the first of a pair being the second of the next. The
 table shows the median and the quartiles of the ratio within a pair; the row ``control`` is plain against plain.
-
-The cost of ``max_difference``: four ranks on a ring, each with one model without and one with it, in turns likewise,
-where every step waits for its messages; the row ``None`` is without against without.
 """
 
 import sys

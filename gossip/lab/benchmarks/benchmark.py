@@ -18,7 +18,6 @@ from pydantic import (
     model_validator,
 )
 
-from gossip.errors import LaunchError
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.networks import Link
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS
@@ -141,10 +140,6 @@ class Benchmark(ABC, Generic[S, R]):
     def progress(self, case: S, number: int, record: Record) -> str | None:  # noqa: ARG002
         """Return a line about the record of rank 0 with this number, counted from 0; None says nothing."""
         return None
-
-    def instead(self, case: S, error: LaunchError) -> Records:  # noqa: ARG002
-        """Return the records of a case of which a worker has failed, if there are any to show; else raise the error."""
-        raise error
 
     @abstractmethod
     def result(self, case: S, records: Records) -> R:

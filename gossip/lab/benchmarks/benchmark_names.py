@@ -11,7 +11,6 @@ from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.step_time import StepTime
 from gossip.lab.benchmarks.time_to_loss import TimeToLoss
-from gossip.lab.benchmarks.topology_scale import TopologyScale
 from gossip.lab.faults.chaos import Chaos
 from gossip.lab.probe.probe import Probe
 
@@ -22,7 +21,6 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "overlap": Overlap,
     "large_model": LargeModel,
     "compression_speed": CompressionSpeed,
-    "topology_scale": TopologyScale,
     "probe": Probe,
     "chaos": Chaos,
 }

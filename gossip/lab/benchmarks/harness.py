@@ -17,8 +17,7 @@ from pydantic import BaseModel, SerializeAsAny
 
 from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
-from gossip.errors import LaunchError
-from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, Records, S
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.networks import Link
@@ -69,7 +68,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     LabUnavailable
         The lab cannot be created on this machine, and the benchmark does not do without.
     LaunchError
-        A worker failed, and the benchmark has nothing to show instead.
+        A worker failed.
     """
     benchmark, placement = BENCHMARKS[name](), find_placement()
     if placement is not None and placement.rendezvous is not None:
@@ -88,10 +87,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
         lab = None if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
-            try:
-                records: Records = run_workers(name, case, lab, folder / case_name)
-            except LaunchError as error:
-                records = benchmark.instead(case, error)
+            records = run_workers(name, case, lab, folder / case_name)
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))

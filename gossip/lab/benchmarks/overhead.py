@@ -1,13 +1,13 @@
-"""What the wrapper costs against plain PyTorch: the time of a step, and ``max_difference``."""
+"""What the wrapper costs against plain PyTorch: the time of a step."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -72,7 +72,7 @@ MODELS = {"transformer": transformer, "small_tensors": small_tensors, "transform
 
 
 class OverheadSettings(BenchmarkSettings):
-    """The settings of a run; with ``differences``, a second case has the cost of ``max_difference`` on a ring."""
+    """The settings of a run."""
 
     world_size: int = 1
     timeout_s: PositiveFloat = 300.0
@@ -82,13 +82,7 @@ class OverheadSettings(BenchmarkSettings):
         ("transformer", "small_tensors"), min_length=1, description=", ".join(MODELS)
     )
     modes: tuple[Annotated[str, OneOf(MODES)], ...] = Field(tuple(MODES), min_length=1, description="; ".join(MODES))
-    device: str = Field("cpu", description="where the time is measured; max_difference only on the cpu")
-    differences: bool = Field(False, description="measure what max_difference costs, too")
-
-    def cases(self) -> Iterator[tuple[str, Self]]:
-        yield "time", self
-        if self.differences and torch.device(self.device).type == "cpu":
-            yield "differences", self.model_copy(update={"world_size": 4})
+    device: str = Field("cpu", description="where the time is measured")
 
 
 class Overhead(RowsBenchmark[OverheadSettings]):
@@ -100,17 +94,14 @@ class Overhead(RowsBenchmark[OverheadSettings]):
     def work(self, case: OverheadSettings, place: Place, write: Write) -> None:  # noqa: ARG002
         """Write the ratio of paired steps and the milliseconds for every model and mode."""
         make = partial(Training, optimize=OPTIMIZERS[case.optimizer], device=torch.device(case.device))
-        pairs: dict[str, tuple[Mode, Mode]] = {mode: MODES[mode] for mode in case.modes}
-        if case.world_size > 1:
-            ways = {each: Mode({"topology": "ring", "max_difference": each}) for each in (None, "warn", "clip")}
-            pairs = {f"max_difference={each}": (ways[None], way) for each, way in ways.items()}
-        for model, (mode, (plain, other)) in itertools.product(case.models, pairs.items()):
+        for model, mode in itertools.product(case.models, case.modes):
+            plain, other = MODES[mode]
             found = measure_pairs(make(model, plain), make(model, other), num_steps=case.steps)
             write({"model": model, "mode": mode, **found})
 
     def facts(self, settings: OverheadSettings) -> list[str]:
         pairs = f"{settings.optimizer}, {settings.steps} pairs of steps on {settings.device}"
-        return [f"{pairs}; plain PyTorch, or without `max_difference`. `control` is plain against plain."]
+        return [f"{pairs}. `control` is plain against plain."]
 
 
 class Training:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch import nn
 
-from gossip.lab.benchmarks import stragglers
 from gossip.lab.benchmarks.bench_methods import (
     WITHOUT_DECENT_DP,
     Method,
@@ -30,19 +30,26 @@ from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.lab.probe.link_probe import measure_links
 
 _MESSAGE_BYTES = 4_000_000  # with which the goodput is measured
+_MEAN_DELAY_S = 0.05
+STRAGGLERS = {
+    "none": "no delays",
+    "exponential": "exponentially distributed delays with a mean of 50 ms on every rank and step",
+    "one_slow": "rank 0 takes twice the time of its computation",
+    "half_speed": "50 ms on every rank and step, but 100 ms on rank 0, as if devices computed meanwhile",
+}
 
 
 class StepTimeSettings(ComparisonSettings):
     """The settings of a benchmark of steps; each link has a table of its own.
 
     ``model`` is a key of :data:`gossip.lab.benchmarks.workloads.WORKLOADS`, ``straggler`` of
-    :data:`gossip.lab.benchmarks.stragglers.KINDS`. The numbers of steps are those of every method and repetition; the
+    :data:`STRAGGLERS`. The numbers of steps are those of every method and repetition; the
     seed is that of the initial values, the batches and the delays.
     """
 
     links: Links = Field(alias="rate")
     model: Annotated[str, OneOf(WORKLOADS)]
-    straggler: Annotated[str, OneOf(stragglers.KINDS)]
+    straggler: Annotated[str, OneOf(STRAGGLERS)]
     repetitions: int = Field(ge=1)
     warmup_steps: int = Field(ge=2)
     steps: int = Field(ge=1)
@@ -113,6 +120,20 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         return [part for result in results for part in section(result)]
 
 
+def straggler_delay_s(kind: str, place: Sequence[int], compute_s: float) -> float:
+    """Return how long a rank sleeps before a step, in seconds, by a key of :data:`STRAGGLERS`; alike for all methods.
+
+    The place is (seed, repetition, rank, step), which determines a random delay, and ``compute_s`` the time of a step
+    without communication.
+    """
+    is_slow = place[2] == 0
+    if kind == "exponential":
+        return float(np.random.default_rng(place).exponential(_MEAN_DELAY_S))
+    if kind == "half_speed":
+        return _MEAN_DELAY_S * (2 if is_slow else 1)
+    return compute_s if kind == "one_slow" and is_slow else 0.0
+
+
 class Measurement:
     """A measurement of methods one after another, from the same initial values and batches. Collective."""
 
@@ -142,14 +163,7 @@ class Measurement:
         before, start_s = InterfaceBytes.read(place.interface), time.monotonic()
         step_s: list[float] = []
         for step in range(case.steps):
-            delay_s = stragglers.delay_s(
-                case.straggler,
-                seed=case.seed,
-                repetition=repetition,
-                rank=place.rank,
-                step=step,
-                compute_s=self._compute_s,
-            )
+            delay_s = straggler_delay_s(case.straggler, [case.seed, repetition, place.rank, step], self._compute_s)
             step_start_s = time.perf_counter()
             time.sleep(delay_s)
             running.step(self._batch(case.warmup_steps + step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.time_to_loss_prediction import step_time_s
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -112,14 +111,12 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         methods = [*case.methods, *chosen]
         curves = [Curve.model_validate(record) for record in trained]
         probe = TypeAdapter(Measured).validate_python(probed["probe"])
-        usual = replace(probe.workload, stragglers=())
-        steps_s = {method.label: step_time_s(method, probe.cluster, usual) for method in methods}
         ends = [curve.points[-1] for curve in curves if curve.method == methods[0].label]
         return LossResult(
             task=case.tasks[0],
             link=case.link or case.network,
             curves=curves,
-            rows=rows_of(methods, curves, steps_s),
+            rows=rows_of(methods, curves),
             step_s=statistics.fmean(end.seconds / end.step for end in ends),
             compute_s=probe.workload.compute_s,
             probe=probe,

