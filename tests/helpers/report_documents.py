@@ -120,7 +120,6 @@ def document(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         },
         "environment": {"python": "3.11.7", "torch": "2.13.0", "gossip-training": "0.1.0"},
         "rows": rows,
-        "drawings": {},
         **changes,
     }
 

@@ -1,7 +1,18 @@
 "use strict";
+/** What report_page.py has packed: text compressed by gzip, as base64; a promise of the text. */
+async function unpack(packed) {
+  const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+/** Let the page count as loaded, and be printed, only after a promise: a frame that is being written delays that. */
+function loadAfter(promise) {
+  const frame = document.body.appendChild(Object.assign(document.createElement("iframe"), { hidden: true }));
+  frame.contentDocument.open();
+  promise.finally(() => (frame.contentDocument.close(), frame.remove()));
+}
 loadAfter((async () => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  const { title, config, curves, charts } = JSON.parse(await unpack(document.getElementById("chart-data").textContent));
+  const { config, curves, charts } = JSON.parse(await unpack(document.getElementById("chart-data").textContent));
   const entries = all(".legend button[data-name]");
   const toggleAll = document.getElementById("toggle-all");
   const rowsOf = (entry) => entry.closest("li").dataset.rows.split(" ").map(Number);
@@ -92,44 +103,6 @@ loadAfter((async () => {
     state.hidden = new Set(state.hidden.size > 0 ? [] : entries.map((entry) => entry.dataset.name));
     show();
   });
-
-  // A file has all panels that are shown as they are zoomed, the legend, and the values of the colours.
-  function coloured(spec) {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (text) => text.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
-    return JSON.parse(JSON.stringify(spec), (_, value) => (typeof value === "string" ? colour(value) : value));
-  }
-  function figureOf(chart) {
-    const spec = coloured(chart.spec);
-    const rows = shownRows();
-    const shown = chart.panels.filter((panel) => !panel.element.hidden);
-    const values = [...new Set(chart.ends.filter((end) => rows.includes(end.index)).map((end) => end.name))];
-    const legend = { title: null, orient: "bottom", columns: 3, symbolType: "stroke", values };
-    for (const encoding of [spec.encoding, ...spec.layer.map((layer) => layer.encoding)])
-      for (const channel of ["color", "strokeDash", "shape"]) if (encoding[channel]) encoding[channel].legend = legend;
-    for (const name of ["x", "y"]) spec.encoding[name].scale.domain = drawnOf(shown)[0].scale(name).domain();
-    // Without what is there for pointing and zooming.
-    const layers = spec.layer.filter((layer) => layer.params?.[0].name !== "nearest").map(({ params, ...layer }) => layer);
-    const concat = shown.map((panel) => ({
-      title: panel.title, width: 340, height: 240, encoding: spec.encoding, layer: layersOf(panel, layers),
-    }));
-    const shared = { color: "shared", shape: "shared", strokeDash: "shared" };
-    return {
-      config: coloured(config), title: { text: chart.title, subtitle: title }, params: parameters(), concat, columns: 3,
-      resolve: { scale: shared, legend: shared }, padding: 16,
-    };
-  }
-  async function save(chart, format) {
-    const { view, finalize } = await embed(document.createElement("div"), figureOf(chart));
-    const link = document.createElement("a");
-    link.href = await view.toImageURL(format, format === "png" ? 2 : 1);
-    link.download = `${title.replace(/[^\w.-]+/g, "_")}_${chart.identifier}.${format}`;
-    link.click();
-    finalize();
-  }
-  for (const chart of charts)
-    for (const button of all("[data-format]", chart.figure))
-      button.addEventListener("click", () => save(chart, button.dataset.format));
 
   const libraries = document.createElement("script");
   libraries.textContent = await unpack(document.getElementById("libraries").textContent);

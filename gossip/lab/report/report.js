@@ -1,23 +1,6 @@
 "use strict";
-/** What report_page.py has packed: text compressed by gzip, as base64; a promise of the text. */
-async function unpack(packed) {
-  const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-}
-/** Let the page count as loaded, and be printed, only after a promise: a frame that is being written delays that. */
-function loadAfter(promise) {
-  const frame = document.body.appendChild(Object.assign(document.createElement("iframe"), { hidden: true }));
-  frame.contentDocument.open();
-  promise.finally(() => (frame.contentDocument.close(), frame.remove()));
-}
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-
-  // Drawings: a file of its own for each.
-  const show = (picture, svg) => (picture.src = URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" })));
-  const pictures = all("img[data-packed]");
-  loadAfter(Promise.all(pictures.map(async (picture) => show(picture, await unpack(picture.dataset.packed)))));
-
   const table = document.getElementById("results-table");
   const bodies = all("tbody", table);
 

@@ -52,23 +52,20 @@ def _every(divided: Sequence[Panel]) -> list[Series]:
     return [series for panel in divided for series in panel.series]
 
 
-def chart_data(document: Document, divided: Sequence[Panel], drawn: Sequence[Drawn]) -> str:
+def chart_data(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> str:
     """Return the data of the charts as JSON, with each curve and each chart specification once."""
     # Baselines come last, so that they are drawn on top of the rows that are compared with them.
     every = sorted(_every(divided), key=lambda series: series.row.method != "gossip")
     data = {
-        "title": document.title,
         "config": CONFIG,
         "curves": make_curves(every),
         "charts": [
             {
                 "identifier": each.chart.identifier,
-                "title": each.chart.title,
                 "spec": make_spec(each.chart, divided, each.x, each.y),
                 "ends": make_ends(each.chart, every, each.x, each.y),
                 "panels": [
                     {
-                        "title": panel.title,
                         "description": f"{', '.join(filter(None, (each.chart.title, panel.title)))}: "
                         f"{each.chart.y_title} against {each.chart.x_title}. The table has the numbers at the end of "
                         "each line.",

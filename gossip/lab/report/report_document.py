@@ -164,7 +164,7 @@ class Metric(Part):
 
 
 class Document(Part):
-    """The results of a sweep, with one or more rows; ``drawings`` maps titles to SVG, and the cluster is described."""
+    """The results of a sweep, with one or more rows; the cluster is described."""
 
     title: str
     description: str | None = None
@@ -173,4 +173,3 @@ class Document(Part):
     cluster: dict[str, Any] = Field(default_factory=dict)
     environment: dict[str, str] = Field(default_factory=dict)
     rows: tuple[Row, ...]
-    drawings: dict[str, str] = Field(default_factory=dict)

@@ -20,7 +20,6 @@ from gossip.lab.report.verdict import verdict
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 _NOTHING = "–"  # noqa: RUF001
 _NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}(?:e[+-]?\d+)?")
 
 
 class Cell(NamedTuple):
@@ -55,9 +54,8 @@ def render_page(document: Document) -> str:
         drawn=drawn,
         num_panels=len(divided),
         legend=legend_of(divided, drawn),
-        chart_data=pack(chart_data(document, divided, drawn)) if drawn else "",
+        chart_data=pack(chart_data(divided, drawn)) if drawn else "",
         libraries=pack(";\n".join(_asset("vendored", name) for name in _LIBRARIES)) if drawn else "",
-        drawings={title: _packed_drawing(svg) for title, svg in document.drawings.items()},
         common=_common(document),
         cluster={
             name: f"{value:g}" if isinstance(value, float) else value
@@ -69,7 +67,7 @@ def render_page(document: Document) -> str:
 
 
 def pack(text: str) -> str:
-    """Compress a text to a third, as characters that are safe in an attribute or a script; report.js reverses it."""
+    """Compress a text to a third, as characters that are safe in a script; charts.js reverses it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")
 
 
@@ -128,14 +126,6 @@ def _facts(row: Row, settings: Sequence[Column]) -> Iterator[str]:
         elif text not in (None, "none"):
             assert text is not None
             yield text
-
-
-def _packed_drawing(svg: str) -> str:
-    """Return what report.js passes to an image as a file: its styles, ids and scripts affect nothing outside of it.
-
-    Its numbers have four digits, which makes it a third smaller.
-    """
-    return pack(_LONG_NUMBER.sub(lambda number: f"{float(number[0]):.4g}", svg))
 
 
 def _common(document: Document) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The result document of a sweep: rows, curves, common settings and drawings."""
+"""The result document of a sweep: rows, curves and common settings."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.experiment_build import make_topology
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
 from gossip.lab.report.report_document import Document, Metric, Setting
-from gossip.lab.sweeps.sweep_jobs import Job, topology_label
+from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweep_plan import Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 from gossip.lab.sweeps.sweep_rows import Result, make_rows, read_curve
 
-_MAX_DRAWN_WORLD_SIZE = 64
 _MOST_NAMED = 4
 
 
@@ -32,7 +30,6 @@ def make_document(plan: Plan, folder: Path) -> Document:
         cluster=_cluster(plan.jobs),
         environment=run_folder.versions(),
         rows=make_rows(_results(plan.jobs, folder), metric),
-        drawings=_drawings(plan.jobs),
     )
 
 
@@ -127,20 +124,3 @@ def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
         f"{described['bandwidth_gbps']:g} Gb/s and {described['latency_us']:g} us; a rank computes "
         f"{described['compute_us_per_sample']:g} us per sample, more or less {described['jitter']:.0%}",
     }
-
-
-def _drawings(jobs: Sequence[Job]) -> dict[str, str]:
-    """Draw the rounds of each topology at its smallest number of ranks; drawings of many ranks would be illegible."""
-    from topologies.drawing import draw_compact
-
-    smallest: dict[str, Job] = {}
-    for job in sorted(jobs, key=lambda job: job.setting.world_size):
-        if job.setting.topology is not None and job.setting.world_size <= _MAX_DRAWN_WORLD_SIZE:
-            smallest.setdefault(topology_label(job.config), job)
-    drawings = {}
-    for label, job in smallest.items():
-        topology = make_topology(job.config)
-        assert topology is not None
-        svg = draw_compact(topology)
-        drawings[f"{label}, {job.setting.world_size} ranks"] = svg[svg.index("<svg") :]
-    return drawings

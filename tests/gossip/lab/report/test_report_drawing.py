@@ -1,10 +1,9 @@
-"""What a reader does with the charts of a report, in a real browser: zoom, hover, legend, download, dark mode."""
+"""What a reader does with the charts of a report, in a real browser: zoom, hover, legend, dark mode."""
 
 import json
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import browser
 from browser import MARKS
@@ -31,7 +30,6 @@ DOCUMENTS = {
     "ordinary": document([row(label) for label in LABELS if label != "star"]),
 }
 NUM_NAMES = 12
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def ticks(page: browser.Browser, chart: str) -> list[list[str]]:
@@ -194,50 +192,6 @@ def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: 
     page.click("#toggle-all")
     page.wait_for(f"{lines.format('consensus')} === {before['consensus']}")
     assert page.evaluate(pressed) == []
-
-
-def downloaded(page: browser.Browser, folder: Path, selector: str, name: str) -> bytes:
-    """The file that a button leaves."""
-    page.call("Browser.setDownloadBehavior", of_page=False, behavior="allow", downloadPath=str(folder))
-    page.click(selector)
-    deadline = time.monotonic() + browser.ANSWER_TIMEOUT_S
-    while not (folder / name).exists():
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        page.evaluate("new Promise((go) => setTimeout(go, 20))")
-    return (folder / name).read_bytes()
-
-
-def test_a_saved_svg_is_what_is_shown_with_its_legend(
-    page: browser.Browser, pages: dict[str, Path], tmp_path: Path
-) -> None:
-    page.open_report(pages["comparison"])
-    page.click(".legend button[data-name=ring]")
-    page.evaluate(
-        "document.querySelector('select[data-setting=world_size]').value = '25';"
-        "document.getElementById('filters').dispatchEvent(new Event('input'))"
-    )
-    before = ticks(page, "bytes")
-    page.wheel(*centre(page, "#chart-bytes .panel:not([hidden]) .plot"), -300, ctrl=True)
-    zoomed = wait_for_other_ticks(page, "bytes", before)
-    page.wait_for("!document.querySelector(\"#chart-bytes [aria-label^='ring: ']\")")
-    svg = ElementTree.fromstring(
-        downloaded(page, tmp_path, "#chart-bytes [data-format=svg]", "topology_comparison_bytes.svg")
-    )
-    assert svg.tag == f"{SVG}svg"
-    texts = [text.text for text in svg.iter(f"{SVG}text") if text.text]
-    assert {"Accuracy against bytes", "topology_comparison", "25 ranks", "sent per rank, MiB"} <= {*texts}
-    assert not {"16 ranks", "ring"} & {*texts}
-    assert {*LABELS} - {"ring"} <= {*texts}
-    marks = [
-        each for each in svg.iter() if each.get("role") == "graphics-symbol" and ": 9" in each.get("aria-label", "")
-    ]
-    assert len(marks) == NUM_NAMES - 1
-    lines = [each for group in svg.iter(f"{SVG}g") if "mark-line" in group.get("class", "") for each in group]
-    assert len([line for line in lines if line.get("d", "").count("L") > 5]) == NUM_NAMES - 2  # one is a level
-    assert {text for text in zoomed[1] if "." in text} <= {*texts}
-    png = downloaded(page, tmp_path, "#chart-time [data-format=png]", "topology_comparison_time.png")
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    assert page.complaints == []
 
 
 def test_charts_have_the_colours_of_the_scheme_also_when_it_changes(

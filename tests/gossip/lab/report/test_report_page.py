@@ -14,10 +14,6 @@ pytestmark = browser.IS_DRIVEN
 #: The pixels between the margins of A4.
 PAPER_WIDTH = 702
 AWKWARD = "<img src=x onerror=\"document.title='broken'\">"
-DRAWING = (
-    "<svg xmlns='http://www.w3.org/2000/svg' width='300' height='200'>"
-    "<style>* { display: none }</style><script>broken()</script></svg>"
-)
 
 
 def compared(**changes: Any) -> list[dict[str, Any]]:
@@ -32,7 +28,7 @@ def compared(**changes: Any) -> list[dict[str, Any]]:
 
 
 DOCUMENTS = {
-    "comparison": comparison(drawings={"ring, 16 ranks": DRAWING, "torus, 16 ranks": DRAWING}),
+    "comparison": comparison(),
     "heterogeneity": heterogeneity(),
     "compared": document(
         [
@@ -68,7 +64,7 @@ LAYOUT = """(() => {
     const width = document.documentElement.scrollWidth;
     if (width > innerWidth) found.push(`the page is ${width} wide`);
     const groups = [...document.querySelectorAll(".plot")].map((plot) => [plot, [...plot.querySelectorAll("text")]]);
-    for (const [selector, inner] of [[".filters", "label, button"], [".legend", "li"], ["dl", "div"], ["main", "section > h2, section > p, .panel, .gallery, .scroller"]])
+    for (const [selector, inner] of [[".filters", "label, button"], [".legend", "li"], ["dl", "div"], ["main", "section > h2, section > p, .panel, .scroller"]])
         for (const container of document.querySelectorAll(selector)) groups.push([container, [...container.querySelectorAll(inner)]]);
     for (const [container, members] of groups) {
         const shown = members.filter(visible);
@@ -206,7 +202,7 @@ def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[s
         assert page.evaluate(outside) == []
         seen = "[...document.querySelectorAll('{}')].filter((element) => element.checkVisibility()).length"
         assert page.evaluate(seen.format("th, td")) > 50
-        assert page.evaluate(seen.format("#filters, .columns, .tools, .toggle")) == 0
+        assert page.evaluate(seen.format("#filters, .columns, .toggle")) == 0
     finally:
         page.call("Emulation.setEmulatedMedia", media="")
 
@@ -281,15 +277,10 @@ def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Pa
         assert len(stops) < 200
     assert {tag for tag, _ in stops} == {"INPUT", "SELECT", "BUTTON", "DIV", "SUMMARY"}
     assert {outline for _, outline in stops} == {"solid"}
-    # A name brings its line out and says where it ends; then come the tools of the charts.
+    # A name brings its line out and says where it ends.
     page.evaluate("document.querySelector('.legend li:nth-child(5) button').focus()")
     readouts = "[...document.querySelectorAll('#chart-bytes .readout')].map((readout) => readout.textContent)"
     assert all(text.startswith("ring: 9") and text.endswith(" MiB") for text in page.evaluate(readouts))
-    while not page.evaluate(f"{active}.matches('.tools button')"):
-        page.press("Tab")
-    assert page.evaluate(f"{active}.textContent") == "SVG"
-    assert page.evaluate(f"{active}.parentElement.getAttribute('aria-labelledby')") == "time-title"
-    assert page.evaluate("document.getElementById('time-title').textContent") == "Accuracy against predicted time"
 
 
 def test_page_unfolds_commands(page: browser.Browser, pages: dict[str, Path]) -> None:
@@ -307,10 +298,3 @@ def test_page_unfolds_commands(page: browser.Browser, pages: dict[str, Path]) ->
     page.evaluate(f'document.querySelector("{toggle}").click()')
     assert not page.evaluate(f'document.querySelector("{details}").checkVisibility()')
     assert page.complaints == []
-
-
-def test_page_shows_drawings_as_isolated_images(page: browser.Browser, pages: dict[str, Path]) -> None:
-    page.open(pages["comparison"])
-    page.wait_for("[...document.querySelectorAll('main img')].every((image) => image.complete && image.src)")
-    assert page.evaluate("[...document.querySelectorAll('main img')].map((image) => image.naturalWidth)") == [300, 300]
-    assert page.evaluate("document.querySelector('h1').checkVisibility()")
