@@ -23,8 +23,7 @@ from torch import nn
 
 from gossip import GossipDataParallel
 from gossip.communication.host.tcp_options import longest_pause_ms
-from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.network.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, Link
 
 TIMEOUT = timedelta(seconds=40)
 LONGEST_PAUSE_MS = longest_pause_ms(TIMEOUT, 15)

@@ -20,8 +20,7 @@ from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
-from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab
+from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, Link
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import find_placement, launch

@@ -18,7 +18,7 @@ from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
-from gossip.lab.benchmarks.network.networks import Link
+from gossip.lab.benchmarks.network.shaped_hosts import Link
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,

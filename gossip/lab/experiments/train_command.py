@@ -93,13 +93,15 @@ def _prepare_sweep() -> None:
     arguments = sys.argv[1:]
     if not any(argument.startswith("-") for argument in arguments):
         sys.argv.append("--multirun")
-    chosen = any(argument.startswith("hydra/launcher=") for argument in arguments)
-    if not chosen and importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
-        raise ConfigurationError(
-            "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; install "
-            "it in a clone of the repository, pip install '.[lab]', or set hydra/launcher=basic"
-        )
     sys.argv[1:1] = sweep_folder.option(arguments)
+    if not any(argument.startswith("hydra/launcher=") for argument in arguments):
+        if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+            raise ConfigurationError(
+                "the runs of a sweep are shared among the cores by hydra-joblib-launcher, which is not installed; "
+                "install it in a clone of the repository, pip install '.[lab]', or set hydra/launcher=basic"
+            )
+        # Joblib then says ten times how many runs have ended, and how much time is left.
+        sys.argv[1:1] = ["hydra.launcher.verbose=10", "hydra.launcher.pre_dispatch=all"]
 
 
 def report(error: BaseException, config_folder: Path, config_name: str) -> int:

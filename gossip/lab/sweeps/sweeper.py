@@ -13,15 +13,13 @@ from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.report import Document
-from gossip.lab.report.report_files import DOCUMENT_FILE, PAGE_FILE, write_report
-from gossip.lab.report.report_markdown import LEGEND, texts
+from gossip.lab.report.report_document import Document
+from gossip.lab.report.report_files import DOCUMENT_FILE, LEGEND, PAGE_FILE, texts, write_report
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweep_plan import Plan, make_plan, read_variants
-from gossip.lab.sweeps.sweep_progress import told
 from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 if TYPE_CHECKING:
@@ -84,17 +82,13 @@ class GridSweeper:
             raise SystemExit(1)
 
     def _run_missing(self, jobs: Sequence[Job], folder: Path) -> None:
+        """Launch the jobs that have not been completed."""
         waiting = [job for job in jobs if not job.is_finished(folder) and not job.problem]
         num_finished = len(jobs) - len(waiting)
         logger.info("{} runs, {} of them finished before; sweep folder: {}", len(jobs), num_finished, folder)
         for job in waiting:
             job.forget(folder)
-        with told([job.name for job in waiting], folder):
-            self._run(waiting, folder)
-
-    def _run(self, jobs: Sequence[Job], folder: Path) -> None:
-        """Launch the jobs; if a killed process takes joblib's other processes with it, run those jobs again."""
-        waiting = list(jobs)
+        # A killed process takes joblib's other processes with it, whose jobs then run again.
         while waiting:
             try:
                 self._launch(waiting)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,9 +22,10 @@ import torch.distributed as dist
 
 from gossip.lab.benchmarks.network.delayed_cables import DelayedCables, open_tap
 from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.networks import Link, store_at
 
 MAX_HOSTS = 200
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_MAX_DELAY_S = 1.0
 _NETWORK = "10.77.0"
 _BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
@@ -34,6 +38,50 @@ _BURST_S = 0.004  # the burst of an idle link, in seconds at its rate: one tick 
 _MIN_BURST_BYTES = 1 << 17  # two packets of 64 KiB
 _QUEUE_S = 0.05  # the queue of a link before it drops packets, in seconds at its rate, or a round trip if longer; but
 _MIN_QUEUE_BYTES = 1 << 20  # several of the 64 KiB packets that a veth delivers
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link by which every host of the lab is connected.
+
+    Attributes
+    ----------
+    bits_per_second : int
+        The rate in each direction.
+    delay_s : float
+        The one-way delay between two hosts, in addition to the transmission time.
+    """
+
+    bits_per_second: int
+    delay_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """Parse a rate in the notation of tc, optionally followed by a delay.
+
+        Raises
+        ------
+        ValueError
+            The text is not a rate with an optional delay, or a value is out of range.
+
+        Examples
+        --------
+        >>> Link.parse("1.5gbit"), Link.parse("50mbit+50ms")
+        (Link(bits_per_second=1500000000, delay_s=0.0), Link(bits_per_second=50000000, delay_s=0.05))
+        """
+        rate, plus, delay = text.partition("+")
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.strip().lower())
+        bits = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+        if bits < 1000:
+            raise ValueError(f"rate must be a number with kbit, mbit or gbit, such as 200mbit, got {text!r}")
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)ms", delay.strip())
+        delay_s = float(found[1]) / 1e3 if found else 0.0
+        if (plus and not found) or delay_s > _MAX_DELAY_S:
+            raise ValueError(
+                f"a link's delay must be a number with ms, at most {1e3 * _MAX_DELAY_S:g}, such as 50mbit+50ms, "
+                f"got {text!r}"
+            )
+        return cls(bits, delay_s)
 
 
 class LabUnavailable(Exception):
@@ -149,6 +197,15 @@ class Lab:
     def close(self) -> None:
         """Release the cables, and the namespaces, which end with the processes inside them."""
         self._resources.close()
+
+
+def store_at(address: str, timeout: timedelta) -> dist.TCPStore:
+    """Start a key-value store on a free port of this address only, in the network namespace of this thread."""
+    with socket.create_server((address, 0)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
 
 
 def what_is_missing() -> str | None:

@@ -12,7 +12,7 @@ from gossip import LaunchError
 from gossip.lab.benchmarks import bench_methods, harness
 from gossip.lab.benchmarks.bench_methods import expand
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
-from gossip.lab.benchmarks.network.networks import Link
+from gossip.lab.benchmarks.network.shaped_hosts import Link
 from gossip.lab.benchmarks.step_time import StepTimeSettings
 from gossip.lab.benchmarks.topology_scale import TopologyScaleSettings
 from gossip.lab.benchmarks.workloads import WORKLOADS

@@ -18,8 +18,7 @@ from running import Running, running
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable, Link
 
 PATIENCE_S = 20
 
@@ -124,8 +123,7 @@ import sys
 from pathlib import Path
 from benchmark_cases import step_time_case
 from gossip.lab.benchmarks.harness import run_workers
-from gossip.lab.benchmarks.network.networks import Link
-from gossip.lab.benchmarks.network.shaped_hosts import Lab
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, Link
 
 if __name__ == "__main__":
     lab = Lab(2, Link(200_000_000, float(sys.argv[1])))

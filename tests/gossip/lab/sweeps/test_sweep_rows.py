@@ -7,7 +7,7 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
-from gossip.lab.report import Metric, Value
+from gossip.lab.report.report_document import Metric, Value
 from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting
 from gossip.lab.sweeps.sweep_rows import Point, Result, make_rows, mean_curve, read_curve, steps_to_target
 

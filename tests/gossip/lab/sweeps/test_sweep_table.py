@@ -1,16 +1,12 @@
-"""The table over the runs of a sweep, and what is said while it runs."""
+"""The table over the runs of a sweep."""
 
 import csv
 import json
-import queue
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from gossip.lab.experiments.run_folder import SUMMARY_FILE
-from gossip.lab.sweeps import sweep_progress
 from gossip.lab.sweeps.run_table import finish_sweep
 
 COMPLETED = {
@@ -59,22 +55,3 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
 # ---------------------------------------------------------------------- while it runs
 
 
-TIMEOUT_S = 30
-
-
-def test_runs_that_have_ended_are_counted_until_all_have(tmp_path: Path) -> None:
-    said: queue.Queue[str] = queue.Queue()
-
-    def end(name: str) -> None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / SUMMARY_FILE).touch()
-
-    clock = mock.Mock(**{"monotonic.side_effect": [0.0, 300.0, 360.0]})
-    telling = sweep_progress.told(["a", "b", "c"], tmp_path, pause_s=0.001, say=said.put)
-    with mock.patch.object(sweep_progress, "time", clock), telling:
-        end("a")
-        assert said.get(timeout=TIMEOUT_S) == "1 of 3 runs have ended, about 10 min left"
-        end("b")
-        assert said.get(timeout=TIMEOUT_S) == "2 of 3 runs have ended, about 3 min left"
-        end("c")
-    assert said.empty(), "that all have ended is what the report says"
