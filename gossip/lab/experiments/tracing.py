@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from torch.profiler import profile
+from torch.profiler import ProfilerAction, profile
 
 from gossip.private_torch import profile_all_threads
 
 _FIRST_STEP, _NUM_STEPS = 5, 5  # the first steps allocate and warm up
 
 
-class Tracer:
-    """Profiles steps 5 to 9 of a run, or the last five of a shorter one, and writes a trace that Perfetto can open."""
+def tracer(path: Path, total_steps: int) -> profile:
+    """Return a profiler of steps 5 to 9 of a run, or the last five of a shorter one; call its ``step`` after each.
 
-    def __init__(self, path: Path, total_steps: int) -> None:
-        self._path = path
-        self._end = min(_FIRST_STEP + _NUM_STEPS, total_steps)
-        self._begin = max(0, self._end - _NUM_STEPS)
-        self._profiler: profile | None = None
+    It writes a trace that Perfetto can open after the last of them, or of an incomplete window when it is left.
+    """
+    end = min(_FIRST_STEP + _NUM_STEPS, total_steps)
 
-    @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Profile a step that lies in the window; write the trace after the last of them."""
-        if self._begin <= step < self._end and self._profiler is None:
-            self._profiler = profile(experimental_config=profile_all_threads())
-            self._profiler.start()
-        yield
-        if step >= self._end - 1:  # a rank that comes back to others has missed some
-            self.close()
+    def action(step: int) -> ProfilerAction:
+        if not end - _NUM_STEPS <= step < end:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
 
-    def close(self) -> None:
-        """Write the trace, also of an incomplete window, unless it has been written."""
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._path))
-            self._profiler = None
+    return profile(
+        schedule=action,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        experimental_config=profile_all_threads(),
+    )

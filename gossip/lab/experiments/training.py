@@ -8,13 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
+from torch.profiler import profile
 
 from gossip import export
 from gossip.checkpoints.exporting import write_module
@@ -26,7 +27,7 @@ from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
-from gossip.lab.experiments.tracing import Tracer
+from gossip.lab.experiments.tracing import tracer
 from gossip.lab.experiments.training_methods import GossipMethod, Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
 
@@ -67,7 +68,6 @@ def train_experiment(
             shards.left_out_per_epoch,
             len(experiment.data.train_targets),
         )
-    tracer = Tracer(folder / f"rank{rank}.trace.json", experiment.total_steps) if settings.profile else None
     saves = settings.checkpoint.every > 0
     with ExitStack() as stack:
         leaves = saves and experiment.wrapper_options.get("on_peer_loss") == "continue"
@@ -84,8 +84,9 @@ def train_experiment(
         elif settings.resume is not None:
             state.load()
         records = stack.enter_context(JsonlWriter(folder / f"{method.name}.jsonl", state.step))
-        if tracer is not None:
-            stack.callback(tracer.close)
+        profiler = None
+        if settings.profile:
+            profiler = stack.enter_context(tracer(folder / f"rank{rank}.trace.json", experiment.total_steps))
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
         last: dict[str, Any] = {}
         store = world.keys("stopping") if saves else None
@@ -112,7 +113,7 @@ def train_experiment(
                 saves=saves,
                 last_words=last_words,
             ) as stopping:
-                for last in _steps(experiment, method, tracer, state):
+                for last in _steps(experiment, method, profiler, state):
                     show(last)
                     if state.step == state.total_steps:  # its record is completed by the final evaluation
                         break
@@ -139,10 +140,11 @@ def train_experiment(
     return summary
 
 
-def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state: RunState) -> Iterator[dict[str, Any]]:
+def _steps(
+    experiment: Experiment, method: Method, profiler: profile | None, state: RunState
+) -> Iterator[dict[str, Any]]:
     """Make all remaining steps and yield the record of each; that of the last step lacks its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
-    first_step = state.step
     while state.step < state.total_steps:
         epoch = state.position // shards.steps_per_epoch
         if state.elastic_shards is not None:
@@ -151,15 +153,16 @@ def _steps(experiment: Experiment, method: Method, tracer: Tracer | None, state:
             samples = shards.batch(method.ranks, state.position)
         inputs, targets = data.train_inputs[samples], data.train_targets[samples]
         num_ranks = len(method.members)
-        with nullcontext() if tracer is None else tracer.step(state.step - first_step):
-            start = time.perf_counter()
-            with record_function("forward"):
-                logits = method.forward(inputs)
-                forward_s = time.perf_counter() - start
-                loss = cross_entropy(logits, targets)
-            with record_function("backward"):
-                costs = method.backward(loss)
-            step_time_s = time.perf_counter() - start
+        start = time.perf_counter()
+        with record_function("forward"):
+            logits = method.forward(inputs)
+            forward_s = time.perf_counter() - start
+            loss = cross_entropy(logits, targets)
+        with record_function("backward"):
+            costs = method.backward(loss)
+        step_time_s = time.perf_counter() - start
+        if profiler is not None:
+            profiler.step()
         record = {
             "step": state.step,
             "epoch": epoch,

@@ -10,7 +10,7 @@ from composing import composed
 from torch.autograd.profiler import record_function
 
 from gossip.lab.experiments.job import PRELOAD
-from gossip.lab.experiments.tracing import Tracer
+from gossip.lab.experiments.tracing import tracer
 from gossip.lab.experiments.training import train
 from gossip.launching.launcher import launch
 
@@ -51,19 +51,19 @@ def test_traces_have_ranges_of_steps_and_messages_in_other_threads(
 
 @pytest.mark.parametrize(("total_steps", "window"), [(3, range(3)), (7, range(2, 7)), (20, range(5, 10))])
 def test_tracing_clips_its_window_to_the_run(tmp_path: Path, total_steps: int, window: range) -> None:
-    tracer = Tracer(tmp_path / "rank0.trace.json", total_steps)
-    for step in range(total_steps):
-        with tracer.step(step), record_function(f"step {step}"):
-            torch.ones(1).add(1)
-    tracer.close()
+    with tracer(tmp_path / "rank0.trace.json", total_steps) as profiler:
+        for step in range(total_steps):
+            with record_function(f"step {step}"):
+                torch.ones(1).add(1)
+            profiler.step()
     names = {event["name"] for event in complete_events(tmp_path / "rank0.trace.json")}
     assert {name for name in names if name.startswith("step ")} == {f"step {step}" for step in window}
 
 
 def test_tracing_keeps_what_was_profiled_before_an_error(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "rank0.trace.json", 9)
-    for step in range(4, 6):
-        with tracer.step(step), record_function(f"step {step}"):
-            torch.ones(1).add(1)
-    tracer.close()
+    with tracer(tmp_path / "rank0.trace.json", 9) as profiler:
+        for step in range(6):
+            with record_function(f"step {step}"):
+                torch.ones(1).add(1)
+            profiler.step()
     assert named(complete_events(tmp_path / "rank0.trace.json"), "step 5")
