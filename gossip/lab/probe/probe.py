@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter
 from torch import nn
 
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
-from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.probe_advice import advise
 from gossip.lab.probe.probe_choice import DataKind
 from gossip.launching import DEFAULT_TIMEOUT
 
 NUM_LAYERS = 8
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-4),
-    "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
-}
 
 
 class ProbeSettings(BenchmarkSettings):
@@ -33,7 +28,6 @@ class ProbeSettings(BenchmarkSettings):
     world_size: int = Field(4, ge=1, description="workers on this machine; torchrun and srun say it")
     parameters_mb: PositiveFloat = Field(16.0, description="of the MLP, in 10^6 bytes of float32")
     batch_size: PositiveInt = Field(32, description="per rank")
-    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = Field("adamw", description=" or ".join(OPTIMIZERS))
     steps: int = Field(20, ge=2, description="that are measured")
     bucket_cap_mb: PositiveFloat = Field(25.0, description="of the wrapper, in MiB")
     message_mb: PositiveFloat = Field(8.0, description="of the messages for the bandwidth")
@@ -75,7 +69,7 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
         measured = measure(
             module,
             lambda _: module(inputs).square().mean(),
-            OPTIMIZERS[case.optimizer],
+            partial(torch.optim.AdamW, lr=1e-4),
             num_steps=case.steps,
             bucket_cap_mb=case.bucket_cap_mb,
             message_bytes=round(case.message_mb * 1e6),

@@ -1,4 +1,4 @@
-"""Advice on the choice between all-reduce and gossip for a measured cluster and workload, with the arithmetic."""
+"""Advice on the choice between all-reduce and gossip for a measured cluster and workload."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Advice:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*self._what_was_measured(), "", *self._table(), "", *self._arithmetic(), "", self.sentence])
+        return "\n".join([*self._what_was_measured(), "", *self._table(), "", *self._legend(), "", self.sentence])
 
     def _what_was_measured(self) -> list[str]:
         cluster, workload = self.measured.cluster, self.measured.workload
@@ -145,22 +145,18 @@ class Advice:
         header, ddp_s = titles.split("|"), self.all_reduce.run.step_time_s
         return aligned([header, *(_cells(row, ddp_s) for row in self.rows)], "<" + ">" * (len(header) - 1))
 
-    def _arithmetic(self) -> list[str]:
-        cluster, workload = self.measured.cluster, self.measured.workload
-        lines = [
+    def _legend(self) -> list[str]:
+        return [
             "step: simulated by gossip.simulate_time without jitter; messages hide beside computation where they fit.",
             "messages: of the model's size, through the busiest link per step; rounds to 1 %: until so much is left of "
             "the worst disagreement;",
             "time to 1 %: so many steps; rate: by which a disagreement shrinks per round in the long run. A short step "
             "is no convergence:",
-            f"recommended is the shortest step among those with at most {_most_rounds(cluster.world_size)} rounds to "
+            f"recommended is the shortest step among those with at most "
+            f"{_most_rounds(self.measured.cluster.world_size)} rounds to "
             f"1 % ({_MOST_ROUNDS_FACTOR} log2 n); of those equal within the jitter, {DEFAULT}, the default, or else "
             "the fewest rounds.",
         ]
-        for row in (self.all_reduce, self.best):
-            if row is not None:
-                lines.append(_arithmetic_of(row, cluster, workload))
-        return lines
 
 
 def advise(
@@ -230,27 +226,6 @@ def _cells(row: Predicted, ddp_s: float) -> tuple[str, ...]:
         "never" if row.rounds is None else str(row.rounds),
         "never" if row.rounds is None else seconds_text(row.rounds * run.step_time_s),
         f"{row.rate:.4f}",
-    )
-
-
-def _arithmetic_of(row: Predicted, cluster: Cluster, workload: Workload) -> str:
-    """Return a line with the time on the wire and the computation that can hide it."""
-    between, is_gossip = cluster.num_nodes > 1, row.topology is not None
-    gbps = cluster.bandwidth_gbps if between else cluster.local_bandwidth_gbps
-    wire_s = 8e-9 * row.messages * workload.model_bytes / gbps
-    on_wire = (
-        f"{row.messages:.3g} x {bytes_text(workload.model_bytes)} / {gbps:.3g} Gbit/s = {seconds_text(wire_s)} on the "
-        f"link of a {'node' if between else 'rank'}"
-    )
-    if is_gossip and cluster.shares_memory and not between:
-        on_wire = "read in memory, nothing is sent"
-    computing_s = workload.compute_s + (workload.mix_s if is_gossip else 0.0)
-    hidden_s, beside = (computing_s, "a whole step") if is_gossip else (workload.backward_s, "backward")
-    late = " (for late ranks too)" * bool(workload.stragglers)
-    return (
-        f"{row.title}: {on_wire}, beside {beside} of {seconds_text(hidden_s)}; computing {seconds_text(computing_s)}; "
-        f"simulated: {seconds_text(row.run.step_time_s)} per step, of which waiting{late} "
-        f"{seconds_text(row.run.exposed_wait_s)}."
     )
 
 

@@ -1,7 +1,6 @@
 """What a probe recommends on networks where the answer is known."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -75,7 +74,7 @@ def test_what_hardly_agrees_is_not_recommended_however_short_its_steps() -> None
     assert "no topology brings 8 ranks to agree soon enough" in alone.sentence
 
 
-def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
+def test_report_tells_of_slow_ranks_and_nodes() -> None:
     workload = Workload(0.03, 0.06, (25_000_000,) * 2, stragglers=(SlowRank(3, 2.5),))
     cluster = Cluster(2, 4, latency_us=50.0, bandwidth_gbps=1.0, shares_memory=True)
     text = str(advise(Measured(cluster, workload, is_regular=False), num_steps=5))
@@ -83,8 +82,6 @@ def test_report_tells_of_slow_ranks_nodes_and_the_arithmetic() -> None:
     assert "Between nodes: 50 us, 1 Gbit/s of a node each way." in text
     assert "gossip reads parameters in memory" in text
     assert "each rank counts as a node" in text
-    assert "ddp: 1.75 x 50 MB / 1 Gbit/s = 700 ms on the link of a node, beside backward of 60 ms" in text
-    assert re.search(r"; computing 90 ms; simulated: \S+ m?s per step, of which waiting \(for late ranks too\) ", text)
     assert f"at most {4 * math.ceil(math.log2(8))} rounds" in text
 
 
