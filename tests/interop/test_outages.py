@@ -23,7 +23,7 @@ from torch import nn
 
 from gossip import GossipDataParallel
 from gossip.communication.host.tcp_options import longest_pause_ms
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, Link
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 TIMEOUT = timedelta(seconds=40)
 LONGEST_PAUSE_MS = longest_pause_ms(TIMEOUT, 15)
@@ -91,7 +91,7 @@ def pauses_are_bounded() -> bool:
 
 def train_on_hosts(is_cut: bool, num_hosts: int, topology: str, reached: Path) -> list[str | None]:
     """What every rank ends with; None if it does not come to its end."""
-    network = Lab(num_hosts, Link(100_000_000))
+    network = Lab(num_hosts, 100_000_000)
     try:
         know_each_other(network, num_hosts)
         with ThreadPoolExecutor(1) as pool:

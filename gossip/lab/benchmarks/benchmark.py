@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
-from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Link
+from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, bits_per_second
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.validated_models import Model
 
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def _check_link(text: str) -> str:
-    Link.parse(text)
+    bits_per_second(text)
     return text
 
 
@@ -44,7 +44,7 @@ def _texts(value: Any) -> list[str]:
 Links = Annotated[
     tuple[Annotated[str, AfterValidator(_check_link)], ...], Field(min_length=1, strict=False), BeforeValidator(_texts)
 ]
-"""Links of the lab as texts for :meth:`.shaped_hosts.Link.parse`; one or a list of them."""
+"""Links of the lab as texts for :func:`.shaped_hosts.bits_per_second`; one or a list of them."""
 
 
 class BenchmarkSettings(Model):

@@ -20,7 +20,7 @@ from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
 from gossip.lab.benchmarks.network import namespaces
-from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, Link
+from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import find_placement, launch
@@ -84,7 +84,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     report = ""
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
-        lab = None if case.link is None else Lab(case.num_hosts, Link.parse(case.link))
+        lab = None if case.link is None else Lab(case.num_hosts, bits_per_second(case.link))
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
             records = run_workers(name, case, lab, folder / case_name)
         if placement is not None and placement.rank > 0:

@@ -18,7 +18,6 @@ from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
-from gossip.lab.benchmarks.network.shaped_hosts import Link
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -35,7 +34,7 @@ from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe import Measured, advise, measure
 
-_QUIET_S = 0.15
+_QUIET_S = 0.15  # without traffic on the wire, after which the clock may stop
 
 
 class TimeToLossSettings(ComparisonSettings):
@@ -61,11 +60,6 @@ class TimeToLossSettings(ComparisonSettings):
                 f"{self.methods[0].label}"
             )
         return self
-
-    @property
-    def quiet_s(self) -> float:
-        """The time without traffic on the wire after which the clock may stop; 0 means not to wait for silence."""
-        return 0.0 if self.link is None else _QUIET_S + 2 * Link.parse(self.link).delay_s
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         for name, case in super().cases():
@@ -179,7 +173,7 @@ class _Training:
         case, data = self._case, self._data
         module, batches = self._task.initial_module(data, seed), self._batches(seed)
         running = method.start(module, sgd(self._task.learning_rate), case.timeout_s)
-        clock = TrainingClock(self._place, case.quiet_s, case.timeout_s)
+        clock = TrainingClock(self._place, 0.0 if case.link is None else _QUIET_S, case.timeout_s)
         points: list[Point] = []
         while not points or not (is_done(points[-1]) or math.isnan(points[-1].loss)):
             clock.start()

@@ -1,20 +1,17 @@
 """What benchmarks are given and count: presets, rows, refusals, links, the network and memory."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from composing import composed
 
-from gossip import LaunchError
-from gossip.lab.benchmarks import bench_methods, harness
+from gossip.lab.benchmarks import bench_methods
 from gossip.lab.benchmarks.bench_methods import expand
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
-from gossip.lab.benchmarks.network.shaped_hosts import Link
+from gossip.lab.benchmarks.network.shaped_hosts import bits_per_second
 from gossip.lab.benchmarks.step_time import StepTimeSettings
-from gossip.lab.benchmarks.topology_scale import TopologyScaleSettings
 from gossip.lab.benchmarks.workloads import WORKLOADS
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 
@@ -101,35 +98,14 @@ def test_models_have_their_sizes_and_the_same_start_everywhere(name: str, megaby
     assert not own.equal(workload.held_out(0)[0][: len(own)])
 
 
-# ---------------------------------------------------------------------- rows of workers that are killed
-
-
-def test_a_worker_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_workers(name: str, case: TopologyScaleSettings, *_: object) -> list[list[dict[str, Any]]]:
-        if case.options is not None:
-            raise LaunchError("rank 0 failed: the process ended\nwith signal 9 (SIGKILL)", rank=0)
-        return [[{"family": name, "n": case.size}]]
-
-    monkeypatch.setattr(harness, "run_workers", run_workers)
-    settings = TopologyScaleSettings(world_size=4, families=("ring",), large_world_size=16)
-    (of_ring, of_large), report = harness.run("topology_scale", settings, tmp_path)
-    assert of_ring.rows[0]["failed"].endswith("the process ended with signal 9 (SIGKILL)")
-    assert of_large.rows[0]["n"] == 16
-    assert "| family | n | options | failed |" in report
-
-
 # ---------------------------------------------------------------------- links, and what is counted
 
 
-def test_links_have_a_rate_and_perhaps_a_delay() -> None:
-    assert [Link.parse(text) for text in ("200mbit", "64kbit")] == [Link(200_000_000), Link(64_000)]
-    assert Link.parse("1.5gbit+50ms") == Link(1_500_000_000, 0.05)
-    for text in ("50mbit+", "50mbit+50", "50mbit+5000ms"):
-        with pytest.raises(ValueError, match="a link's delay must be a number with ms, at most 1000"):
-            Link.parse(text)
+def test_links_have_a_rate() -> None:
+    assert [bits_per_second(text) for text in ("200mbit", "64kbit", "1.5gbit")] == [200_000_000, 64_000, 1_500_000_000]
     for text in ("200", "0mbit", "fast"):
         with pytest.raises(ValueError, match="rate must be a number with kbit, mbit or gbit, such as 200mbit, got"):
-            Link.parse(text)
+            bits_per_second(text)
 
 
 def test_counters_interface_that_is_not_there() -> None:

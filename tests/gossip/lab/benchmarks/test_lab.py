@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from running import Running, running
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable, Link
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 
 PATIENCE_S = 20
 
@@ -46,7 +45,7 @@ def here() -> str:
 @pytest.mark.root
 def test_lab_shapes_every_link_both_ways_and_sets_the_congestion_control(two_hosts: Lab) -> None:
     for rate, said in ((1_000_000_000, "rate 1Gbit burst 500000b"), (50_000_000, "rate 50Mbit burst 128Kb")):
-        two_hosts.shape(Link(rate))
+        two_hosts.shape(rate)
         bridge, *hosts = map(queues, (two_hosts._bridge, *two_hosts._hosts))
         assert bridge.count("tbf") == bridge.count(said) == 2
         assert [host.count(said) for host in hosts] == [1, 1]
@@ -85,75 +84,40 @@ def test_lab_hosts_are_apart_and_count_their_own_bytes(two_hosts: Lab) -> None:
     assert len(payload) < received < 1.2 * len(payload)
 
 
-@pytest.fixture
-def far_hosts() -> Iterator[Lab]:
-    """Two, with 20 ms between them. Skips where there can be none."""
-    if missing := why_no_hosts():
-        pytest.skip(missing)
-    made = Lab(2, Link(50_000_000, 0.02))
-    yield made
-    made.close()
-
-
-@pytest.mark.root
-def test_far_hosts_have_cables_and_the_rate_and_lose_nothing(far_hosts: Lab) -> None:
-    with far_hosts.entered(0):
-        listener = socket.create_server((far_hosts.address(0), 0))
-    with far_hosts.entered(1), listener:
-        sender = socket.create_connection(listener.getsockname(), timeout=PATIENCE_S)
-        receiver = listener.accept()[0]
-    with sender, receiver:
-        receiver.settimeout(PATIENCE_S)
-        payload = os.urandom(1 << 20)
-        sending = threading.Thread(target=sender.sendall, args=(8 * payload,))
-        sending.start()
-        arrived = bytearray()
-        while len(arrived) < 8 * len(payload):
-            arrived += receiver.recv(1 << 16)
-        sending.join(PATIENCE_S)
-    assert arrived == 8 * payload
-    assert far_hosts._cables is not None
-    said = [line for each in (far_hosts._bridge, *far_hosts._hosts) for line in queues(each).splitlines()]
-    assert ["rate 50Mbit" in line for line in said if "qdisc tbf" in line] == [True] * 4
-    assert all("(dropped 0," in line for line in said if "dropped" in line)
-
-
 CONTROLLER = """
-import sys
 from pathlib import Path
 from benchmark_cases import step_time_case
 from gossip.lab.benchmarks.harness import run_workers
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, Link
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 if __name__ == "__main__":
-    lab = Lab(2, Link(200_000_000, float(sys.argv[1])))
-    print(lab._bridge.file, lab._cables.pid, flush=True)
+    lab = Lab(2, 200_000_000)
+    print(lab._bridge.file, flush=True)
     run_workers("step_time", step_time_case(network="lab", steps=100_000), lab, Path("records"))
 """
 
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[Running]:
-    """Has a lab with cables, and workers in it."""
+    """Has a lab, and workers in it."""
     if missing := why_no_hosts():
         pytest.skip(missing)
     script = tmp_path / "controller.py"
     script.write_text(CONTROLLER)
-    with running(tmp_path, "0.001", script=script) as started:
+    with running(tmp_path, script=script) as started:
         yield started
 
 
 @pytest.mark.root
 def test_lab_ends_with_its_controller(controller: Running) -> None:
     process = controller.process
-    file, *cables = controller.first_line().split()
+    file = controller.first_line().strip()
     records = Path(f"/proc/{process.pid}/cwd/records/rank0.jsonl")
     while not (records.exists() and records.read_bytes()):  # until the ranks are on their hosts, and measure
         assert process.poll() is None, controller.finished()
         time.sleep(0.05)
     hosts = namespaces_of(process.pid)
-    workers = [*hosts, *map(int, cables)]
-    assert len(workers) == 3
+    assert len(hosts) == 2
     assert len({*hosts.values(), here()}) == 3
     bridge = os.open(f"/proc/{process.pid}/fd/{file}", os.O_RDONLY)
     try:
@@ -161,7 +125,7 @@ def test_lab_ends_with_its_controller(controller: Running) -> None:
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
         # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
-        wait_until(lambda: not ports(bridge) and not any(map(is_alive, workers)))
+        wait_until(lambda: not ports(bridge) and not any(map(is_alive, hosts)))
     finally:
         os.close(bridge)
 

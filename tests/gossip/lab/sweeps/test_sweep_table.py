@@ -52,6 +52,5 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
     assert printed.splitlines()[-1] == f"3 runs: {tmp_path}/sweep.csv"
 
 
-# ---------------------------------------------------------------------- while it runs
 
 
