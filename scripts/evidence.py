@@ -220,7 +220,7 @@ def main() -> int:
                 Lab(2).close()
             failed += [] if measure(run, arguments.folder / name) else [name]
         except LabUnavailable as error:
-            failed.append(f"{name} (no lab: {error})")
+            failed.append(f"{name} ({error})")
     for line in update(ROOT, chosen, arguments.folder):
         print(f"left as it is: {line}")
     print(f"evidence: failed: {', '.join(failed)}" if failed else "evidence: done")

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,7 +45,6 @@ _DDP_HOOKS: Mapping[str, Callable[..., Any]] = {
 }
 _GIVEN = ("module", "model", "optimizer", "optim_fn")
 """The arguments of wrappers that are no options."""
-WITHOUT_DECENT_DP = "decent_dp is left out: it is not installed; in a clone of the repository: pip install '.[bench]'"
 
 
 class MethodSpecification(Model):
@@ -63,15 +63,18 @@ def _list(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
+def _arguments_of(wrapper: type) -> dict[str, tuple[str, ...] | None]:
+    return dict.fromkeys(name for name in inspect.signature(wrapper).parameters if name not in _GIVEN)
+
+
 class Method(ABC):
     """A training method for one replica that communicates with the other replicas; this class makes plain steps.
 
     The time-out is that of any wait for other ranks.
     """
 
-    wrapper: ClassVar[type | None] = None
-    """The class whose keyword arguments are options."""
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    options: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
+    """The names of the options, with the values of those that have a few."""
     _updates_in_backward: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, optimizer: Optimize, options: Options, timeout: timedelta) -> None:
@@ -107,23 +110,11 @@ class Method(ABC):
         """End communication; the module then holds this rank's replica."""
         del self.model
 
-    @classmethod
-    def allowed(cls) -> dict[str, tuple[str, ...] | None]:
-        """Return the names of the options, with the values of those that have a few."""
-        parameters = [] if cls.wrapper is None else inspect.signature(cls.wrapper).parameters
-        names = [name for name in parameters if name not in _GIVEN]
-        return {**dict.fromkeys(names), **cls.choices}
-
-    @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:  # noqa: ARG003
-        """Raise ValueError or TypeError if a value cannot be used; names and choices have been checked."""
-        return
-
 
 class Local(Method):
     """No exchange. With ``shard: fsdp`` the ranks of a host share a replica, which shows the cost of sharding alone."""
 
-    choices: ClassVar = {"shard": (_FSDP,)}
+    options: ClassVar = {"shard": (_FSDP,)}
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         if options.get("shard") == _FSDP:
@@ -135,8 +126,7 @@ class Local(Method):
 class AllReduce(Method):
     """torch's DistributedDataParallel with ``gradient_as_bucket_view``; option ``hook``: none, bf16 or fp16."""
 
-    wrapper = DistributedDataParallel
-    choices: ClassVar = {"hook": tuple(_DDP_HOOKS)}
+    options: ClassVar = _arguments_of(DistributedDataParallel) | {"hook": tuple(_DDP_HOOKS)}
 
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         hook = options.pop("hook", None)
@@ -198,20 +188,18 @@ class DecentDP(Method):
         super().close()
 
     @classmethod
-    def allowed(cls) -> dict[str, tuple[str, ...] | None]:
+    def own_options(cls) -> dict[str, tuple[str, ...] | None]:
         """Return the wrapper's arguments, and the library's own names of topologies."""
         from decent_dp.ddp import DecentralizedDataParallel
         from decent_dp.topo import TopologyReg
 
-        names = [name for name in inspect.signature(DecentralizedDataParallel).parameters if name not in _GIVEN]
-        return {**dict.fromkeys(names), "topology": tuple(TopologyReg.registry)}
+        return _arguments_of(DecentralizedDataParallel) | {"topology": tuple(TopologyReg.registry)}
 
 
 class Gossip(Method):
     """Training with :class:`gossip.GossipDataParallel`."""
 
-    wrapper = GossipDataParallel
-    choices: ClassVar = {"shard": (_WHOLE, "optimizer", _FSDP)}
+    options: ClassVar = _arguments_of(GossipDataParallel) | {"shard": (_WHOLE, "optimizer", _FSDP)}
     _updates_in_backward = True
     model: GossipDataParallel
 
@@ -229,13 +217,6 @@ class Gossip(Method):
     def close(self) -> None:
         """Wait for messages in flight, and discard them."""
         self.model.close()
-
-    @classmethod
-    def check(cls, options: Options, world_size: int, local_size: int) -> None:
-        """Build what the options name, and a wrapper with them."""
-        gossip_arguments(options, world_size, local_size)
-        arguments = gossip_arguments({key: value for key, value in options.items() if key != "shard"}, 1)
-        GossipDataParallel(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1), **arguments).close()
 
 
 METHODS: dict[str, type[Method]] = {
@@ -263,13 +244,11 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
         A mapping of names to options. The option ``method`` is a key of :data:`METHODS`, by default the name, and
         ``label`` lists the names of the rows, made of the options where it has another number; all other options are
         keyword arguments. If an option is a list, each of its values gets a row. The value "none" omits an option.
+        A method whose library is not installed is left out with a warning.
     world_size, local_size : int
         The number of all ranks, and the number of ranks on each host.
 
-    Raises
-    ------
-    ConfigurationError
-        There is no method, a method does not exist, or an option does not exist or cannot be used.
+    Raises a ConfigurationError if no method is left, or a method or option does not exist or cannot be used.
 
     Examples
     --------
@@ -286,6 +265,11 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
             raise ConfigurationError(f"methods.{name} must be a mapping of options, got {given!r}")
         options = dict(given or {})
         kind, labels = str(options.pop("method", name)), options.pop("label", None)
+        if kind == "decent_dp" and not decent_dp_is_installed():
+            logger.warning(
+                "{} is left out: it is not installed; in a clone of the repository: pip install '.[bench]'", kind
+            )
+            continue
         choices = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
         for key, choice in choices.items():
             if not choice:
@@ -299,6 +283,8 @@ def expand(methods: Any, world_size: int, local_size: int = 1) -> tuple[MethodSp
             is_named = isinstance(labels, list) and len(labels) == len(combinations)
             label = str(labels[number]) if is_named else " ".join([str(name), *filter(None, words)])
             rows.append(MethodSpecification(label=label, kind=kind, options=chosen))
+    if not rows:
+        raise ConfigurationError("no method of methods is installed; add another, such as ddp={}")
     return tuple(rows)
 
 
@@ -315,10 +301,7 @@ def _check(kind: str, options: Options, world_size: int, local_size: int) -> Non
     """Refuse invalid options of a method before any worker starts."""
     if kind not in METHODS:
         raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
-    if kind == "decent_dp" and not decent_dp_is_installed():
-        return
-    method = METHODS[kind]
-    allowed = method.allowed()
+    allowed = DecentDP.own_options() if kind == "decent_dp" else METHODS[kind].options
     for name, value in options.items():
         if name not in allowed:
             available = f" Available: {_list(allowed)}" if allowed else " It takes none."
@@ -326,22 +309,21 @@ def _check(kind: str, options: Options, world_size: int, local_size: int) -> Non
         if value not in (allowed[name] or (value,)):
             names = ", ".join(allowed[name] or ())
             raise ConfigurationError(f"{kind}: {name} must be none, {names}, got {value!r}")
-    try:
-        method.check(options, world_size, local_size)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{kind}: {error}") from error
+    if kind == "gossip":
+        try:
+            gossip_arguments(options, world_size, local_size)
+            arguments = gossip_arguments({key: value for key, value in options.items() if key != "shard"}, 1)
+            GossipDataParallel(nn.Linear(1, 1), sgd(0.1), **arguments).close()
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{kind}: {error}") from error
 
 
 def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> dict[str, Any]:
     """Build the wrapper's keyword arguments; topology, algorithm and compression are names, or ``name`` with options.
 
     The options of a topology include ``every``, the number of steps from one exchange to the next. With ``shard``,
-    the ranks of the topology are the hosts.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A name is not registered, or an option does not exist or has an invalid value.
+    the ranks of the topology are the hosts. Raises a TypeError or ValueError for a name that is not registered, and for
+    an option that does not exist or has an invalid value.
     """
     if "shard" in options:
         world_size //= local_size

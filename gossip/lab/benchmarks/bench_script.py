@@ -14,9 +14,7 @@ from loguru import logger
 
 from gossip import LaunchError
 from gossip.lab.benchmarks.benchmark import Benchmark
-from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
-from gossip.lab.benchmarks.harness import LEVELS, run
-from gossip.lab.benchmarks.network.shaped_hosts import LabUnavailable
+from gossip.lab.benchmarks.harness import BENCHMARKS, LEVELS, run
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement
 from topologies.command_lines import Parser
@@ -56,8 +54,8 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
             results, report = run(name, settings, folder)
         except ConfigurationError as error:
             parser.error(str(error))
-        except (LabUnavailable, LaunchError) as error:
-            print(f"no lab: {error}" if isinstance(error, LabUnavailable) else error, file=sys.stderr)
+        except LaunchError as error:
+            print(error, file=sys.stderr)
             return 1
     print(report, end="")
     return 0 if benchmark().is_sound(results) else 1

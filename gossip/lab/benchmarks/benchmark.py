@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 
 class Benchmark(ABC, Generic[S, R]):
-    """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.benchmark_names.BENCHMARKS`.
+    """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.harness.BENCHMARKS`.
 
     Attributes
     ----------
@@ -123,10 +123,6 @@ class Benchmark(ABC, Generic[S, R]):
     title: ClassVar[str] = ""
     explanation: ClassVar[str] = ""
     files: ClassVar[tuple[str, str]] = ("results.json", "report.md")
-
-    def available(self, settings: S) -> tuple[S, list[str]]:
-        """Return what can be measured here, and a note about each thing that is left out."""
-        return settings, []
 
     def launch_options(self, case: S) -> dict[str, Any]:  # noqa: ARG002
         """Return arguments of :func:`gossip.launch` besides the number of workers, of threads and the time-out."""
@@ -152,9 +148,9 @@ class Benchmark(ABC, Generic[S, R]):
     def sections(self, results: Sequence[R]) -> list[str]:
         """Return the paragraphs and tables of the report."""
 
-    def report(self, settings: S, results: Sequence[R], notes: Sequence[str]) -> str:
-        """Return the report as Markdown; the notes are about the machine and what is left out."""
-        facts = "\n".join(f"- {fact}" for fact in (*self.facts(settings), *notes))
+    def report(self, settings: S, results: Sequence[R], machine: str) -> str:
+        """Return the report as Markdown."""
+        facts = "\n".join(f"- {fact}" for fact in (*self.facts(settings), machine))
         parts = [f"# {self.title}", facts, *self.sections(results), self.explanation]
         return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -17,14 +17,32 @@ from pydantic import BaseModel, SerializeAsAny
 
 from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
-from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, S
-from gossip.lab.benchmarks.benchmark_names import BENCHMARKS
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, S
+from gossip.lab.benchmarks.compression_speed import CompressionSpeed
+from gossip.lab.benchmarks.large_model import LargeModel
 from gossip.lab.benchmarks.network import namespaces
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second
+from gossip.lab.benchmarks.overhead import Overhead
+from gossip.lab.benchmarks.overlap import Overlap
+from gossip.lab.benchmarks.step_time import StepTime
+from gossip.lab.benchmarks.time_to_loss import TimeToLoss
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.lab.faults.chaos import Chaos
+from gossip.lab.probe.probe import Probe
 from gossip.launching import find_placement, launch
 
+BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
+    "step_time": StepTime,
+    "time_to_loss": TimeToLoss,
+    "overhead": Overhead,
+    "overlap": Overlap,
+    "large_model": LargeModel,
+    "compression_speed": CompressionSpeed,
+    "probe": Probe,
+    "chaos": Chaos,
+}
+"""The benchmarks that there are, by their names."""
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
 """What of loguru's records is shown, by the module that says it."""
 _PRELOAD = ("gossip.lab.benchmarks.harness", "sklearn.datasets", "sklearn.model_selection")
@@ -35,39 +53,15 @@ class Document(BaseModel):
 
     settings: SerializeAsAny[BenchmarkSettings]
     network: str
-    notes: list[str]
     results: list[SerializeAsAny[BaseModel]]
 
 
 def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
-    """Run a benchmark; the results, the report, the figures and the workers' records are written to ``folder``.
+    """Run the benchmark of this name; results, report, figures and the workers' records are written to ``folder``.
 
     Results, report and figures are written anew after every case. Started as one of several ranks, by torchrun or
-    srun, this process is one worker.
-
-    Parameters
-    ----------
-    name : str
-        A key of :data:`gossip.lab.benchmarks.benchmark_names.BENCHMARKS`.
-    settings : BenchmarkSettings
-        The settings of that benchmark.
-    folder : Path
-
-    Returns
-    -------
-    list of BaseModel
-        The result of each case.
-    str
-        The report as Markdown; empty on a rank other than 0.
-
-    Raises
-    ------
-    ConfigurationError
-        No method is left to measure.
-    LabUnavailable
-        The lab cannot be created on this machine, and the benchmark does not do without.
-    LaunchError
-        A worker failed.
+    srun, this process is one worker. Returns the result of each case, and the report as Markdown, empty on a rank other
+    than 0. Raises LabUnavailable if the lab cannot be created on this machine, and LaunchError if a worker failed.
     """
     benchmark, placement = BENCHMARKS[name](), find_placement()
     if placement is not None and placement.rendezvous is not None:
@@ -77,9 +71,6 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         )
     if placement is not None:
         settings = settings.model_copy(update={"world_size": placement.world_size})
-    settings, notes = benchmark.available(settings)
-    for note in notes:
-        logger.warning(note)
     results: list[Any] = []
     report = ""
     for case_name, case in settings.cases():
@@ -90,9 +81,9 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
-        document = Document(settings=settings, network=case.network, notes=notes, results=results)
+        document = Document(settings=settings, network=case.network, results=results)
         (folder / benchmark.files[0]).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        report = benchmark.report(settings, results, [_machine(case), *notes])
+        report = benchmark.report(settings, results, _machine(case))
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
         benchmark.draw(settings, results, folder)
     return results, report

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import numpy as np
 import torch
@@ -14,19 +14,12 @@ import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch import nn
 
-from gossip.lab.benchmarks.bench_methods import (
-    WITHOUT_DECENT_DP,
-    Method,
-    MethodSpecification,
-    decent_dp_is_installed,
-    sgd,
-)
+from gossip.lab.benchmarks.bench_methods import Method, MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
 from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
-from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
+from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.link_probe import measure_links
 
 _MESSAGE_BYTES = 4_000_000  # with which the goodput is measured
@@ -69,23 +62,6 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
     title = "Benchmark"
     explanation = EXPLANATION
     files = ("bench.json", "bench.md")
-
-    def available(self, settings: StepTimeSettings) -> tuple[StepTimeSettings, list[str]]:
-        """Leave out methods whose library is not installed, and the lab where there is none."""
-        changes: dict[str, Any] = {}
-        notes = []
-        if not decent_dp_is_installed() and any(method.kind == "decent_dp" for method in settings.methods):
-            changes["methods"] = tuple(method for method in settings.methods if method.kind != "decent_dp")
-            notes.append(WITHOUT_DECENT_DP)
-            if not changes["methods"]:
-                raise ConfigurationError(WITHOUT_DECENT_DP)
-        if settings.network == "lab":
-            try:
-                Lab(settings.num_hosts).close()
-            except LabUnavailable as error:
-                changes["network"] = "loopback"
-                notes.append(f"no lab: {error}; the links are loopback, unshaped")
-        return settings.model_copy(update=changes), notes
 
     def work(self, case: StepTimeSettings, place: Place, write: Write) -> None:
         """Write the goodput of the links between hosts, and then a record of every method in every repetition."""

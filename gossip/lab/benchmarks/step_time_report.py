@@ -63,11 +63,6 @@ class Row(BaseModel):
         """The throughput, determined by the last rank."""
         return Spread.over([1 / whole_s for whole_s in self.whole_s_by_repetition])
 
-    @property
-    def compresses(self) -> bool:
-        """Whether it is all-reduce with a hook that compresses, which is no reference."""
-        return "hook" in self.options
-
 
 class Ratio(BaseModel):
     """The ratios of a method's step time and throughput to a reference's, over pairs of the same repetition."""
@@ -88,11 +83,6 @@ class StepTimeResult(BaseModel):
     goodput_bytes_per_s: float | None
     rows: list[Row]
     ratios: list[Ratio]
-
-    @property
-    def title(self) -> str:
-        """The rate as the heading of a section."""
-        return "Unshaped" if self.rate is None else f"Links of {self.rate}"
 
 
 def result_of(rate: str | None, methods: Sequence[MethodSpecification], records: Records) -> StepTimeResult:
@@ -145,7 +135,7 @@ def _row(method: MethodSpecification, repetitions: Records, compute_s: float | N
 
 def references_of(rows: Sequence[Row]) -> list[Row]:
     """Return the ddp, decent_dp and local row with the highest throughput, without those that compress."""
-    of_kinds = ([row for row in rows if row.kind == kind and not row.compresses] for kind in REFERENCES)
+    of_kinds = ([row for row in rows if row.kind == kind and "hook" not in row.options] for kind in REFERENCES)
     return [max(rows, key=lambda row: row.steps_per_s.median) for rows in of_kinds if rows]
 
 
@@ -192,7 +182,7 @@ def section(result: StepTimeResult) -> list[str]:
         cells.append([row.label, *(cell for pair in pairs for cell in pair)])
     titles = ["method", *(f"{what} to {label}" for label in references for what in ("step", "throughput"))]
     return [
-        f"## {result.title}",
+        "## Unshaped" if result.rate is None else f"## Links of {result.rate}",
         carried and f"{carried}, each way at once.",
         costs,
         table(titles, cells) if references else "",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LINES = 30.0
 _BAR_WIDTH = 20
-_SHOWN = ("loss", "accuracy", "averaged_test_accuracy", "consensus_distance")
 
 
 def configure_logging(rank: int) -> None:
@@ -39,8 +38,8 @@ def progress_bar(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Show a progress bar over the steps of a run within the block; where stderr is no terminal, log a line each 30 s.
 
-    Yields a function that takes the record of each step and shows the newest loss, accuracy and consensus distance: as
-    many of them as the terminal has room for beside the steps and the remaining time.
+    Yields a function that takes the record of each step and shows its loss beside the steps and the remaining time, for
+    which the bar makes room.
     """
     if not visible or not sys.stderr.isatty():
         yield _lines(total_steps) if visible else lambda _: None
@@ -51,21 +50,11 @@ def progress_bar(
 
     num_steps = MofNCompleteColumn(table_column=Column(no_wrap=True))
     remaining = TimeRemainingColumn(table_column=Column(no_wrap=True))
-    columns = (TextColumn("step"), num_steps, BarColumn(_BAR_WIDTH), remaining)
-    values: dict[str, float] = {}
-    console = Console(stderr=True)
-    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+    loss = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+    columns = (TextColumn("step"), num_steps, BarColumn(_BAR_WIDTH), remaining, loss)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total_steps, completed=first_step)
-        others = len(f"step {total_steps}/{total_steps} {'':{_BAR_WIDTH}} 00:00:00 ")
-
-        def update(record: Mapping[str, Any]) -> None:
-            values.update({key: record[key] for key in _SHOWN if key in record})
-            texts = [f"{key.replace('_', ' ')} {values[key]:.3g}" for key in _SHOWN if key in values]
-            while len("  ".join(texts)) > max(0, console.width - others):
-                texts.pop()
-            bar.update(task, advance=1, description="  ".join(texts))
-
-        yield update
+        yield lambda record: bar.update(task, advance=1, description=f"loss {record['loss']:.3g}")
 
 
 def _lines(total_steps: int) -> Callable[[Mapping[str, Any]], None]:

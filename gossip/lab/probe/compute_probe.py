@@ -42,16 +42,8 @@ class StepTimes:
 class PlainSteps:
     """Steps without communication, with the cost of mixing. Local.
 
-    Parameters
-    ----------
-    module : Module
-        The module to train. Its parameters become views of buckets, as under the wrapper.
-    loss : callable
-        A function ``(step) -> Tensor`` that runs the forward pass.
-    optimizer : callable
-        A function that makes an optimizer over a list of parameters.
-    bucket_cap_mb : float
-        The bucket size in MiB.
+    The parameters of the module become views of buckets of ``bucket_cap_mb`` MiB, as under the wrapper. ``loss``,
+    ``(step) -> Tensor``, runs the forward pass, and ``optimizer`` makes an optimizer over a list of parameters.
     """
 
     def __init__(

@@ -94,5 +94,5 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
     def sections(self, results: Sequence[ProbeResult]) -> list[str]:
         return [result.report for result in results]
 
-    def report(self, settings: ProbeSettings, results: Sequence[ProbeResult], notes: Sequence[str]) -> str:  # noqa: ARG002
+    def report(self, settings: ProbeSettings, results: Sequence[ProbeResult], machine: str) -> str:  # noqa: ARG002
         return "".join(self.sections(results))

@@ -168,14 +168,9 @@ def advise(
 ) -> Advice:
     """Predict the step times of all-reduce and of topologies, and choose among them. Local.
 
-    Parameters
-    ----------
-    data : str
-        "alike" or "different": whether all ranks draw from the same data.
-    topologies : iterable of str or Topology, optional
-        By default all registered ones that support the world size, without those that repeat another's exchanges.
-    num_steps : int
-        The number of steps of each simulated run.
+    The data are "alike" or "different": whether all ranks draw from the same. The topologies are by default all
+    registered ones that support the world size, without those that repeat another's exchanges, and each is simulated
+    for so many steps.
     """
     # Steps that are alike differ by what else the machine does: waiting for each other because of that is no barrier.
     cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)

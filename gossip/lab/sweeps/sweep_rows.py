@@ -1,7 +1,11 @@
-"""The rows of the result of a sweep: curves and values of runs that differ only in their seed, as mean and spread."""
+"""The rows of the result of a sweep: curves and values of runs that differ only in their seed, as mean and spread.
+
+Each run is compared with the all-reduce run of the same seed.
+"""
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.records import read_jsonl, record_files
-from gossip.lab.report.report_document import Curves, Metric, Row, Setting
+from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Metric, Row, Setting, Value
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
-from gossip.lab.sweeps.sweep_pairs import aggregate, differences
 
 Point = Mapping[str, Any]
 """A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
@@ -159,3 +162,48 @@ def _values(result: Result, metric: Metric) -> dict[str, float | None]:
         "predicted_time_to_target_s": None if reached is None else reached["step"] * result.step_time_s,
         "predicted_total_time_s": result.summary["steps"] * result.step_time_s,
     }
+
+
+def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], metric: str) -> dict[str, Value | None]:
+    """Compare a setting with the final model of all-reduce on the test split.
+
+    The pairs are the summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks
+    and data. The result has ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica
+    and, if the metric is accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where
+    all-reduce is more accurate. Each value has an interval, as of :func:`aggregate`.
+    """
+    compared = {"average_difference": "averaged_test_accuracy", "worst_difference": "local_test_accuracy_worst"}
+    compared = compared if metric == "accuracy" else {}
+    compared |= {"loss_ratio": "averaged_test_loss", "worst_loss_ratio": "local_test_loss_worst"}
+    return {
+        name: aggregate([_compared(key, run, other) for run, other in pairs], with_interval=True)
+        for name, key in compared.items()
+    }
+
+
+def aggregate(values: Sequence[float | None], *, with_interval: bool = False) -> Value | None:
+    """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
+
+    A mean over only those seeds that reached the target would make a bad setting look good. The 95 % confidence
+    interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for fewer than three values.
+    """
+    present = [value for value in values if value is not None]
+    if not present or len(present) < len(values):
+        return None
+    mean, count = statistics.fmean(present), len(present)
+    spread = statistics.stdev(present) if count > 1 else None
+    if not with_interval or count < FEWEST_SEEDS or spread is None:
+        return Value(mean=mean, spread=spread, count=count)
+    from scipy.stats import t
+
+    reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    return Value(mean=mean, spread=spread, count=count, interval=(mean - reach, mean + reach))
+
+
+def _compared(key: str, run: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
+    is_loss = "loss" in key
+    value: float | None = run[key]
+    other: float | None = reference["averaged_test_loss" if is_loss else "averaged_test_accuracy"]
+    if value is None or other is None or (is_loss and not other):
+        return None
+    return value / other if is_loss else 100 * (value - other)

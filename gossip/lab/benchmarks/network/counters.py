@@ -20,13 +20,7 @@ class InterfaceBytes:
 
     @classmethod
     def read(cls, interface: str) -> InterfaceBytes:
-        """Read the counters of an interface in this thread's network namespace.
-
-        Raises
-        ------
-        ValueError
-            There is no such interface.
-        """
+        """Read the counters of an interface in this thread's network namespace; a ValueError says that it has none."""
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
             name, colon, counts = line.partition(":")
             if colon and name.strip() == interface:

@@ -15,17 +15,9 @@ _CLONE_NEWNET = 0x40000000  # sched.h
 
 
 class Namespace:
-    """A new network namespace, held open by this process. Needs Linux and root.
+    """A new network namespace, held open by this process by the descriptor ``file``. Needs Linux and root.
 
-    Attributes
-    ----------
-    file : int
-        The descriptor that holds the namespace open.
-
-    Raises
-    ------
-    OSError
-        The kernel does not permit a new namespace.
+    An OSError says that the kernel does not permit one.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gossip.lab.benchmarks.network.namespaces import Namespace
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 MAX_HOSTS = 200
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -51,23 +52,15 @@ def bits_per_second(rate: str) -> int:
     return bits
 
 
-class LabUnavailable(Exception):
+class LabUnavailable(ConfigurationError):
     """The lab cannot be created on this machine or by this user; the text says why in one line."""
 
 
 class Lab:
     """Hosts on a bridge; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
-    Parameters
-    ----------
-    num_hosts : int
-    rate : int, optional
-        Of the link of every host, in bits per second each way; by default it is as fast as memory.
-
-    Raises
-    ------
-    LabUnavailable
-        The lab cannot be created here.
+    The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory.
+    Raises LabUnavailable if the lab cannot be created here.
     """
 
     interface = "eth0"
@@ -76,12 +69,12 @@ class Lab:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts must be from 1 to {MAX_HOSTS}, got {num_hosts}")
         if missing := what_is_missing():
-            raise LabUnavailable(missing)
+            raise LabUnavailable(f"no lab: {missing}")
         with contextlib.ExitStack() as stack:
             try:
                 namespaces = [stack.enter_context(contextlib.closing(Namespace())) for _ in range(1 + num_hosts)]
             except OSError as error:
-                raise LabUnavailable(f"network namespaces are not permitted here ({error.strerror})") from error
+                raise LabUnavailable(f"no lab: network namespaces are not permitted here ({error.strerror})") from error
             self._bridge, *self._hosts = namespaces
             to_bridge = f"address add {_BRIDGE_ADDRESS}/24 dev bridge"
             _batch(self._bridge, "ip", "link set lo up", "link add bridge type bridge", to_bridge, "link set bridge up")

@@ -28,7 +28,8 @@ def test_settings_main_has_every_kind() -> None:
     rows = settings().methods
     sharded = settings("bench/methods=sharded", "bench.local_size=2").methods
     large = settings("bench/methods=large").methods
-    assert {row.kind for row in (*rows, *sharded, *large)} == set(bench_methods.METHODS)
+    installed = set(bench_methods.METHODS) - ({"decent_dp"} if not bench_methods.decent_dp_is_installed() else set())
+    assert {row.kind for row in (*rows, *sharded, *large)} == installed
     for each in (rows, sharded, large):
         assert len({row.label for row in each}) == len(each)
 
@@ -43,6 +44,13 @@ def test_settings_lists_are_combined_and_none_is_left_out() -> None:
     assert [row.label for row in rows] == ["ddp 1 MiB", "ddp 1 MiB bf16", "ddp 25 MiB", "ddp 25 MiB bf16"]
     assert rows[0].options == {"bucket_cap_mb": 1, "static_graph": False}
     assert rows[1].options == {"bucket_cap_mb": 1, "hook": "bf16", "static_graph": False}
+
+
+def test_a_method_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_methods, "decent_dp_is_installed", lambda: False)
+    assert labels({"decent_dp": {}, "local": {}}) == ["local"]
+    with pytest.raises(ConfigurationError, match="no method of methods is installed"):
+        labels({"decent_dp": {}})
 
 
 def test_settings_names_and_topologies_with_options() -> None:
