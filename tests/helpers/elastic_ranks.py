@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 import topologies
 from gossip import GossipDataParallel
 from gossip.communication import training_store
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 from gossip.parameters.serializable_state import serialize, to_serializable
 
 RATE = 0.1

@@ -18,8 +18,7 @@ from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults import injection
-from gossip.lab.faults.fault import Fault
-from gossip.lab.faults.injection import MESSAGES, SENDING_PATIENCE
+from gossip.lab.faults.injection import MESSAGES, SENDING_PATIENCE, Fault
 from gossip.sharding.replica_group import ReplicaGroup
 
 

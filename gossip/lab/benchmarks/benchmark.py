@@ -109,14 +109,8 @@ class Place(NamedTuple):
 class Benchmark(ABC, Generic[S, R]):
     """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.harness.BENCHMARKS`.
 
-    Attributes
-    ----------
-    settings : type
-        The model of the configuration.
-    title, explanation : str
-        The heading of the report, and its last paragraph.
-    files : (str, str)
-        The names of the files with the results and the report.
+    ``settings`` is the model of the configuration; ``title`` and ``explanation`` are the heading of the report and its
+    last paragraph, ``files`` the names of the files with the results and the report.
     """
 
     settings: type[S]

@@ -24,19 +24,11 @@ same repetition; a step ratio below 1 and a throughput ratio above 1 mean faster
 class Row(BaseModel):
     """The measured cost of one method, in seconds and bytes.
 
-    Attributes
-    ----------
-    step_s : Spread
-        The time of single steps, over all ranks and repetitions.
-    step_s_by_repetition, whole_s_by_repetition : list of float
-        For each repetition, the median step time over steps and ranks, and the time from the last rank's start to the
-        last rank's end, divided by the number of steps.
-    compute_s : float or None
-        The median step time of the method "local" in the same run, if the run has it.
-    peak_memory_bytes : float
-        The highest peak of any rank above its process's previous memory; the median over the repetitions.
-    final_loss : float or None
-        None if it is not finite.
+    ``step_s`` is the time of single steps, over all ranks and repetitions. For each repetition there are the median
+    step time over steps and ranks, and the time from the last rank's start to the last rank's end, divided by the
+    number of steps. ``compute_s`` is the median step time of the method "local" in the same run, if the run has it, and
+    ``peak_memory_bytes`` the highest peak of any rank above its process's previous memory, the median over the
+    repetitions. A ``final_loss`` that is not finite is None.
     """
 
     label: str

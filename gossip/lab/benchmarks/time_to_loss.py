@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import torch
 import torch.distributed as dist
 from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 
@@ -18,6 +20,7 @@ from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
+from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -28,12 +31,14 @@ from gossip.lab.benchmarks.time_to_loss_report import (
     section,
     target_of,
 )
-from gossip.lab.benchmarks.training_clock import TrainingClock
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, loss_of
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe import Measured, advise, measure
 
+_POLL_S = 0.01
+_NOISE_BYTES = 2000  # traffic of an interface that does not belong to training, such as keep-alives
+_LEAD_S = 0.2  # time within which every rank has received the moment at which training begins
 _QUIET_S = 0.15  # without traffic on the wire, after which the clock may stop
 
 
@@ -136,6 +141,51 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
 def reaches_or_ends(target: float, limit_s: float, point: Point) -> bool:
     """Return whether a training has reached the target or used up its time."""
     return point.loss <= target or point.seconds >= limit_s
+
+
+class TrainingClock:
+    """A clock that starts on all ranks at the same moment and stops when all messages have arrived. Collective.
+
+    A message in flight during an evaluation is therefore not free: a method that overlaps communication with its next
+    step waits for the message here, until there has been no traffic on the interface for ``quiet_s`` (0: not at all),
+    at most ``timeout_s``. ``seconds`` and ``sent_bytes`` sum up the time from each start to the last rank's stop, and
+    the bytes sent, averaged over the ranks.
+    """
+
+    def __init__(self, place: Place, quiet_s: float, timeout_s: float) -> None:
+        self._place, self._quiet_s, self._timeout_s = place, quiet_s, timeout_s
+        self.seconds = self.sent_bytes = 0.0
+
+    def start(self) -> None:
+        """Agree on a starting moment, and wait for it."""
+        moment = torch.tensor([time.monotonic() + _LEAD_S + self._quiet_s], dtype=torch.float64)
+        dist.all_reduce(moment, dist.ReduceOp.MAX)
+        self._before = InterfaceBytes.read(self._place.interface)
+        self._began = float(moment)
+        time.sleep(max(0.0, self._began - time.monotonic()))
+
+    def stop(self) -> None:
+        """Wait for messages in flight, and add the seconds and bytes since the start."""
+        ended = torch.tensor([self._quiet_since()], dtype=torch.float64)
+        sent = InterfaceBytes.read(self._place.interface).since(self._before).sent / self._place.num_sharing
+        total = torch.tensor([sent], dtype=torch.float64)
+        dist.all_reduce(ended, dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        self.seconds += float(ended) - self._began
+        self.sent_bytes += float(total) / dist.get_world_size()
+
+    def _quiet_since(self) -> float:
+        began = changed = time.monotonic()
+        seen = self._num_bytes()
+        while (now := time.monotonic()) - changed < self._quiet_s and now - began < self._timeout_s:
+            time.sleep(_POLL_S)
+            if (num_bytes := self._num_bytes()) - seen > _NOISE_BYTES:
+                seen, changed = num_bytes, time.monotonic()
+        return changed
+
+    def _num_bytes(self) -> int:
+        counted = InterfaceBytes.read(self._place.interface)
+        return counted.received + counted.sent
 
 
 class _Training:

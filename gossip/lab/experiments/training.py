@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from loguru import logger
 from torch.autograd.profiler import record_function
-from torch.profiler import profile
+from torch.profiler import ProfilerAction, profile
 
 from gossip import export
 from gossip.checkpoints.exporting import write_module
@@ -27,11 +27,12 @@ from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
-from gossip.lab.experiments.tracing import tracer
 from gossip.lab.experiments.training_methods import GossipMethod, Method, make_method
 from gossip.lab.experiments.virtual_method import VirtualMethod
+from gossip.private_torch import profile_all_threads
 
 MODEL_FILE = "model.safetensors"
+_FIRST_PROFILED, _NUM_PROFILED = 5, 5  # the first steps allocate and warm up
 
 
 class _EndTogether(Exception):
@@ -191,6 +192,25 @@ def _steps(
                         record |= _evaluate_average(experiment, method).named("averaged_test")
                 record["evaluation_s"] = time.perf_counter() - start
         yield record
+
+
+def tracer(path: Path, total_steps: int) -> profile:
+    """Return a profiler of steps 5 to 9 of a run, or the last five of a shorter one; call its ``step`` after each.
+
+    It writes a Chrome trace, with the messages in all threads of gloo, after the last of them, or when it is left.
+    """
+    end = min(_FIRST_PROFILED + _NUM_PROFILED, total_steps)
+
+    def action(step: int) -> ProfilerAction:
+        if not end - _NUM_PROFILED <= step < end:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
+
+    return profile(
+        schedule=action,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        experimental_config=profile_all_threads(),
+    )
 
 
 def _finish(

@@ -17,18 +17,11 @@ _STEPS_LATE = 3  # a message that does not come is missed in the next step, and 
 
 
 class Aftermath(BaseModel):
-    """What followed the faults of one kind, in seconds.
+    """What followed the faults of one kind, of which there were ``count``, in seconds.
 
-    Attributes
-    ----------
-    count : int
-        The number of these faults.
-    step_s : Spread or None
-        The longest step of a rank of another shard group, of those from the fault on that can be late because of it.
-    without_s : Spread or None
-        Until the first step without the rank and its group, if no other fault of the group came before that.
-    back_s : Spread or None
-        Until the process, or the one that was started in its place, had then made a step as another rank.
+    ``step_s`` is the longest step of a rank of another shard group, of those from the fault on that can be late because
+    of it; ``without_s`` until the first step without the rank and its group, if no other fault of the group came before
+    that; ``back_s`` until the process, or the one that was started in its place, had then made a step as another rank.
     """
 
     count: int

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -21,11 +22,43 @@ from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, PeerConnection
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.pair_transport import PairTransport
-from gossip.lab.faults.fault import Fault
 
 SENDING_PATIENCE = timedelta(seconds=20)
+KINDS = ("kill", "freeze", "leave", "cut", "delay")
 MESSAGES = (Kind.MESSAGE, Kind.LENT, Kind.PAIR)
 _THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of one rank; see :func:`injected`.
+
+    Attributes
+    ----------
+    kind : str
+        One of :data:`KINDS`. "kill": SIGKILL. "freeze": SIGSTOP, and SIGCONT after ``duration_s`` unless that is None.
+        "leave": SIGTERM. "cut": for ``duration_s``, nothing is sent to ``peers`` and nothing is read from them.
+        "delay": for ``duration_s``, everything to be sent to ``peers`` is held back until that time has passed.
+    place : str
+        "sending": when the rank hands over a bucket's messages of a step, or has sent ``num_bytes`` of one.
+    step, bucket : int
+        The step and the bucket of the fault.
+    num_bytes : int or None
+        The number of bytes of the message's frame that are sent before the fault, always less than the whole frame;
+        None: the fault happens before the messages are handed over.
+    duration_s : float or None
+        The duration of a temporary fault.
+    peers : tuple of int
+        The member numbers of the affected peers; empty: all of them.
+    """
+
+    kind: str = "kill"
+    place: str = "sending"
+    step: int = 0
+    bucket: int = 0
+    num_bytes: int | None = None
+    duration_s: float | None = None
+    peers: tuple[int, ...] = ()
 
 
 @contextlib.contextmanager

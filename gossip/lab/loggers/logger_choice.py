@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from pydantic import ConfigDict, PositiveFloat
+from pydantic import PositiveFloat
 
 from gossip.lab.experiments.options import blaming, check_options
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
@@ -32,8 +32,6 @@ _KEEP_A_MODEL = ("wandb", "mlflow")
 
 class LoggingSettings(Model):
     """The settings common to all loggers of a run; ``configs/train.yaml`` explains each."""
-
-    model_config = ConfigDict(extra="ignore")  # of folders of earlier runs, which have more
 
     name: str | None = None
     group: str | None = None
@@ -60,11 +58,7 @@ def make_loggers(config: Mapping[str, Any]) -> dict[str, Callable[[], Logger]]:
     A logger that does not exist, whose library is not installed, or that refuses its options, is refused.
     """
     section = config.get("logger") or {}
-    return {
-        name: _maker(name, options)
-        for name, options in section.items()
-        if name != JSONL and options is not None  # configurations saved by earlier versions can contain None
-    }
+    return {name: _maker(name, options) for name, options in section.items() if name != JSONL and options is not None}
 
 
 def _maker(name: str, options: Mapping[str, Any]) -> Callable[[], Logger]:

@@ -23,7 +23,7 @@ from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError, launch
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

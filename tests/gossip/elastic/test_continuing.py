@@ -14,7 +14,7 @@ import unsupervised
 from elastic_ranks import Stay, assert_agree, assert_follow_the_recursion, dense, run, stay, targets
 
 from gossip import ExchangeError
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUM_STEPS = 25
 NUMEL = 64

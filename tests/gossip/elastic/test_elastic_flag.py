@@ -12,7 +12,7 @@ from elastic_ranks import NUM_MORE, flat, make_model, targets, train_until
 from fault_places import injected
 from tiers import rest_is_slow
 
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 16
 

@@ -30,7 +30,7 @@ from tiers import rest_is_slow
 
 import gossip
 from gossip import GossipError, LaunchError, ManifestError
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
 

@@ -25,7 +25,7 @@ from gossip.communication.host import available_memory
 from gossip.elastic import state_transfer
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.elastic.state_transfer import StateSource
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 from gossip.step import generation_change
 
 NUMEL = 64

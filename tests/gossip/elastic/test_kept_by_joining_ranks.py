@@ -25,7 +25,7 @@ from torch.optim import SGD
 
 from gossip import GossipError
 from gossip.elastic.state_transfer import StateSource
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 8
 MANY_STEPS = 200_000

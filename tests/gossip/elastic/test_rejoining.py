@@ -15,7 +15,7 @@ from fault_places import injected
 from tiers import rest_is_slow
 
 from gossip import ExchangeError
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
 TIMEOUT = timedelta(seconds=1)

@@ -18,7 +18,7 @@ from tiers import rest_is_slow
 from gossip import launch
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.transport import LateDifference
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUM_STEPS = 12
 

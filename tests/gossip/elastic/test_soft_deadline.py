@@ -18,7 +18,7 @@ import gossip
 import topologies
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.exchange.late_messages import MOST_LATE, LateMessages
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
 

@@ -22,7 +22,7 @@ from tiers import rest_is_slow
 
 import gossip
 import topologies
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUMEL = 8
 NUM_MORE = 16

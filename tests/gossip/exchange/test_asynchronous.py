@@ -20,7 +20,7 @@ import gossip
 from gossip import Asynchronous, Average
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
 from gossip.exchange.pair_averaging import PairAverager
-from gossip.lab.faults.fault import Fault
+from gossip.lab.faults.injection import Fault
 
 NUM_STEPS = 30
 RETURN_TIMEOUT = timedelta(seconds=2)

@@ -10,7 +10,7 @@ from lab_hosts import why_no_hosts
 from running import run_here
 
 from gossip import Cluster, Workload
-from gossip.lab.benchmarks import training_clock
+from gossip.lab.benchmarks import time_to_loss
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
@@ -167,13 +167,13 @@ class Wire:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     """Busy for two seconds; signs of life go on."""
     made = Wire(until=2.0)
-    monkeypatch.setattr(training_clock, "time", made)
-    monkeypatch.setattr(training_clock, "InterfaceBytes", made)
+    monkeypatch.setattr(time_to_loss, "time", made)
+    monkeypatch.setattr(time_to_loss, "InterfaceBytes", made)
     return made
 
 
 def test_clock_stops_when_what_was_under_way_has_arrived(wire: Wire) -> None:
-    clock = training_clock.TrainingClock(Place(0, "eth0", 1), quiet_s=0.5, timeout_s=60.0)
+    clock = time_to_loss.TrainingClock(Place(0, "eth0", 1), quiet_s=0.5, timeout_s=60.0)
     assert clock._quiet_since() == pytest.approx(2.0, abs=0.05)
     assert wire.now == pytest.approx(2.5, abs=0.05)
-    assert training_clock.TrainingClock(Place(0, "lo", 1), quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now
+    assert time_to_loss.TrainingClock(Place(0, "lo", 1), quiet_s=0.0, timeout_s=60.0)._quiet_since() == wire.now

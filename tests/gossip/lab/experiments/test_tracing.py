@@ -10,8 +10,7 @@ from composing import composed
 from torch.autograd.profiler import record_function
 
 from gossip.lab.experiments.job import PRELOAD
-from gossip.lab.experiments.tracing import tracer
-from gossip.lab.experiments.training import train
+from gossip.lab.experiments.training import tracer, train
 from gossip.launching.launcher import launch
 
 NUM_STEPS = 5
