@@ -50,7 +50,3 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert printed.splitlines()[0] == "job 9 failed: because"
     assert printed.splitlines()[-1] == f"3 runs: {tmp_path}/sweep.csv"
-
-
-
-
