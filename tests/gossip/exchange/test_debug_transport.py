@@ -1,4 +1,4 @@
-"""A rank that is out of step, and bytes that changed on the way, are found and named."""
+"""A rank that is out of step, and bytes that changed on the way, are found and named; training is as without."""
 
 import functools
 from collections.abc import Callable
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compressions import COMPRESSIONS, PER_MECHANISM
 from exchanging import start
 from ranks import run_ranks
+from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 
-from gossip import DebugTransport, Exchange, ExchangeError, Transport, World
+from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World
 from gossip.compression.conversation import Conversation
 from topologies import Round, Topology, build
 
@@ -136,3 +138,19 @@ def test_each_fault_is_named() -> None:
         assert text.startswith(f"rank {rank}: step 0, bucket 0: the message from rank 3 was corrupted in transit")
     assert gone_on[0].startswith("rank 0: step 0, bucket 0: timed out after 3 s")
     assert gone_on[0].endswith(f"; rank {AWAITED} was last seen in step 5, bucket 2")
+
+
+def train_over_both_transports(name: str) -> None:
+    row, found = COMPRESSIONS[name], []
+    topology = "one_peer_hypercube" if "one_peer_hypercube" in row.topologies else "ring"
+    options = {"compression": row.make(0), "bucket_cap_mb": TINY_BUCKETS}
+    for transport in ("distributed", "debug"):
+        with GossipDataParallel(rank_module(), SGD, topology, transport=transport, **options) as model:
+            train(model, range(8))
+            found.append(snapshot(model))
+    assert_equal_states(*found)
+
+
+@pytest.mark.parametrize("name", PER_MECHANISM)
+def test_compressed_training_is_the_same_under_debug(name: str) -> None:
+    run_ranks(train_over_both_transports, name, world_size=4)

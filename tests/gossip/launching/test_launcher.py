@@ -247,7 +247,6 @@ TORCHRUN_SCRIPT = """
 import os
 
 import torch.distributed as dist
-from lone_ranks import wait_until
 from gossip import launch
 
 def ranks():
@@ -292,7 +291,6 @@ def test_no_rank_of_torchrun_begins_before_all_have_opened_their_connections(mon
 WAITING_SCRIPT = """
 import os, threading
 import torch.distributed as dist
-from lone_ranks import wait_until
 from gossip import launch
 
 def wait():
