@@ -46,6 +46,7 @@ STARTERS = frozenset(
 """The modules by which tests start processes."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups after it
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts processes; and begin with what takes long, so that no worker is alone with it at the end."""
     for item in items:
