@@ -162,6 +162,7 @@ class Simulation:
         self.applied: list[Fault] = []
         self.trained: set[int] = set()  # processes that have begun
         self.asking: set[int] = set()  # processes that join
+        self.failed_early: set[int] = set()  # before any has made all its steps
         self._fault_in_construction = False
         self.store.on_write = self._written
         self.record.on_step = self._at_step
@@ -204,6 +205,8 @@ class Simulation:
         try:
             self._train(index, rank, connections)
         except (GossipError, ValueError, RuntimeError) as error:
+            if "ended" not in self.outcomes.values():
+                self.failed_early.add(index)
             self.outcomes[index], self.errors[index] = "error", error
             self.log.append(f"{self.scheduler.now:.3f} process {index}: {error}")
             if index in self.worlds:
@@ -400,6 +403,8 @@ class Simulation:
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}
         for index, error in self.errors.items():
             if index >= self.settings.num_ranks and index not in self.trained:
+                if applied.issubset(("join", "slow")) and index in self.failed_early:
+                    raise Violation(f"process {index} did not join, which no fault prevented: {error}") from error
                 continue  # it can be started again
             if 2 * len(touched) >= self.settings.num_groups:
                 continue  # it is this rank that most others have lost

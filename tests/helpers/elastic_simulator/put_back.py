@@ -146,6 +146,8 @@ FAULTS = (
     # ------------------------------------------------------------------ state transfer
     PutBack(_SOURCE + "asked_by", "if when in now", "if when not in now"),
     PutBack(_SOURCE + "begun", "is returning", "is not returning"),
+    PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass"),
+    PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()"),
     PutBack(_CHANGE + "_join", "engine.step = generation.first_step", "engine.step = generation.first_step - 1"),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass"),
     PutBack(_CHANGE + "_come_back", 'world.mesh.cut_all("this rank is about to rejoin")', "pass"),
