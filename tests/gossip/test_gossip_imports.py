@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from repository import GOSSIP, REPOSITORY
+from torch import nn
 
-from gossip import ExchangeError, StepStats
+from gossip import ExchangeError, GossipDataParallel, StepStats, launch
 
 FORBIDDEN = {"hydra", "omegaconf", "matplotlib", "sklearn", "safetensors", "rich"}
 FORBIDDEN |= {"mlflow", "tensorboard", "wandb"}
@@ -97,6 +100,16 @@ def test_renamed_attributes_are_found_by_their_old_names_with_a_warning() -> Non
         assert error.culprits == error.failed_ranks == (1,)
     with pytest.warns(DeprecationWarning, match="use generation"):
         assert StepStats(step=0, exposed_wait_s=0.0, bytes_sent=0, generation=3).epoch == 3
+
+
+def loaded_by_training() -> list[str]:
+    with GossipDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1), "ring") as model:
+        model(torch.ones(1, 2)).sum().backward()
+    return [name for name in sys.modules if "gossip.elastic" in name or name.endswith("generation_change")]
+
+
+def test_training_loads_nothing_of_what_continues_without_lost_ranks_by_default() -> None:
+    assert launch(loaded_by_training, world_size=2) == [[], []]
 
 
 # ---------------------------------------------------------------------- topologies

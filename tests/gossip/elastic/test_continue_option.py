@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import unsupervised
 from elastic_ranks import flat, make_model, targets
+from fault_places import injected
 from free_ports import free_port
 from ranks import run_ranks
 from torch import nn
@@ -129,20 +129,8 @@ def test_a_mixing_factor_that_was_set_stays() -> None:
     assert launch(gammas_around_a_death, world_size=3, on_peer_loss="continue") == [expected, None, expected]
 
 
-def loaded_by_default() -> list[str]:
-    with make() as model:
-        model(torch.ones(1, 2)).sum().backward()
-    return [name for name in sys.modules if "gossip.elastic" in name or name.endswith("generation_change")]
-
-
-def test_nothing_of_it_is_loaded_by_default() -> None:
-    assert launch(loaded_by_default, world_size=2) == [[], []]
-
-
 def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
     rank = dist.get_rank()
-    from fault_places import injected  # it loads what another test shows not to be loaded
-
     deaths = [Fault(place="together", step=4)] if rank == 2 else []
     model = make_model(16, {"topology": "ring"})
     for _ in range(4):
@@ -158,8 +146,6 @@ def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
 
 def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
     rank = dist.get_rank()
-    from fault_places import injected  # it loads what another test shows not to be loaded
-
     with injected([Fault("full disk", "saving")] if rank == 1 else []), make_model(16, {"topology": "ring"}) as model:
         for _ in range(3):
             model(targets(rank, 16)).backward()
