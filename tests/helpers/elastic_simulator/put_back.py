@@ -69,7 +69,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "_fail_stuck", "self.fail(", "raise (", True),
     PutBack(_CONSENSUS + "newest_that_begins", "leaving.isdisjoint(each.members)", "True", True),
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
-    PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True),
+    PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
     PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
     PutBack(
         _CHANGE + "begin",
@@ -115,10 +115,12 @@ FAULTS = (
         seeds=_OF_GROUPS,
     ),
     PutBack(_DETECTOR + "exchange", "turn is None and not in_group", "turn is None", is_common=True, seeds=_OF_GROUPS),
-    PutBack(_OPERATIONS + "collectively", "self.member not in generation.members", "False", True),
-    PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True),
+    PutBack(
+        _OPERATIONS + "collectively", "self.member not in generation.members", "False", True, seeds=range(3, 1160, 4)
+    ),
+    PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True, seeds=range(3, 1416, 4)),
     # ------------------------------------------------------------------ flags
-    PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True),
+    PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(627)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
     PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", seeds=range(3497)),
     PutBack(
