@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gossip.elastic.flag_votes import Position
@@ -60,7 +60,3 @@ class Generation:
         return Generation(
             number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
         )
-
-    def furthest(self, members: Collection[int]) -> Position:
-        """Return the position of the one of ``members`` that was furthest ahead at the time."""
-        return max(position for member, position in self.positions if member in members)

@@ -202,9 +202,8 @@ class Consensus(MembershipProtocol):
             if not self.have_passed(members):
                 where = f"step {step}: ending a collective operation"
                 self._wait_until(lambda: self._is_free() or self.have_passed(members), where)
-                latest = self._generations[-1]
-                if latest.number != generation.number and not (
-                    self.have_passed(members) or latest.furthest(members) > self.position
+                if self._generations[-1].number != generation.number and not (
+                    self.have_passed(members) or self.were_ahead(members, generation.number)
                 ):
                     return False
             if self._loaded_step is None:
@@ -227,6 +226,16 @@ class Consensus(MembershipProtocol):
         """Return whether one of ``members`` was beyond this rank's position when it closed its model."""
         farewells = self._mesh.farewells
         return any(farewells[member] > self.position for member in members if member in farewells)
+
+    def were_ahead(self, members: Collection[int], number: int) -> bool:
+        """Return whether one of ``members`` was beyond this rank's position in an agreement after that generation.
+
+        Not only in the latest one, in which a rank that has left since does not vote.
+        """
+        with self._changed:
+            later = (each for each in self._generations if each.number > number)
+            votes = (vote for each in later for vote in each.positions)
+            return any(member in members and position > self.position for member, position in votes)
 
     def give_up(self, reasons: Mapping[int, str]) -> None:
         self._fail_with_group(reasons)

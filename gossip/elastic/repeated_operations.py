@@ -86,8 +86,8 @@ class RepeatedOperations(FailureDetector):
         have_passed = partial(self.consensus.have_passed, self._taking_part)
         if have_passed():
             return True
-        generation = self.consensus.wait_for_generation_after(self._generation.number, unless=have_passed)
-        return have_passed() or generation.furthest(self._taking_part) > self.consensus.position
+        self.consensus.wait_for_generation_after(self._generation.number, unless=have_passed)
+        return have_passed() or self.consensus.were_ahead(self._taking_part, self._generation.number)
 
     def check_joint(self) -> None:
         if not self.is_alone:

@@ -321,6 +321,7 @@ class GenerationChange:
             return
         if self._world.consensus.ends_at is not None and generation.members == self.generation.members:
             self.generation = generation
+            self._agree()  # some may not have, in the generation before
             return
         members = self._world.holding_shard(generation.members)
         topology, algorithm = self._plan(len(members))

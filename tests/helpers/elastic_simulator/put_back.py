@@ -56,6 +56,7 @@ _LATE, _EDGE = "exchange.late_messages.LateMessages.", "exchange.edge_transport.
 _CHANGE = "step.generation_change.GenerationChange."
 _PROTOCOL = "elastic.membership_protocol.MembershipProtocol."
 _OF_GROUPS = range(3, 403, 4)
+_RARE = range(400000, 500000)
 
 FAULTS = (
     # ------------------------------------------------------------------ who trains
@@ -70,6 +71,8 @@ FAULTS = (
     PutBack(_CONSENSUS + "newest_that_begins", "leaving.isdisjoint(each.members)", "True", True),
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
+    PutBack(_CONSENSUS + "were_ahead", "each.number > number", "each is self._generations[-1]", True, seeds=_RARE),
+    PutBack(_CHANGE + "_follow", "self._agree()  # some", "pass  # some", True, seeds=_RARE),
     PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
     PutBack(
         _CHANGE + "begin",
