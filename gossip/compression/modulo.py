@@ -14,7 +14,7 @@ from gossip.compression.codec import BucketShape, Codec, Compression, generator
 from gossip.compression.compiled_passes import passes
 from gossip.compression.conversation import Arrival, Parts, Turn, Turns, chunks, receive_buffers
 from gossip.compression.eager_passes import in_blocks
-from gossip.compression.lattice import LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
+from gossip.compression.lattice import COARSEST, LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
 from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import (
     Edges,
@@ -136,7 +136,7 @@ class ModuloArithmetic:
 
     def second_levels(self, levels: torch.Tensor) -> torch.Tensor:
         """Return the second exchange's levels, given those that the first one would have needed."""
-        return torch.where(levels == RAW, levels, levels + LEVELS_PER_OCTAVE)
+        return torch.where(levels == RAW, levels, (levels + LEVELS_PER_OCTAVE).clamp_(max=COARSEST))
 
     def encode(
         self, values: torch.Tensor, levels: torch.Tensor, step: int, points: torch.Tensor, message: torch.Tensor
