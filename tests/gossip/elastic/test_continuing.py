@@ -6,6 +6,7 @@ import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import unsupervised
 from elastic_ranks import Stay, assert_agree, assert_follow_the_recursion, dense, run, stay, targets
 
 from gossip import ExchangeError
+from gossip.elastic.repeated_operations import RepeatedOperations
 from gossip.lab.faults.injection import Fault
 
 NUM_STEPS = 25
@@ -145,3 +147,20 @@ def test_what_lies_in_shared_memory_is_what_comes_over_sockets(options: dict[str
 
 def test_a_size_that_the_topology_cannot_serve_is_served_by_another() -> None:
     assert_agree(run(NUM_STEPS, ends={1: Fault(step=5)}, topology="hypercube", fallback_topology="star"))
+
+
+def test_a_sum_that_is_repeated_counts_every_rank_once() -> None:
+    """Here an attempt completes, but is not known to have: it is undone, and made again."""
+    world = mock.Mock(is_alone=False, is_joint=False, world_size=2, member=0, _members=(0, 1), _others=[1])
+    ten = torch.full((2,), 10.0)
+
+    def exchange(sent: Any, _: str, **__: Any) -> Any:
+        world.sent.append(sent[1].clone())
+        is_total = len(world.sent) % 2 == 0
+        return {1: (world.sent[-2] + ten if is_total else ten).view(torch.uint8)}
+
+    world.sent, world.exchange = [], exchange
+    world.collectively = lambda operation, undo: (operation(), undo(), operation())
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    RepeatedOperations.sum_(world, values, "adding up")
+    assert values.tolist() == [11.0, 12.0, 13.0, 14.0]

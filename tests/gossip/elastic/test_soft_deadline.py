@@ -151,6 +151,20 @@ def test_a_step_waits_as_long_as_messages_usually_take() -> None:
     assert late.ends_at(1, 100.0, [1]) is late.ends_at(0, 100.0, [1, 3]) is None
 
 
+def test_a_peer_that_is_always_late_is_waited_for() -> None:
+    world, clock = mock.Mock(), mock.Mock(return_value=10.0)
+    world.consensus.position = (0, 9, 0)
+    world.wait_until = lambda look, *_, **__: look()
+    late, own = LateMessages(world, "auto"), torch.ones(4)
+    with mock.patch("gossip.exchange.late_messages.time.monotonic", clock):
+        for step in range(8):
+            late.await_later(0, 1, Key(Kind.MESSAGE, step), 0.5, own, 7.0)
+            assert late.ends_at(0, 100.0, [1]) is None
+            world.mesh.take = lambda *_: torch.zeros(16, dtype=torch.uint8)
+            list(late.arrived(0, waits=True))
+    assert late.ends_at(0, 100.0, [1]) == 103.0
+
+
 def assert_mean_is_exact(courses: list[Course]) -> None:
     mean = torch.stack([course.values[-1] for course in courses]).mean(0)
     updates = torch.stack([course.total for course in courses]).mean(0)
