@@ -18,15 +18,6 @@ def test_every_pair_that_can_be_is_covered(table: list[tuple[int, ...]]) -> None
     assert chosen == covering(iter(table))
 
 
-@pytest.mark.parametrize("table", TABLES, ids=len)
-def test_what_meets_in_other_rows_need_not_meet_again(table: list[tuple[int, ...]]) -> None:
-    others = table[::3]
-    chosen = covering(table, besides=others)
-    assert {pair for row in chosen + others for pair in pairs_of(row)} == {p for row in table for p in pairs_of(row)}
-    assert len(chosen) <= len(covering(table))
-    assert covering(table, besides=table) == []
-
-
 @pytest.mark.parametrize(("sizes", "most"), [((5, 4, 4, 3), 25), ((7, 2, 2), 14), ((2,) * 10, 12)])
 def test_rows_are_few(sizes: tuple[int, ...], most: int) -> None:
     chosen = covering(itertools.product(*map(range, sizes)))

@@ -1,7 +1,5 @@
 """A headless Chromium that a test drives through its debugging pipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -39,7 +37,7 @@ IS_DRIVEN = [
 
 
 @contextmanager
-def chromium(folder: Path) -> Iterator[Browser]:
+def chromium(folder: Path) -> Iterator["Browser"]:
     """Start a browser with one page; its profile stands in ``folder``."""
     program = executable()
     assert program is not None

@@ -8,13 +8,11 @@ from typing import TypeVar
 Row = TypeVar("Row", bound=tuple[Hashable, ...])
 
 
-def covering(rows: Iterable[Row], besides: Iterable[Row] = ()) -> list[Row]:
+def covering(rows: Iterable[Row]) -> list[Row]:
     """Rows in which all values of any two columns meet that meet in ``rows``, in the order of ``rows``.
 
     For factors that are independent: what is wrong with a value, or with two values together, is then found without
     their full product. Combinations that cannot be are left out of ``rows``.
-
-    ``besides`` are rows that are tried anyway: what meets in them need not meet again.
 
     Greedy, and the same each time: rows with the most pairs that are new come first. Among equals the order is drawn,
     with a fixed seed, so that a third column does not keep its first value wherever two of them decide.
@@ -26,7 +24,7 @@ def covering(rows: Iterable[Row], besides: Iterable[Row] = ()) -> list[Row]:
     """
     table = list(rows)
     pairs = [set(pairs_of(row)) for row in table]
-    missing = set().union(*pairs).difference(*map(pairs_of, besides))
+    missing = set().union(*pairs)
     drawn = random.Random(0).sample(range(len(table)), len(table))
     chosen: set[int] = set()
     for num_new in range(max(map(len, pairs), default=0), 0, -1):

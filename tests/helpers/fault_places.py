@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 
 from gossip.checkpoints import saving
-from gossip.communication.row_collectives import RowCollectives
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Kind, Outgoing
 from gossip.elastic.consensus_store import ConsensusStore
@@ -19,7 +18,6 @@ from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import StateSource
 from gossip.lab.faults import injection
 from gossip.lab.faults.injection import MESSAGES, SENDING_PATIENCE, Fault
-from gossip.sharding.replica_group import ReplicaGroup
 
 
 @contextlib.contextmanager
@@ -71,18 +69,6 @@ def _together(exchange: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     return exchange_or_happen
 
 
-def _counted(call: Any, fault: Fault, happen: Callable[[], None]) -> Any:
-    count = [0]
-
-    def happen_and_call(*args: Any, **keywords: Any) -> Any:
-        count[0] += 1
-        if count[0] > fault.step:
-            happen()
-        return call(*args, **keywords)
-
-    return happen_and_call
-
-
 def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     def send_and_happen(self: Any, member: int, key: Any, *more: Any) -> Any:
         frame = send(self, member, key, *more)
@@ -124,14 +110,9 @@ def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
 PLACES: dict[str, tuple[tuple[Any, ...], str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
     "agreeing": ((ConsensusStore,), "_set_once", _after),  # it has proposed which ranks train
     "together": ((ElasticWorld,), "exchange", _together),  # in the n-th exchange of all ranks, where n is ``step``
-    # In a shard group, in the n-th operation, where n is ``step``.
-    "gathering": ((RowCollectives,), "begin_gather", _counted),
-    "reducing rows": ((RowCollectives,), "begin_sum", _counted),
-    "reducing": ((ReplicaGroup,), "reduce_", _counted),
     "telling": ((Mesh,), "send", _telling),  # one of the others has been told yes or no, the rest have not
     "saving": ((saving,), "write_tensors", _before),
     "calling": ((Mesh,), "connect", _before),
     "giving": ((StateSource,), "_send", _giving),  # before the first piece of a state
-    "asking": ((JoiningRank,), "be_admitted", _before),
     "entering": ((JoiningRank,), "be_admitted", _after),
 }

@@ -6,37 +6,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from loops_by_hand import Case
+from loops_by_hand import BATCH_SIZE, Case, samples
+from loops_by_hand import network as network
 from replicas import flat
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 NUM_BATCHES = 5  # of one rank in one epoch
-BATCH_SIZE = 3
-
-
-def samples(dtype: torch.dtype = torch.float64) -> Dataset[Any]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2 * NUM_BATCHES * BATCH_SIZE, 4, generator=generator, dtype=dtype)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
 
 
 def batches(dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
     """What the Trainer deals out to the ranks."""
-    return DataLoader(samples(dtype), batch_size=BATCH_SIZE)
+    return DataLoader(samples(2 * NUM_BATCHES, dtype), batch_size=BATCH_SIZE)
 
 
 def batches_of(rank: int, epoch: int, dtype: torch.dtype = torch.float64, *, shuffles: bool = True) -> list[Any]:
     """What it deals out to one of them; Fabric, which shuffles nothing of itself, too."""
-    sampler = DistributedSampler(samples(dtype), 2, rank, shuffle=shuffles)
+    dealt = samples(2 * NUM_BATCHES, dtype)
+    sampler = DistributedSampler(dealt, 2, rank, shuffle=shuffles)
     sampler.set_epoch(epoch)
-    return list(DataLoader(samples(dtype), batch_size=BATCH_SIZE, sampler=sampler))
-
-
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+    return list(DataLoader(dealt, batch_size=BATCH_SIZE, sampler=sampler))
 
 
 def precision(case: Case, mixed: Callable[..., Any]) -> dict[str, Any]:

@@ -6,9 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import TensorDataset
 
 from gossip import GossipDataParallel
+
+BATCH_SIZE = 3
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+
+
+def samples(num_batches: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH_SIZE * num_batches, 4, generator=generator, dtype=dtype)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _START = '''
-import gc, json, os, signal, sys, types
+import gc, json, os, sys, types
 from functools import partial
 
 import torch
@@ -49,12 +49,6 @@ def start_ranks():
         pid, status = os.wait()
         number, rank = running.pop(pid)
         statuses[number][rank] = os.waitstatus_to_exitcode(status)
-        is_stuck = cases[number].get("stuck", False)
-        left = [other for other, (its_number, _) in running.items() if its_number == number]
-        if is_stuck and len(left) == 1:
-            os.kill(left[0], signal.SIGKILL)
-        if is_stuck and not left:
-            del statuses[number][rank]
     print(json.dumps(statuses), flush=True)
     os._exit(0)
 
@@ -118,8 +112,7 @@ def run_programs(
 
     They find ``case``, ``rank`` and ``world_size``; ``build()``, which joins the process group and wraps a module;
     ``train(model, num_steps)``; and two pipes that all ranks of the world hold both ends of, ``heard, tell`` and
-    ``heard_back, tell_back``. ``first`` comes before torch is imported, once for all ranks. Where a case's "stuck" is
-    true the last rank that is left is killed, and not among the statuses.
+    ``heard_back, tell_back``. ``first`` comes before torch is imported, once for all ranks.
     """
     (folder / "start.py").write_text(first + _START)
     (folder / "program.py").write_text(_TOOLS + body)

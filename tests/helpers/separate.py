@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from small_runs import TINY_BUCKETS as TINY_BUCKETS
 from small_runs import make_module as make_module
 from torch import nn
 
@@ -16,7 +17,6 @@ from topologies import Topology
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-TINY_BUCKETS = 71 / 2**20
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """(model, its samples) -> the mean over them of what is minimised."""
 

@@ -6,14 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from gossip.integrations.transformers import GossipTrainer
 
@@ -46,11 +39,11 @@ class Tokens(Dataset):
         return sample(self._first + index)
 
 
-def make_module(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0) -> GPT2LMHeadModel:
+def make_module(*, dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0)).to(dtype)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
 
 
 def make_trainer(
@@ -68,8 +61,7 @@ def make_trainer(
     }
     names = ("gossip", "join", "train_dataset", "compute_metrics")
     own = {name: given.pop(name) for name in names if name in given}
-    of_arguments = Seq2SeqTrainingArguments if issubclass(kind, Seq2SeqTrainer) else TrainingArguments
-    arguments = of_arguments(str(folder), use_cpu=True, **defaults | given)
+    arguments = TrainingArguments(str(folder), use_cpu=True, **defaults | given)
     data = {"train_dataset": Tokens(20), "eval_dataset": Tokens(16)}
     watch.trainer = trainer = kind(module, arguments, callbacks=[watch], **data | own)
     return trainer

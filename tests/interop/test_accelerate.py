@@ -14,11 +14,11 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
-from loops_by_hand import Case, train_by_hand
+from loops_by_hand import BATCH_SIZE, Case, network, samples, train_by_hand
 from replicas import flat, gathered
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from gossip import GossipDataParallel, GossipError, launch
 from gossip.integrations.accelerate import prepare
@@ -32,17 +32,6 @@ def accelerator_of(**options: Any) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(cpu=True, **options)
-
-
-def make_module(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
-
-
-def data(num_batches: int = 2 * NUM_STEPS, dtype: torch.dtype = torch.float64) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3 * num_batches, 4, generator=generator, dtype=dtype)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin() + torch.randn(len(x), 1, generator=generator, dtype=dtype))
 
 
 CASES = {
@@ -62,10 +51,10 @@ def by_accelerate(case: Case) -> tuple[torch.Tensor, list[float], int, list[str]
     accelerator = accelerator_of(
         mixed_precision="no" if case.half is None else "bf16", gradient_accumulation_steps=case.accumulates
     )
-    module = make_module(case.dtype)
+    module = network(case.dtype)
     optimizer = SGD(module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    loader = DataLoader(data(dtype=case.dtype), batch_size=3)
+    loader = DataLoader(samples(2 * NUM_STEPS, case.dtype), BATCH_SIZE)
     model, optimizer, loader, scheduler = prepare(accelerator, module, optimizer, loader, scheduler, **options_of(case))
     norms: list[float] = []
     batches = iter(loader)
@@ -87,7 +76,7 @@ def by_accelerate(case: Case) -> tuple[torch.Tensor, list[float], int, list[str]
 
 
 def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
-    module = make_module(case.dtype)
+    module = network(case.dtype)
     model = GossipDataParallel(module, SGD(module.parameters()), **options_of(case))
     scheduler = torch.optim.lr_scheduler.StepLR(model.optimizer, 3, gamma=0.5)
 
@@ -100,7 +89,7 @@ def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
         for _ in range(2):  # accelerate's schedulers count the steps of all ranks
             scheduler.step()
 
-    batches = list(DataLoader(data(dtype=case.dtype), batch_size=3))[model.rank :: 2]
+    batches = list(DataLoader(samples(2 * NUM_STEPS, case.dtype), BATCH_SIZE))[model.rank :: 2]
     norms = train_by_hand(case, model, batches, loss_of, case.scaler(), end_step)
     outcome = flat(model), norms, model.step
     model.close()
@@ -127,9 +116,9 @@ def test_it_is_the_loop_by_hand() -> None:
 
 
 def train(accelerator: Accelerator, folder: Path, steps: range, *, resumes: bool) -> dict[str, Any]:
-    module = make_module()
+    module = network()
     adamw = functools.partial(torch.optim.AdamW, lr=0.05)
-    loader = DataLoader(data(), batch_size=3)
+    loader = DataLoader(samples(2 * NUM_STEPS), BATCH_SIZE)
     options = {"topology": "ring", "compression": "int8"}
     model, optimizer, loader = prepare(accelerator, module, adamw, loader, **options)
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3, gamma=0.5))
@@ -172,7 +161,7 @@ def test_what_is_saved_and_resumed(tmp_path: Path) -> None:
         assert all(map(torch.equal, rest["moments"], whole["moments"]))
         assert (rest["rate"], rest["step"]) == (whole["rate"], whole["step"]) == (0.05 * 0.5**6, NUM_STEPS)
         assert torch.equal(whole["in the end"], outcomes[0][0]["in the end"]), "the same on all ranks"
-        saved = make_module()
+        saved = network()
         saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
         assert torch.equal(flat(saved), half["average"])
     first, second = (whole["moments"] for whole, _, _ in outcomes)
@@ -182,8 +171,8 @@ def test_what_is_saved_and_resumed(tmp_path: Path) -> None:
 def uneven() -> tuple[int, int]:
     loaders = DataLoaderConfiguration(even_batches=False)
     accelerator = accelerator_of(dataloader_config=loaders)
-    loader = DataLoader(data(5), batch_size=3)
-    model, optimizer, loader = prepare(accelerator, make_module(), SGD, loader, topology="ring")
+    loader = DataLoader(samples(5), BATCH_SIZE)
+    model, optimizer, loader = prepare(accelerator, network(), SGD, loader, topology="ring")
     with pytest.raises(GossipError, match=r"with model\.join\(\):"):
         accelerator.join_uneven_inputs([model])
     num_batches = 0
@@ -193,7 +182,7 @@ def uneven() -> tuple[int, int]:
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
     with model.averaged(), torch.no_grad():
-        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in accelerator.prepare(DataLoader(data(2)))]
+        outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in accelerator.prepare(DataLoader(samples(2)))]
     assert sum(map(len, outputs)) == 6
     steps = model.step
     model.close()
@@ -209,7 +198,7 @@ def test_uneven_inputs() -> None:
 
 def test_in_one_process_accumulated_passes_make_no_steps() -> None:
     accelerator = accelerator_of(gradient_accumulation_steps=2)
-    model, optimizer = prepare(accelerator, make_module(), SGD, topology="ring")
+    model, optimizer = prepare(accelerator, network(), SGD, topology="ring")
     for number in range(4):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
@@ -233,7 +222,7 @@ class Tied(nn.Module):
 def test_two_models_are_saved_beside_each_other_and_tied_weights_once(tmp_path: Path) -> None:
     accelerator = accelerator_of()
     x = torch.ones(1, 4, dtype=torch.float64)
-    models = [prepare(accelerator, each, SGD, topology="ring")[0] for each in (make_module(), Tied().double())]
+    models = [prepare(accelerator, each, SGD, topology="ring")[0] for each in (network(), Tied().double())]
     for model in models:
         accelerator.backward(model(x).sum())
     saved = [flat(model) for model in models]
@@ -255,7 +244,7 @@ def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) ->
 def load_at_once(folder: Path) -> None:
     """Rank 0 writes its files after the other one has left ``save_state``."""
     accelerator = accelerator_of()
-    model = prepare(accelerator, make_module(), SGD, topology="ring")[0]
+    model = prepare(accelerator, network(), SGD, topology="ring")[0]
     store = dist.PrefixStore("left", dist.distributed_c10d._get_default_store())
     written = accelerate.checkpointing.save
 
@@ -294,12 +283,12 @@ def test_what_the_accelerator_is_set_up_for_is_refused(given: dict[str, Any], ki
         mock.patch.object(Accelerator, "distributed_type", mock.Mock(value=kind)),
         pytest.raises(ValueError, match=text),
     ):
-        prepare(accelerator, make_module(), SGD)
+        prepare(accelerator, network(), SGD)
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:
     accelerator = accelerator_of()
-    module = make_module()
+    module = network()
     with pytest.raises(ValueError, match="optimizer has already been prepared"):
         prepare(accelerator, module, accelerator.prepare(SGD(module.parameters())))
     with pytest.raises(TypeError, match=r"got a Linear; call prepare\(\.\.\.\) once for each model"):
@@ -314,7 +303,7 @@ def test_what_cannot_be_prepared_is_refused() -> None:
 
 def test_clipping_that_finds_no_gradients_is_refused() -> None:
     accelerator = accelerator_of()
-    model, optimizer = prepare(accelerator, make_module(), SGD, topology="ring", clip_grad_norm=1.0)
+    model, optimizer = prepare(accelerator, network(), SGD, topology="ring", clip_grad_norm=1.0)
     accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
     assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == model.grad_norm
     with pytest.raises(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning_modules import NUM_BATCHES, batches, batches_of, network, precision
 from loops_by_hand import Case, train_by_hand
-from replicas import flat, gathered
+from replicas import SGD, flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS
@@ -23,8 +23,6 @@ from torch.optim import LBFGS
 from gossip import GossipDataParallel, GossipError, launch
 from gossip.integrations import pytorch_lightning as of_lightning_fabric
 from gossip.integrations.lightning import GossipFabricStrategy, replica
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)

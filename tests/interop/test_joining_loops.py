@@ -1,6 +1,5 @@
 """Ranks that are killed and join again, in loops that are written for Accelerate and Fabric."""
 
-import functools
 import os
 import signal
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from small_runs import SGD
 from torch import nn
 
 from gossip import GossipDataParallel, launch
@@ -21,7 +21,6 @@ from gossip.integrations.lightning import GossipFabricStrategy, replica
 
 OPTIONS = {"topology": "ring", "on_peer_loss": "continue"}
 NUM_MORE = 8
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def with_accelerate(module: nn.Module) -> tuple[GossipDataParallel, nn.Module, Any]:

@@ -13,7 +13,7 @@ from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, batches_of, module_of, network, precision, trainer_of
 from loops_by_hand import Case, train_by_hand
-from replicas import flat, gathered
+from replicas import SGD, flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -22,7 +22,6 @@ from gossip.integrations import lightning
 from gossip.integrations import pytorch_lightning as gossip_pytorch_lightning
 
 NUM_EPOCHS = 2
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Collectives(pl.Callback):

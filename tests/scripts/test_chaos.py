@@ -1,7 +1,5 @@
 """Training goes on under random faults, and what would be wrong is seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

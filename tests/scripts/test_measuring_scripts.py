@@ -1,7 +1,5 @@
 """The scripts that measure print their tables and draw their figures; times are never looked at."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebooks run, and show what is written in them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

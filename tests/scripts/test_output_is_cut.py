@@ -1,7 +1,5 @@
 """Programs whose output nobody reads to its end, as in ``--help | head``: they end without a word."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

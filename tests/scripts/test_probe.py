@@ -1,7 +1,5 @@
 """scripts/probe.py as a user runs it: on its own, and under torchrun. Its times are never looked at."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

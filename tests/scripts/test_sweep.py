@@ -1,7 +1,5 @@
 """scripts/sweep.py from start to end, under joblib's launcher; submitit's is composed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

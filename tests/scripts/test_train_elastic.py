@@ -1,7 +1,5 @@
 """Configured runs whose ranks go on without those that are lost, and take them back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What scripts/train.py says and leaves when a run goes wrong, or shares the folder of another one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """scripts/train.py launch.local_size=...: groups of ranks train one replica each."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

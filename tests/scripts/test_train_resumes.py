@@ -1,7 +1,5 @@
 """scripts/train.py resume=...: what is stopped by any means goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

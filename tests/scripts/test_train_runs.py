@@ -1,7 +1,5 @@
 """scripts/train.py from start to end: one run, a sweep, under torchrun."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

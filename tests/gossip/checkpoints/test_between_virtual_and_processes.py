@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpointing import log_of
 from ranks import run_ranks
+from separate import SGD, TINY_BUCKETS
 from torch import nn
 
 import gossip
@@ -18,8 +19,6 @@ from gossip import GossipDataParallel, VirtualWorkers
 
 WORLD_SIZE = 5
 SAVED_AT, NUM_STEPS = 3, 6
-TINY_BUCKETS = 71 / 2**20
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 

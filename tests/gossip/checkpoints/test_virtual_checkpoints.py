@@ -1,7 +1,6 @@
 """What virtual workers save goes on bit for bit, on other devices too; what is not what was saved is refused."""
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 from replicas import assert_equal_states
-from separate import SGD, batch, everything, make_module, make_workers, stacked, train
+from separate import ADAM, SGD, batch, everything, make_module, make_workers, stacked, train
 from torch import nn
 
 import gossip
 from gossip import GossipError, VirtualWorkers
-
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 def make(world_size: int = 3, optimizer: Any = SGD, **arguments: Any) -> VirtualWorkers:

@@ -1,4 +1,4 @@
-"""No thread of ours is left when a program ends, or it aborts: with peers that are late, and with one that is stuck."""
+"""No thread of ours is left when a program ends, or it aborts: with peers that are late."""
 
 import ast
 

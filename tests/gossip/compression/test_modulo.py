@@ -23,11 +23,11 @@ def codec_of(ranks: Ranks, rank: int) -> ModuloCodec:
     return codec
 
 
-def settled(bits: int, topology: str = "complete", size: int = 2) -> Ranks:
+def settled(bits: int) -> Ranks:
     """Two replicas that have exchanged for a while, and are a little apart."""
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(NUMEL, generator=generator)] * size
-    ranks = Ranks(ModuloQuantization(bits), build(topology, size), values)
+    values = [torch.randn(NUMEL, generator=generator)] * 2
+    ranks = Ranks(ModuloQuantization(bits), build("complete", 2), values)
     for step in range(20):
         move(ranks, generator)
         ranks.mix(step)

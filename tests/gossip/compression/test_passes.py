@@ -1,7 +1,5 @@
 """What C makes of a bucket is what torch makes of it, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shutil
@@ -46,7 +44,7 @@ class Encoded:
         return same_bits(self.points, other.points) and same_bits(self.message, other.message)
 
     @classmethod
-    def of(cls, made: EagerPasses, layout: Layout, values: torch.Tensor, wanted: torch.Tensor) -> Encoded:
+    def of(cls, made: EagerPasses, layout: Layout, values: torch.Tensor, wanted: torch.Tensor) -> "Encoded":
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         leading = values.shape[:-1]
         points = torch.full((*leading, layout.num_blocks, layout.block_numel), 7.0, dtype=wide)

@@ -1,7 +1,5 @@
 """Who may go on without lost ranks, what the option asks for, and that nothing of it is there without it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -19,13 +17,12 @@ from elastic_ranks import flat, make_model, targets
 from fault_places import injected
 from free_ports import free_port
 from ranks import run_ranks
+from small_runs import SGD
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError, launch
 from gossip.lab.faults.injection import Fault
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def make(**options: Any) -> GossipDataParallel:

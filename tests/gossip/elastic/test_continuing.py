@@ -1,7 +1,5 @@
 """Ranks end at any place, and the others go on, as the dense recursion of those that are left does."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loss scales and the last step of all are agreed on by those who are left, whomever a lost rank had told."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

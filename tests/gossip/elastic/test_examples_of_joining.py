@@ -1,7 +1,5 @@
 """How a process joins, and where its loop and its schedule begin, as docs/when_ranks_die.md has it."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Random, truncated and mutated frames: each can end the connection over which it comes, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

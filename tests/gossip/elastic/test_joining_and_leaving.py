@@ -1,7 +1,5 @@
 """Ranks join a training that is under way, and leave it, as the dense recursion of those who train does."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

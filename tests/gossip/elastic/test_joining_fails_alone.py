@@ -1,7 +1,5 @@
 """What raises while a rank joins, comes back or leaves ends at most that rank: those that train go on."""
 
-from __future__ import annotations
-
 import functools
 import mmap
 import re

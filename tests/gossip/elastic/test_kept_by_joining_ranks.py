@@ -1,7 +1,5 @@
 """What lives beside the model, on a rank that joins or comes back: in every step as on the ranks that never left."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Whoever reaches the key-value store without the key learns no secret, writes nothing and joins nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

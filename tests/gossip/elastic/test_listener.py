@@ -1,7 +1,5 @@
 """Connections that do not say who they are: few, for a short time, and never at the cost of the last descriptors."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

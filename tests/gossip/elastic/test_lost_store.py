@@ -1,7 +1,5 @@
 """The key-value store dies or stands still while all ranks train: they say so at once, and not at the next loss."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Somebody between two members who alters, repeats, moves or invents frames: the connection ends."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Who is left is agreed on in a store, whoever notices first, and whoever is lost meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -27,7 +25,7 @@ SIZE = 5
 class Wires:
     """What agreements need of a mesh, between threads."""
 
-    def __init__(self, member: int, all_wires: list[Wires]) -> None:
+    def __init__(self, member: int, all_wires: "list[Wires]") -> None:
         self.member = member
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}

@@ -1,7 +1,5 @@
 """Frames between members of one process: in order, whole or not at all, and nobody waits for a stranger."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 

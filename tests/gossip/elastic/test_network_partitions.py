@@ -1,7 +1,5 @@
 """Ranks on hosts of their own: one of them is cut off, and the others go on. Needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

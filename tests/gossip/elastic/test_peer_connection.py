@@ -1,7 +1,5 @@
 """Frames over one connection: whole, in order, and signs of life between them."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator

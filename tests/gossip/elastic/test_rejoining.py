@@ -1,7 +1,5 @@
 """A rank that was frozen or cut off, and is not waited for any more, joins the others again in its own process."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from pathlib import Path

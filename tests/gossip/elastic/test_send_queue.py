@@ -1,7 +1,5 @@
 """Who is sent something now: what belongs to older exchanges goes first, both ways, and nobody holds others up."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Shard groups continue without those that lose a rank, as the dense recursion of the groups that are left does."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

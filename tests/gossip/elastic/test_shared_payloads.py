@@ -1,7 +1,5 @@
 """Messages in memory that ranks of one machine share: read where they lie, and never written while somebody reads."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

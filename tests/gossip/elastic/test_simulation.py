@@ -1,7 +1,5 @@
 """Ranks that continue without lost ones, simulated: schedules of faults, checked after every event."""
 
-from __future__ import annotations
-
 import pytest
 from elastic_simulator.fault_schedules import KINDS, Fault, FaultSchedule, Simulation, simulate
 from elastic_simulator.put_back import FAULTS

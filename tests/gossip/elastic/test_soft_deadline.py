@@ -1,7 +1,5 @@
 """A step waits no longer than its soft deadline, and what comes later is mixed in then: the mean stays exact."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 from unittest import mock

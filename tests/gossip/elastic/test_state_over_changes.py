@@ -1,7 +1,5 @@
 """What an algorithm keeps survives a change of ranks: common state stays equal on all, own state stays its rank's."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from ranks import run_ranks
-from replicas import assert_equal_states
+from replicas import SGD, assert_equal_states
 from small_runs import MODES, TINY_BUCKETS, assert_same, finish, loss_of, make_module
 from torch import nn
 from torch.optim import lr_scheduler
 
 from gossip import GossipDataParallel, GossipError, UsesExchange
 from topologies import Round, build
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

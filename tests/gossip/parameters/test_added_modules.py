@@ -1,16 +1,14 @@
 """Modules and parameters that were added, replaced or removed after wrapping: refused by name."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+from small_runs import SGD
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Adapted(nn.Module):

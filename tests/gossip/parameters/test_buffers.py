@@ -1,19 +1,18 @@
 """Buffers: where they start, how they are mixed, averaged and estimated anew."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from replicas import assert_equal_states, gathered
+from small_runs import SGD
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
 from topologies import build
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
 

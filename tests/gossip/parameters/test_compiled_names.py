@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import assert_equal_states, snapshot
+from replicas import SGD, assert_equal_states, snapshot
 from safetensors.torch import load_file
 from torch import nn
 
@@ -17,7 +17,6 @@ from gossip import GossipDataParallel, VirtualWorkers
 # Of the compiler itself, for the input of a compiled part.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 compiled = partial(torch.compile, backend="eager")
 
 

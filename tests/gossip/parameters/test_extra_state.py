@@ -11,12 +11,11 @@ import torch.distributed as dist
 from checkpointing import log_of
 from ranks import run_ranks
 from sharded_models import make_sharded
+from small_runs import SGD
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, VirtualWorkers
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Counting(nn.Linear):

@@ -1,6 +1,5 @@
 """Parameters that nothing trains are not sent; unfrozen ones are exchanged; edits are told and compared."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from checkpointing import log_of
 from covering import covering
 from ranks import run_ranks
-from replicas import gathered
+from replicas import SGD, gathered
 from separate import Separate, mean_square
 from small_runs import MODES, finish
 from torch import nn
@@ -23,7 +22,6 @@ import gossip
 from gossip import GossipDataParallel, ManifestError
 from gossip.parameters import frozen_parameters
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 NUM_STEPS, THAW_STEP = 8, 3
 
 

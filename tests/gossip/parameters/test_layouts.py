@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import TINY_BUCKETS
 from torch import nn
 
 from gossip import GossipDataParallel
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-TINY_BUCKETS = 71 / 2**20
 
 
 class Layouts(nn.Module):

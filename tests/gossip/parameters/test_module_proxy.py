@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import SGD
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Scaled(nn.Module):

@@ -1,10 +1,10 @@
 """Other data parallelism around a model, or inside it: refused with the remedy, never training the same parameters."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+from small_runs import SGD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossip import GossipDataParallel, GossipError, launch
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 CPU = torch.device("cpu")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from replicas import SGD
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 

@@ -1,19 +1,18 @@
 """Frozen parameters of dtypes that cannot be mixed: equal on all ranks, or rank 0's where a mean is asked for."""
 
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from small_runs import SGD
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharded_models import make_sharded, values_of
+from small_runs import SGD
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError
 
 WAYS = ("fsdp", "optimizer", "none")
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Net(nn.Module):

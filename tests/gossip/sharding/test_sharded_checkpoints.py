@@ -1,6 +1,5 @@
 """Checkpoints and exports of replicas that are sharded over groups: resumed, and divided anew."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from replicas import assert_equal_states
-from sharded_models import MeshShape, make_mesh, make_sharded, values_of
+from sharded_models import ADAMW, MeshShape, make_mesh, make_sharded, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +17,6 @@ from torch.distributed.tensor import Shard
 import gossip
 from gossip import GossipDataParallel
 from gossip.parameters import digests
-
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Net(nn.Module):

@@ -1,7 +1,6 @@
 """Real models sharded over groups: against plain loops with ``fully_shard``, and every mode that a loop may use."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_models import groups_and_ranks, make_mesh, values_of
+from sharded_models import ADAMW, groups_and_ranks, make_mesh, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError, ManifestError, launch, make_shard_mesh
 from gossip.communication.row_collectives import RowCollectives
-
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Net(nn.Module):

@@ -1,18 +1,17 @@
 """torch.compile of a model, its module or a training step: trained as the eager one, and nothing of ours warns."""
 
-import functools
 import logging
 import warnings
 
 import pytest
 import torch
+from small_runs import SGD
 from tiers import rest_is_slow
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from gossip import GossipDataParallel, launch
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 NUM_LAYERS = 10  # more than torch._dynamo.config.recompile_limit
 
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY_BUCKETS, assert_same
+from small_runs import SGD, TINY_BUCKETS, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossip import GossipDataParallel, GossipError, ManifestError
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def make_module() -> nn.Sequential:

@@ -49,10 +49,10 @@ def train(num_steps: Sequence[int], optimizer: str, rests: bool) -> tuple[list[A
     return history, values
 
 
-def replay(recording: Recording, optimizer: str, module: torch.nn.Module | None = None) -> torch.Tensor:
+def replay(recording: Recording, optimizer: str) -> torch.Tensor:
     """All replicas' values, [n, 2, numel]."""
     workers = VirtualWorkers(
-        module or Rows(NUMEL),
+        Rows(NUMEL),
         len(recording.num_steps),
         OPTIMIZERS[optimizer],
         algorithm=Asynchronous(replay=recording),
