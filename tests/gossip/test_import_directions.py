@@ -102,7 +102,6 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
             assert node.level == 0
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"

@@ -96,7 +96,6 @@ def test_optimizer_with_another_inside_is_refused_by_bucket_and_works_outside() 
     model.optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    model.close()
 
 
 def test_group_that_changes_place_keeps_its_own_constants() -> None:
@@ -115,7 +114,6 @@ def test_group_that_changes_place_keeps_its_own_constants() -> None:
     plain.zero_grad()
     assert torch.equal(module[0].weight, plain[0].weight)
     assert torch.equal(module[2].weight, plain[2].weight)
-    model.close()
 
 
 def test_scaler_that_steps_in_a_fused_loop_is_refused() -> None:
@@ -124,7 +122,6 @@ def test_scaler_that_steps_in_a_fused_loop_is_refused() -> None:
     scaler.scale(model(batch(0, 0)).sum()).backward()
     with pytest.raises(ValueError, match=r"scaler\.step\(\) cannot work here"):
         scaler.step(model.optimizer)
-    model.close()
 
 
 # ------------------------------------------------------------------ modules
@@ -140,7 +137,6 @@ def test_functional_call_leaves_the_models_own_values_alone() -> None:
     assert model.step == 0
     model(batch(0, 0)).sum().backward()
     assert model.step == 1
-    model.close()
 
 
 class Accumulating(nn.Module):
@@ -164,7 +160,6 @@ def test_buffers_replaced_inside_averaged_are_put_back() -> None:
         model(batch(0, 1) + 100)
     assert model.module.mean is buffer
     assert torch.equal(buffer, values)
-    model.close()
 
 
 def test_backward_that_steps_two_models_is_pointed_out_once(warnings_told: list[str]) -> None:
@@ -178,8 +173,6 @@ def test_backward_that_steps_two_models_is_pointed_out_once(warnings_told: list[
     assert (generator.step, critic.step) == (4, 2)
     (line,) = warnings_told
     assert "put that one under no_sync()" in line
-    generator.close()
-    critic.close()
 
 
 def test_compiled_autograd_is_refused() -> None:
@@ -189,7 +182,6 @@ def test_compiled_autograd_is_refused() -> None:
         pytest.raises(GossipError, match="compiled_autograd is on"),
     ):
         model(batch(0, 0))
-    model.close()
 
 
 # ------------------------------------------------------------------ among ranks

@@ -40,7 +40,6 @@ IS_DRIVEN = [
 def chromium(folder: Path) -> Iterator["Browser"]:
     """Start a browser with one page; its profile stands in ``folder``."""
     program = executable()
-    assert program is not None
     to_browser, commands = os.pipe()
     answers, from_browser = os.pipe()
     # The browser reads from descriptor 3 and writes to 4.

@@ -89,8 +89,6 @@ class FailingModel(nn.Module):
             os.killpg(os.getpgrp(), signal.SIGKILL)
         if self.how == "terminate":
             launcher = multiprocessing.parent_process()
-            assert launcher is not None
-            assert launcher.pid is not None
             came: list[int] = []  # no Event: a handler within its wait() needs a lock that this thread has
             before: Any = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda number, _: (came.append(number), before(number, None))[0])

@@ -55,7 +55,6 @@ def served() -> Iterator[tuple[str, list[str]]]:
     command = [sys.executable, "-m", "gossip", "store", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(3)]
             yield f"127.0.0.1:{re.findall(r':([0-9]+),', lines[0])[0]}", lines
         finally:

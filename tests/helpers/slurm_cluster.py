@@ -94,7 +94,6 @@ def _path(program: str) -> str | None:
 @contextlib.contextmanager
 def _daemon(command: list[str], environment: Mapping[str, str]) -> Iterator[None]:
     program = _path(command[0])
-    assert program is not None
     silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([program, *command[1:]], env=environment, start_new_session=True, **silent) as process:
         try:

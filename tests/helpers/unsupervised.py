@@ -75,7 +75,6 @@ class Ranks:
     def wait_until_stopped(self, rank: int) -> None:
         """Until its process has ended or is suspended."""
         process = self._processes[rank]
-        assert process.pid is not None
         while process.is_alive() and not is_suspended(process.pid) and time.monotonic() < self._deadline:
             process.join(_GLANCE_S)
 

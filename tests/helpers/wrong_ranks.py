@@ -116,9 +116,7 @@ def train(
                 model.optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-            stats = model.stats()
-            assert stats is not None
-            unusual.append(Counter(stats.unusual_by_peer))
+            unusual.append(Counter(model.stats().unusual_by_peer))
         with torch.no_grad():
             loss = float(nn.functional.cross_entropy(model(images[:NUM_TRAINED]), labels[:NUM_TRAINED]))
         with model.averaged(), torch.no_grad():

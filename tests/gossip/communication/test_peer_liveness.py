@@ -33,7 +33,6 @@ signal.pause()
 @pytest.fixture
 def process() -> Iterator[Process]:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
         port, child = map(int, started.stdout.readline().split())
         try:
             yield Process("", started.pid, 0, "127.0.0.1", port)

@@ -269,7 +269,6 @@ def wait_in_vain(progress_markers: ProgressMarkers, where: str = "averaging") ->
     failure = wait_for(
         Never(), progress_markers, SHORT, where=where, ranks=lambda: [1], sequence=progress_markers.sequence
     )
-    assert failure is not None
     return failure.verdict.text
 
 
@@ -334,7 +333,6 @@ def interrupt_a_construction() -> None:
     def meet(_: ProgressMarkers, stop: threading.Event, __: timedelta) -> None:
         """In a thread of its own, for which the main one waits."""
         main = threading.main_thread().ident
-        assert main is not None
         signal.pthread_kill(main, signal.SIGUSR1)
         stop.wait()
 

@@ -9,18 +9,12 @@ from gossip import ModuloQuantization
 from gossip.compression import lattice
 from gossip.compression.codec import BucketShape
 from gossip.compression.conversation import CHUNK_NUMEL
-from gossip.compression.modulo import ModuloArithmetic, ModuloCodec
+from gossip.compression.modulo import ModuloArithmetic
 from topologies import build
 
 NUM_BLOCKS = 5
 NUMEL = NUM_BLOCKS * lattice.BLOCK_NUMEL - 100
 BITS = (8, 4)
-
-
-def codec_of(ranks: Ranks, rank: int) -> ModuloCodec:
-    codec = ranks.codecs[rank]
-    assert isinstance(codec, ModuloCodec)
-    return codec
 
 
 def settled(bits: int) -> Ranks:
@@ -41,7 +35,7 @@ def move(ranks: Ranks, generator: torch.Generator) -> None:
 
 
 def num_resent(ranks: Ranks) -> list[int]:
-    return [codec_of(ranks, rank).num_resent for rank in range(len(ranks.values))]
+    return [codec.num_resent for codec in ranks.codecs]
 
 
 def test_the_first_lattice_is_found_with_memory_for_a_part_of_the_bucket() -> None:
@@ -96,14 +90,12 @@ def test_values_too_far_apart_are_noticed_and_sent_in_full(bits: int, places: li
     ranks = settled(bits)
     before = num_resent(ranks)
     # So that what the code says is wrong, and as small as if it were right; two of them in opposite directions.
-    step_size = 2.0 ** lattice.exponents(codec_of(ranks, 0).levels)
+    step_size = 2.0 ** lattice.exponents(ranks.codecs[0].levels)
     for number, place in enumerate(places):
         period = 2**bits * float(step_size[place // lattice.BLOCK_NUMEL])
         ranks.values[1][place] += period if number % 2 == 0 else -period
     apart = ranks.values[1] - ranks.values[0]
     first, second = ranks.exchange(20)
-    assert first is not None
-    assert second is not None
     num_blocks = len({place // lattice.BLOCK_NUMEL for place in places})
     assert num_resent(ranks) == [count + num_blocks for count in before]
     assert torch.equal(first, -second)
@@ -121,31 +113,27 @@ def test_values_too_far_apart_are_noticed_and_sent_in_full(bits: int, places: li
 @pytest.mark.parametrize("bits", BITS)
 def test_the_lattice_follows_the_differences_both_ways(bits: int) -> None:
     ranks = settled(bits)
-    usual = codec_of(ranks, 0).levels.clone()
+    usual = ranks.codecs[0].levels.clone()
     ranks.values[1] += 1.0
     ranks.mix(20)
-    assert bool((codec_of(ranks, 0).levels > usual + 5 * lattice.LEVELS_PER_OCTAVE).all())
-    assert torch.equal(codec_of(ranks, 0).levels, codec_of(ranks, 1).levels)
+    assert bool((ranks.codecs[0].levels > usual + 5 * lattice.LEVELS_PER_OCTAVE).all())
+    assert torch.equal(ranks.codecs[0].levels, ranks.codecs[1].levels)
     generator = torch.Generator().manual_seed(1)
     for step in range(21, 150):
         move(ranks, generator)
         ranks.mix(step)
-    assert bool((codec_of(ranks, 0).levels <= usual + lattice.LEVELS_PER_OCTAVE).all())
+    assert bool((ranks.codecs[0].levels <= usual + lattice.LEVELS_PER_OCTAVE).all())
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shift", [1, 3, 9, 40])
 def test_ranks_on_different_lattices_understand_each_other(bits: int, shift: int) -> None:
     ranks = settled(bits)
-    levels = codec_of(ranks, 1).levels
+    levels = ranks.codecs[1].levels
     levels[1:4] += shift * lattice.LEVELS_PER_OCTAVE
     first, second = ranks.exchange(20)
     points = [codec.sent for codec in ranks.codecs]
-    assert points[0] is not None
-    assert points[1] is not None
-    assert first is not None
     torch.testing.assert_close(first, (points[1] - points[0]) / 2, rtol=0, atol=0)
-    assert second is not None
     assert torch.equal(first, -second)
 
 
@@ -156,10 +144,10 @@ def test_rounding_is_right_in_the_mean() -> None:
     ranks.mix(0)
     total = torch.zeros_like(values, dtype=torch.float64)
     num_draws = 4000
-    codec, round_ = codec_of(ranks, 0), build("complete", 2).round(0)
+    codec, round_ = ranks.codecs[0], build("complete", 2).round(0)
     for step in range(num_draws):
         codec.exchange(values, round_, step)
         total += codec.sent.double()
-    size = 2.0 ** float(lattice.exponents(codec_of(ranks, 0).levels)[0])
+    size = 2.0 ** float(lattice.exponents(ranks.codecs[0].levels)[0])
     # The standard error of the mean of numbers that are spread over less than one step.
     assert (total / num_draws - values).abs().max() <= 5 * size / 2 / num_draws**0.5

@@ -65,7 +65,6 @@ class Both:
     def make(self) -> tuple[StackedCodec, StackedCodec]:
         bucket, size = BucketShape(2, self.values[0][0], start=self.start), self.topology.world_size
         stacked = self.compression.stacked_codec(bucket, size)
-        assert stacked is not None
         return RankCodecs([self.compression.codec(bucket, rank) for rank in range(size)]), stacked
 
     def exchange(self, step: int) -> tuple[StackedArrival, StackedArrival]:

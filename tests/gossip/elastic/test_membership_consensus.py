@@ -200,7 +200,6 @@ def test_who_is_admitted_just_before_a_loss_begins_where_the_others_wait_for_it(
         members.generations_after(1, [0, 1, 3])
         assert members[3].latest.members == (0, 1, 3)
         admitted = members[3].admitted_in
-        assert admitted is not None
         assert (admitted.number, admitted.first_step, members[3].enter_step(8).number) == (1, 8, 1)
 
 

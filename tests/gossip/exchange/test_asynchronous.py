@@ -235,7 +235,6 @@ def export_and_count(folder: str) -> tuple[torch.Tensor, list[tuple[int, dict[in
                 total -= RATE * (flat(model.module) - targets(rank, 64))
                 model(targets(rank, 64)).backward()
                 stats = model.stats()
-                assert stats is not None
                 assert stats.consensus_distance_estimate is None
                 sent.append((stats.bytes_sent, dict(stats.bytes_by_peer)))
         assert model.step == (20, 0, 13)[rank]

@@ -33,12 +33,10 @@ TASK = {
 
 def test_step_of_a_task() -> None:
     step = step_of({**TASK, "SLURM_RESTART_COUNT": "3"})
-    assert step is not None
     assert (step.job, step.step, step.restarts) == (17, 2, 3)
     assert (step.task, step.num_tasks, step.local_task, step.num_local_tasks) == (5, 9, 1, 4)
     assert (step.node, step.num_nodes, step.first_host, step.keeps_store) == (1, 3, "node08", False)
     first = step_of({**TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2,3"})
-    assert first is not None
     assert first.keeps_store
     assert first.port == step.port
 
@@ -64,11 +62,9 @@ def test_step_of_what_is_no_step_of_several_tasks(variables: dict[str, str]) -> 
 
 def test_placement_prefers_the_ranks_of_torchrun() -> None:
     placement = find_placement({**TASK, "RANK": "1", "WORLD_SIZE": "2"})
-    assert placement is not None
     assert (placement.rank, placement.world_size, placement.step) == (1, 2, None)
     assert placement.variables == "RANK=1 and WORLD_SIZE=2"
     placement = find_placement(TASK)
-    assert placement is not None
     assert (placement.rank, placement.world_size) == (5, 9)
     assert placement.variables == "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=9"
 
@@ -107,7 +103,6 @@ def test_port_differs_between_steps_at_the_same_time() -> None:
     for job in range(1_000_000, 1_000_100):
         for step in range(20):
             found = step_of({**TASK, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-            assert found is not None
             assert FIRST_PORT <= found.port < FIRST_PORT + NUM_PORTS <= 32768
             ports[job, step] = found.port
     assert len(set(ports.values())) == len(ports)

@@ -100,7 +100,6 @@ def test_closure_that_raises_leaves_the_model_usable() -> None:
         each.step(make_closure(module, [each], 0))
     assert model.step == 1
     assert_same(model, plain)
-    model.close()
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -111,7 +110,6 @@ def test_closure_that_the_scaler_steps_is_refused_and_nothing_is_lost(knows: boo
     with pytest.raises(ValueError, match=r"evaluate it yourself, then call scaler\.step\(optimizer\)"):
         scaler.step(model.optimizer, make_closure(model, [model.optimizer], 0))
     assert model.step == 0
-    model.close()
 
 
 # ------------------------------------------------------------------ optimizers that evaluate it otherwise
@@ -164,7 +162,6 @@ def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_reme
         model.optimizer.step(make_closure(model, [model.optimizer], 0))
     assert f"rank 0: step 0: {kind.__name__}.step(closure) evaluates the closure {when}" in str(caught.value)
     assert "in a subclass: def step(self, closure): return super().step(closure)" in str(caught.value)
-    model.close()
 
 
 def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -183,4 +180,3 @@ def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable
         assert torch.equal(*losses)
     assert model.step == NUM_STEPS
     assert_same(model, plain)
-    model.close()

@@ -194,7 +194,6 @@ def test_buckets_step_as_the_whole_does(name: str) -> None:
         loss_of(model, 0, step).backward()
     assert_equal_states(model.state_dict(), plain.state_dict())
     assert_equal_states(model.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-    model.close()
 
 
 def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:

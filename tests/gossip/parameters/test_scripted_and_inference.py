@@ -65,7 +65,6 @@ def test_scripted_part_without_state_trains_and_is_watched() -> None:
     module.activation = nn.PReLU()
     with pytest.raises(GossipError, match=r"'activation\.weight' was added"):
         model(X)
-    model.close()
 
 
 def made_in_inference_mode() -> nn.Module:
@@ -101,5 +100,3 @@ def test_model_built_in_inference_mode_trains_as_any_other(algorithm: str, argum
         model.global_avg()
         copy.deepcopy(model)(X).sum().backward()
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
-    for model in models:
-        model.close()

@@ -193,4 +193,3 @@ def test_norm_of_half_precision_gradients_does_not_overflow(num_features: int, c
     model(inputs).backward(torch.ones(1, 1, dtype=dtype))
     assert model.grad_norm == pytest.approx(3.0e4 * math.sqrt(num_features), rel=0.01)
     assert (module.weight.float() - before).norm().item() == pytest.approx(1.0, rel=0.1)
-    model.close()

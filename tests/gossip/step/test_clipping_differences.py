@@ -56,7 +56,6 @@ def mix(options: Mapping[str, Any]) -> tuple[list[np.ndarray], list[tuple[int, f
             model.idle_step()
             values.append(sample(model))
             stats = model.stats()
-            assert stats is not None
             clipped.append((stats.num_clipped, stats.mean_moved))
     return values, clipped
 

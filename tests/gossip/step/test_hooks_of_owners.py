@@ -78,7 +78,6 @@ def test_hooks_find_every_gradient_whenever_they_were_registered(mode: str, buck
         assert_found(early, wanted)
         assert_found(late, {} if step == 2 else wanted)
     assert model.step == 4
-    model.close()
 
 
 def launched_at_each_hook(hooks_later: bool) -> list[int]:

@@ -53,7 +53,6 @@ def test_gradients_that_are_not_finite_are_not_applied(value: float, clipping: d
     separate.update((0, 2))
     assert_same(workers, separate)
     stats = workers.stats()
-    assert stats is not None
     assert (stats.step, stats.num_skipped, stats.num_refused) == (1, 1, 0)
 
 

@@ -61,7 +61,6 @@ def test_errors_are_norms_of_products(topology: Topology) -> None:
 def test_rounds_to_is_the_first_round_below(topology: Topology) -> None:
     for start, tolerance in ((None, 0.3), (3, 0.01)):
         needed = analysis.rounds_to(topology, tolerance, start=start)
-        assert needed is not None
         assert error(dense(topology, needed, start or 0)) <= tolerance * (1 + 1e-9)
         assert error(dense(topology, needed - 1, start or 0)) > tolerance
 
@@ -139,13 +138,11 @@ def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
 def test_sparse_methods_agree_with_dense_ones(name: str, options: dict[str, int]) -> None:
     topology = topologies.build(name, 64, **options)
     period = topology.period
-    assert period is not None
     assert analysis.beta(topology) == pytest.approx(error(dense(topology, period)), abs=1e-9)
     if topology.exact_after is None:
         radius = np.abs(np.linalg.eigvals(dense(topology, period) - 1 / 64)).max()
         assert analysis.consensus_rate(topology) == pytest.approx(radius ** (1 / period), abs=1e-9)
         needed = analysis.rounds_to(topology, 0.01)
-        assert needed is not None
         # The asymptotic rate counts the rounds of one matrix that is not normal, or of several, only roughly.
         exact = next(k for k in range(1, 10_000) if error(np.linalg.matrix_power(dense(topology, period), k)) <= 0.01)
         assert needed == pytest.approx(exact * period, rel=0.01)
@@ -170,7 +167,6 @@ def test_push_sum_is_judged_by_its_ratios() -> None:
     ratios /= ratios.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(analysis.consensus_errors(topology, 30)[30], error(ratios), atol=1e-9)
     needed = analysis.rounds_to(topology, 1e-3)
-    assert needed is not None
     for k, within in ((needed, True), (needed - 1, False)):
         ratios = np.linalg.matrix_power(column, k)
         assert (error(ratios / ratios.sum(axis=1, keepdims=True)) <= 1e-3) is within

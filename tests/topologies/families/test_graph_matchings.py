@@ -11,7 +11,6 @@ from topologies import Topology
 
 
 def used_edges(topology: Topology) -> list[tuple[int, ...]]:
-    assert topology.period is not None
     return sorted(group for t in range(topology.period) for group in topology.round(t).groups if len(group) > 1)
 
 

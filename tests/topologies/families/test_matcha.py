@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import topologies
-from topologies import Topology
-from topologies.families.graph_matchings import SampledMatchings
 from topologies.graphs.edge_colouring import edge_colouring
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.graphs.spectrum import laplacian, lowest
@@ -78,19 +76,14 @@ def test_step_is_optimal(graph: nx.Graph, budget: float) -> None:
     assert found.rate == math.sqrt(found.squared_rate)
 
 
-def rounds_of(topology: Topology) -> SampledMatchings:
-    assert isinstance(topology.make_round, SampledMatchings)
-    return topology.make_round
-
-
 def test_rounds_use_whole_matchings_as_often_as_they_should() -> None:
-    topology = topologies.build("matcha", 10, graph=nx.lollipop_graph(5, 5), budget=0.4, seed=3)
-    found = rounds_of(topology).activation
+    sampled = topologies.build("matcha", 10, graph=nx.lollipop_graph(5, 5), budget=0.4, seed=3).make_round
+    found = sampled.activation
     parts = laplacians(10, found.matchings)
     counts = np.zeros(len(parts))
     num_rounds = 1000
     for t in range(num_rounds):
-        round_ = rounds_of(topology)(t)
+        round_ = sampled(t)
         active = [
             round_.neighbours(int(matching[0, 0])).get(int(matching[0, 1]), 0) != 0 for matching in found.matchings
         ]

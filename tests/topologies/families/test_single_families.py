@@ -14,7 +14,6 @@ import topologies
 
 def rounds(name: str, world_size: int, **options: object) -> list[tuple[tuple[int, ...], ...]]:
     topology = topologies.build(name, world_size, **options)
-    assert topology.period is not None
     return [topology.round(t).groups for t in range(topology.period)]
 
 
