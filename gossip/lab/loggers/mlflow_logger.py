@@ -13,7 +13,6 @@ from gossip.lab.loggers.logger import MEAN, Beginning, Ending, flattened
 
 NAME = "mlflow"
 _MARK = "loss"  # present in every record and logged last, so it marks a record that is complete on the server
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # MLflow's limits per batch
 _MAX_CHARACTERS = 6000  # MLflow's limit for the value of a parameter
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
@@ -49,41 +48,33 @@ class MlflowLogger:
         return 0
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the numbers of the record to the next batch."""
-        from mlflow.entities import Metric
-
+        """Keep the numbers of the record until they are sent."""
         flat = flattened(values)
-        now = int(time.time() * 1000)
-        metrics = [Metric(key, flat[key], now, step) for key in sorted(flat, key=lambda key: key == _MARK)]
-        if len(self._pending) + len(metrics) > _MAX_METRICS:
-            self.flush()
-        self._pending += metrics
+        self._add({key: flat[key] for key in sorted(flat, key=lambda key: key == _MARK)}, step)
 
     def flush(self) -> None:
-        """Send the pending numbers in batches."""
-        while self._pending:
-            self._client.log_batch(self._run_id, metrics=self._pending[:_MAX_METRICS])
-            del self._pending[:_MAX_METRICS]
+        """Send the pending numbers, in their order and in batches of which MLflow's client sees to the size."""
+        self._client.log_batch(self._run_id, metrics=self._pending)
+        self._pending = []
 
     def end(self, ending: Ending) -> None:
         """Log the numbers of the summary as metrics and the files as artifacts, and terminate the run."""
-        from mlflow.entities import Metric
-
-        self.flush()
         if ending.status == "completed":
-            now = int(time.time() * 1000)
-            self._pending = [
-                Metric(key, float(value), now, 0)
-                for key, value in leaves(ending.summary, "summary", separator="/")
-                if isinstance(value, int | float)
-            ]
-            self.flush()
+            summary = leaves(ending.summary, "summary", separator="/")
+            self._add({key: float(value) for key, value in summary if isinstance(value, int | float)}, 0)
+        self.flush()
         self._client.log_dict(self._run_id, without_non_finite(ending.summary), "summary.json")
         for path in ending.figures:
             self._client.log_artifact(self._run_id, str(path), "figures")
         if ending.model is not None:
             self._client.log_artifact(self._run_id, str(ending.model), "model")
         self._client.set_terminated(self._run_id, _STATUS[ending.status])
+
+    def _add(self, numbers: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._pending += [Metric(key, number, now, step) for key, number in numbers.items()]
 
     def _new_run(self, beginning: Beginning) -> str:
         from mlflow.entities import Param
@@ -93,8 +84,7 @@ class MlflowLogger:
             tags["group"] = beginning.group
         run = self._client.create_run(self._experiment_id(beginning), run_name=beginning.name, tags=tags)
         params = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in leaves(beginning.config, separator="/")]
-        for first in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(run.info.run_id, params=params[first : first + _MAX_PARAMS])
+        self._client.log_batch(run.info.run_id, params=params)
         return str(run.info.run_id)
 
     def _experiment_id(self, beginning: Beginning) -> str:

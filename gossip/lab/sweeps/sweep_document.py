@@ -9,11 +9,11 @@ from typing import Any
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
-from gossip.lab.report.report_document import Document, Metric, Setting
+from gossip.lab.report.report_document import Document, Metric
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweep_plan import Plan
-from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
-from gossip.lab.sweeps.sweep_rows import Result, make_rows, read_curve
+from gossip.lab.sweeps.sweep_prediction import make_cluster
+from gossip.lab.sweeps.sweep_rows import make_rows
 
 _MOST_NAMED = 4
 
@@ -29,7 +29,7 @@ def make_document(plan: Plan, folder: Path) -> Document:
         metric=metric,
         cluster=_cluster(plan.jobs),
         environment=run_folder.versions(),
-        rows=make_rows(_results(plan.jobs, folder), metric),
+        rows=make_rows(plan.jobs, folder, metric),
     )
 
 
@@ -61,20 +61,6 @@ def check_described(plan: Plan) -> None:
 def make_metric(config: Mapping[str, Any]) -> Metric:
     """Read the metric by which runs are compared; raises ConfigurationError if it or its target is none."""
     return read(Metric, value_of(config, "sweep"), "sweep")
-
-
-def _results(jobs: Sequence[Job], folder: Path) -> list[Result]:
-    step_times_s: dict[Setting, float] = {}
-    results = []
-    for job in jobs:
-        summary = job.summary(folder)
-        if summary["status"] != "completed":
-            results.append(Result(job, summary, [], 0.0))
-            continue
-        if job.setting not in step_times_s:  # the prediction does not depend on the seed
-            step_times_s[job.setting] = predict_step_time_s(job.config, summary)
-        results.append(Result(job, summary, read_curve(folder / job.name), step_times_s[job.setting]))
-    return results
 
 
 def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -9,13 +9,13 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Metric, Row, Setting, Value
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
+from gossip.lab.sweeps.sweep_prediction import predict_step_time_s
 
 Point = Mapping[str, Any]
 """A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
@@ -94,73 +94,59 @@ _FROM_SUMMARY = {
 """The values of a row, and their keys in the summary of a run."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run with its summary, its curve and the predicted time per step; the latter are empty and 0 if it failed."""
-
-    job: Job
-    summary: Mapping[str, Any]
-    curve: Sequence[Point]
-    step_time_s: float
-
-    @property
-    def is_completed(self) -> bool:
-        """Whether the run has been completed."""
-        return bool(self.summary["status"] == "completed")
-
-
-def make_rows(results: Sequence[Result], metric: Metric) -> tuple[Row, ...]:
-    """Build one row per setting, in order of appearance; the seeds of a setting are aggregated.
+def make_rows(jobs: Sequence[Job], folder: Path, metric: Metric) -> tuple[Row, ...]:
+    """Build one row per setting, in order of appearance, from the files of the runs; its seeds are aggregated.
 
     Each run is compared with the all-reduce run of the same seed, ranks and data, if both have completed.
     """
-    by_setting: dict[Setting, list[Result]] = {}
-    for result in results:
-        by_setting.setdefault(result.job.setting, []).append(result)
-    summaries = {result.job.run.overrides: result.summary for result in results if result.is_completed}
-    return tuple(_row(setting, of_setting, summaries, metric) for setting, of_setting in by_setting.items())
+    by_setting: dict[Setting, list[Job]] = {}
+    for job in jobs:
+        by_setting.setdefault(job.setting, []).append(job)
+    summaries = {job.run.overrides: job.summary(folder) for job in jobs}
+    return tuple(_row(of_setting, summaries, folder, metric) for of_setting in by_setting.values())
 
 
 def _row(
-    setting: Setting,
-    results: Sequence[Result],
-    summaries: Mapping[tuple[str, ...], Mapping[str, Any]],
-    metric: Metric,
+    jobs: Sequence[Job], summaries: Mapping[tuple[str, ...], Mapping[str, Any]], folder: Path, metric: Metric
 ) -> Row:
-    completed = [result for result in results if result.is_completed]
-    failed = [result for result in results if not result.is_completed]
-    by_run = [_values(result, metric) for result in completed]
-    values = {name: aggregate([of_run[name] for of_run in by_run]) for name in by_run[0]} if by_run else {}
-    if completed and setting.method != REFERENCE:
-        references = ((result, summaries.get(result.job.run.reference)) for result in completed)
-        pairs = [(result.summary, reference) for result, reference in references if reference is not None]
-        values |= differences(pairs, metric.name)
-    job = results[0].job
+    own = [(job, summaries[job.run.overrides]) for job in jobs]
+    completed = [(job, summary) for job, summary in own if summary["status"] == "completed"]
+    reasons = tuple(f"seed {job.seed}: {each['reason']}" for job, each in own if each["status"] != "completed")
+    setting, values, curves = jobs[0].setting, dict[str, Value | None](), None
+    if completed:
+        step_time_s = predict_step_time_s(completed[0][0].config, completed[0][1])  # does not depend on the seed
+        points = [read_curve(folder / job.name) for job, _ in completed]
+        by_run = [_values(run[1], curve, metric, step_time_s) for run, curve in zip(completed, points, strict=True)]
+        values = {name: aggregate([of_run[name] for of_run in by_run]) for name in by_run[0]}
+        curves = mean_curve(points, metric, step_time_s)
+        if setting.method != REFERENCE:
+            pairs = [(summary, summaries.get(job.run.reference, {})) for job, summary in completed]
+            values |= differences([pair for pair in pairs if pair[1].get("status") == "completed"], metric.name)
     return Row(
         **setting.model_dump(),
-        seeds=tuple(result.job.seed for result in results),
-        num_failed=len(failed),
-        status="completed" if not failed else "partly failed" if completed else "failed",
-        reasons=tuple(f"seed {result.job.seed}: {result.summary['reason']}" for result in failed),
-        commands=tuple(f"gossip train {shlex.join(result.job.overrides)}" for result in results),
+        seeds=tuple(job.seed for job in jobs),
+        num_failed=len(reasons),
+        status="completed" if not reasons else "partly failed" if completed else "failed",
+        reasons=reasons,
+        commands=tuple(f"gossip train {shlex.join(job.overrides)}" for job in jobs),
         values=values,
-        tuning=job.choice,
-        curves=(
-            mean_curve([result.curve for result in completed], metric, completed[0].step_time_s) if completed else None
-        ),
+        tuning=jobs[0].choice,
+        curves=curves,
     )
 
 
-def _values(result: Result, metric: Metric) -> dict[str, float | None]:
+def _values(
+    summary: Mapping[str, Any], curve: Sequence[Point], metric: Metric, step_time_s: float
+) -> dict[str, float | None]:
     """Return the values that one run contributes to its row."""
-    reached = steps_to_target(result.curve, metric)
+    reached = steps_to_target(curve, metric)
     return {
-        **{name: result.summary.get(key) for name, key in _FROM_SUMMARY.items()},
+        **{name: summary.get(key) for name, key in _FROM_SUMMARY.items()},
         "rounds_to_target": None if reached is None else reached["step"],
         "bytes_to_target": None if reached is None else reached["bytes"],
-        "predicted_step_time_s": result.step_time_s,
-        "predicted_time_to_target_s": None if reached is None else reached["step"] * result.step_time_s,
-        "predicted_total_time_s": result.summary["steps"] * result.step_time_s,
+        "predicted_step_time_s": step_time_s,
+        "predicted_time_to_target_s": None if reached is None else reached["step"] * step_time_s,
+        "predicted_total_time_s": summary["steps"] * step_time_s,
     }
 
 

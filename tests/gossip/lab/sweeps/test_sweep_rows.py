@@ -1,5 +1,6 @@
 """Curves of runs, and rows over seeds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
+from gossip.lab.experiments.run_folder import write_json
 from gossip.lab.report.report_document import Metric, Value
+from gossip.lab.sweeps import sweep_rows
 from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting
-from gossip.lab.sweeps.sweep_rows import Point, Result, make_rows, mean_curve, read_curve, steps_to_target
+from gossip.lab.sweeps.sweep_rows import Point, make_rows, mean_curve, read_curve, steps_to_target
 
 ACCURACY = Metric(metric="accuracy", target=0.9)
 SPLIT = "data.partition={scheme:dirichlet,alpha:0.1}"
@@ -22,17 +25,28 @@ def point(step: int, accuracy: float | None, loss: float | None = None, consensu
     return {"step": step, "bytes": 100.0 * step, **measured}
 
 
-def result(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Result:
-    overrides = (f"method={method}", SPLIT, f"seed={seed}")
-    run = Run(overrides, ("method=ddp", SPLIT, f"seed={seed}"))
-    config = composed(*overrides)
-    job = Job(run, config, make_setting(run, config, CHOICES, other=[]))
-    summary: dict[str, Any] = {"status": status, "reason": "because", "steps": 10 * len(accuracies)}
-    accuracy = accuracies[-1] if accuracies else None
-    losses = ("averaged_test_loss", "local_test_loss_worst")
-    summary |= {"averaged_test_accuracy": accuracy, "local_test_accuracy_worst": accuracy, **dict.fromkeys(losses, 0.5)}
-    curve = [point(10 * number, accuracy) for number, accuracy in enumerate(accuracies, start=1)]
-    return Result(job, summary, curve, step_time_s=0.5)
+@pytest.fixture
+def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """Write the files of a run whose step takes half a second, with an evaluation every ten steps of 100 bytes."""
+    monkeypatch.setattr(sweep_rows, "predict_step_time_s", lambda *_: 0.5)
+
+    def write(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Job:
+        overrides = (f"method={method}", SPLIT, f"seed={seed}")
+        run = Run(overrides, ("method=ddp", SPLIT, f"seed={seed}"))
+        config = composed(*overrides)
+        job = Job(run, config, make_setting(run, config, CHOICES, other=[]))
+        summary: dict[str, Any] = {"status": status, "reason": "because", "steps": 10 * len(accuracies)}
+        accuracy = accuracies[-1] if accuracies else None
+        losses = ("averaged_test_loss", "local_test_loss_worst")
+        summary |= {"averaged_test_accuracy": accuracy, "local_test_accuracy_worst": accuracy}
+        with JsonlWriter(tmp_path / job.name / "workers.jsonl") as writer:
+            for number, accuracy in enumerate(accuracies):
+                measured = {"averaged_test_accuracy": accuracy, "averaged_test_loss": 0.5}
+                writer.write({"step": 10 * number + 9, "bytes_sent": 1000, **measured})
+        write_json(tmp_path / job.name / "summary.json", summary | dict.fromkeys(losses, 0.5))
+        return job
+
+    return write
 
 
 def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> None:
@@ -88,9 +102,9 @@ def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
     }
 
 
-def test_rows_put_seeds_together() -> None:
+def test_rows_put_seeds_together(result: Callable[..., Job], tmp_path: Path) -> None:
     results = [result(0, [0.8, 0.92]), result(0, [0.95], method="ddp"), result(1, [0.91, 0.94])]
-    gossip, ddp = make_rows(results, ACCURACY)
+    gossip, ddp = make_rows(results, tmp_path, ACCURACY)
     assert (gossip.label, gossip.seeds, gossip.num_failed) == ("one_peer_exponential", (0, 1), 0)
     assert (ddp.label, ddp.seeds, ddp.topology) == ("all-reduce", (0,), None)
     assert gossip.mean("averaged_accuracy") == pytest.approx(0.93)
@@ -104,15 +118,17 @@ def test_rows_put_seeds_together() -> None:
     assert gossip.curves.metric == (pytest.approx(0.855), pytest.approx(0.93))
 
 
-def test_rows_name_the_seeds_that_failed() -> None:
+def test_rows_name_the_seeds_that_failed(result: Callable[..., Job], tmp_path: Path) -> None:
     results = [result(0, [0.95]), result(1, [], status="failed"), result(0, [], status="failed", method="local")]
-    partly, failed = make_rows(results, ACCURACY)
+    partly, failed = make_rows(results, tmp_path, ACCURACY)
     assert (partly.status, partly.num_failed, partly.reasons) == ("partly failed", 1, ("seed 1: because",))
     assert partly.values["averaged_accuracy"] == Value(mean=0.95, count=1)
     assert (failed.status, failed.values, failed.curves) == ("failed", {}, None)
 
 
-def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_well() -> None:
+def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_well(
+    result: Callable[..., Job], tmp_path: Path
+) -> None:
     accuracies = {0: 0.9, 1: 0.8, 2: 0.7, 3: 0.6}
     of_all_reduce = [
         result(1, [0.9], method="ddp"),
@@ -120,11 +136,11 @@ def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_we
         result(2, [], status="failed", method="ddp"),
     ]
     gossip, all_reduce = make_rows(
-        [*(result(seed, [value]) for seed, value in accuracies.items()), *of_all_reduce], ACCURACY
+        [*(result(seed, [value]) for seed, value in accuracies.items()), *of_all_reduce], tmp_path, ACCURACY
     )
     difference = gossip.values["average_difference"]
     assert difference is not None
     assert (difference.mean, difference.count) == (pytest.approx(-6.0), 2)  # seed 2 failed there, seed 3 is none there
     assert "average_difference" not in all_reduce.values
-    alone, _ = make_rows([result(2, [0.7]), result(2, [], status="failed", method="ddp")], ACCURACY)
+    alone, _ = make_rows([result(2, [0.7]), result(2, [], status="failed", method="ddp")], tmp_path, ACCURACY)
     assert alone.values["average_difference"] is None
