@@ -1,7 +1,7 @@
 """Where there can be hosts of network namespaces."""
 
 from gossip.lab.benchmarks.network import shaped_hosts
-from gossip.lab.benchmarks.network.namespaces import Namespace
+from gossip.lab.benchmarks.network.shaped_hosts import Namespace
 
 
 def why_no_hosts() -> str | None:

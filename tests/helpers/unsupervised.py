@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from gossip import join_training
 from gossip.communication.liveness.process_liveness import is_suspended
-from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, store_at
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, Namespace, store_at
 from gossip.launching import fork_server
 
 _PATIENCE_S = 240

@@ -8,9 +8,8 @@ from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 from running import SCRIPTS, run_here, running
 
 from gossip.lab.experiments.records import read_jsonl
-from gossip.lab.faults.aftermath import after_faults
 from gossip.lab.faults.chaos_figure import by_step
-from gossip.lab.faults.chaos_report import examine
+from gossip.lab.faults.chaos_report import after_faults, examine
 
 Notes = list[list[dict[str, Any]]]
 

@@ -11,7 +11,7 @@ from loguru import logger
 
 from gossip.lab.benchmarks.harness import LEVELS, run
 from gossip.lab.benchmarks.step_time import StepTimeSettings
-from gossip.lab.experiments import folder_cleanup, run_folder
+from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.option_help import FLAGS, help_text
@@ -44,7 +44,7 @@ def main(config_folder: Path, config_name: str) -> int:
     except (Exception, KeyboardInterrupt) as error:
         status = report(error, config_folder, config_name)
         if status == REFUSED:
-            folder_cleanup.remove_new()
+            run_folder.remove_new()
         return status
     return 0
 

@@ -20,8 +20,7 @@ from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.compression_speed import CompressionSpeed
 from gossip.lab.benchmarks.large_model import LargeModel
-from gossip.lab.benchmarks.network import namespaces
-from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second
+from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second, enter
 from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.step_time import StepTime
@@ -129,7 +128,7 @@ def _work(name: str, case: BenchmarkSettings, place: Place, hosts: Hosts | None,
         dist.barrier()
         dist.destroy_process_group()
         paths, address = hosts
-        namespaces.enter(paths[rank // case.local_size])
+        enter(paths[rank // case.local_size])
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface
         timeout = timedelta(seconds=case.timeout_s)
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)

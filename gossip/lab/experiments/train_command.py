@@ -17,7 +17,7 @@ from loguru import logger
 
 from gossip import ExchangeError, LaunchError, World
 from gossip.communication import training_store
-from gossip.lab.experiments import config_store, folder_cleanup, resuming, run_folder
+from gossip.lab.experiments import config_store, resuming, run_folder
 from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.graceful_stop import SIGNALS
@@ -75,7 +75,7 @@ def main(config_folder: Path, config_name: str) -> int:
     except (Exception, KeyboardInterrupt) as error:
         status = report(error, config_folder, config_name)
         if status == REFUSED:
-            folder_cleanup.remove_new()
+            run_folder.remove_new()
         return status
     finally:
         fork_server.stop()
@@ -88,12 +88,12 @@ def _prepare_sweep() -> None:
 
     Without that flag, hydra would treat arguments that it cannot compose as those of a single run.
     """
-    from gossip.lab.sweeps import sweep_folder
+    from gossip.lab.sweeps import sweep_jobs
 
     arguments = sys.argv[1:]
     if not any(argument.startswith("-") for argument in arguments):
         sys.argv.append("--multirun")
-    sys.argv[1:1] = sweep_folder.option(arguments)
+    sys.argv[1:1] = sweep_jobs.folder_option(arguments)
     if not any(argument.startswith("hydra/launcher=") for argument in arguments):
         if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
             raise ConfigurationError(
@@ -277,7 +277,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
         # reported the error by then.
         status = report(error, config_folder, config_name) if rank == 0 else REFUSED
         dist.barrier()
-        folder_cleanup.remove_new()
+        run_folder.remove_new()
         return status
     except BaseException as error:
         status = _report_rank(error, rank)

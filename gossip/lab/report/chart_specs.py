@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gossip.lab.report.charts import Chart
+from gossip.lab.report.charts import Chart, Panel, Series, Style
+from gossip.lab.report.quantities import Scale
 from gossip.lab.report.report_document import Row
-from gossip.lab.report.scales import Scale
-from gossip.lab.report.series import Panel, Series, Style
 
 Spec = dict[str, Any]
 

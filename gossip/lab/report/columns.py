@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gossip.lab.report.charts import DIVIDING, setting, varying
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity
 from gossip.lab.report.report_document import Document, Row, Setting
-from gossip.lab.report.series import DIVIDING, setting, varying
 
 SETTINGS = {
     name: "Ranks" if name == "world_size" else name.capitalize()

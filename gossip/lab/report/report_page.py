@@ -12,11 +12,10 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
-from gossip.lab.report.charts import Chart, charts, quantity_of
+from gossip.lab.report.charts import Chart, Panel, Series, charts, panels, quantity_of, setting, varying
 from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns
+from gossip.lab.report.quantities import Scale
 from gossip.lab.report.report_document import Document, Row
-from gossip.lab.report.scales import Scale
-from gossip.lab.report.series import Panel, Series, panels, setting, varying
 from gossip.lab.report.verdict import verdict
 
 #: The libraries with which charts.js draws, in the order of their dependencies.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gossip.lab.report.charts import quantity_of
+from gossip.lab.report.charts import panels, quantity_of
 from gossip.lab.report.columns import TO_ALL_REDUCE, best, columns
 from gossip.lab.report.quantities import BYTES, SECONDS
 from gossip.lab.report.report_document import FEWEST_SEEDS, Document, Metric, Row, Value
-from gossip.lab.report.series import panels
 
 
 def verdict(document: Document) -> Iterator[str]:

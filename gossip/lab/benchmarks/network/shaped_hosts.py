@@ -1,27 +1,31 @@
 """A virtual network on one machine: hosts connected to one bridge by links with a rate. Needs Linux and root.
 
-Hosts and bridge are unnamed network namespaces (:mod:`.namespaces`): the kernel removes each of them, with its
-interfaces and their shaping, when the last process inside it ends, even if that process was killed.
+Hosts and bridge are unnamed network namespaces: each exists as long as a process is in it or holds it open. Nothing has
+to be removed, and nothing can be left behind: the kernel removes it, with its interfaces and their shaping, when the
+last of these processes ends, even if that was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from gossip.lab.benchmarks.network.namespaces import Namespace
 from gossip.lab.experiments.validated_models import ConfigurationError
 
 MAX_HOSTS = 200
+_CURRENT = "/proc/thread-self/ns/net"
+_CLONE_NEWNET = 0x40000000  # sched.h
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NETWORK = "10.77.0"
 _BRIDGE_ADDRESS = f"{_NETWORK}.254"
@@ -35,6 +39,58 @@ _BURST_S = 0.004  # the burst of an idle link, in seconds at its rate: one tick 
 _MIN_BURST_BYTES = 1 << 17  # two packets of 64 KiB
 _QUEUE_S = 0.05  # the queue of a link before it drops packets, in seconds at its rate, but at least
 _MIN_QUEUE_BYTES = 1 << 20  # several of the 64 KiB packets that a veth delivers
+
+
+class Namespace:
+    """A new network namespace, held open by this process by the descriptor ``file``. Needs Linux and root.
+
+    An OSError says that the kernel does not permit one.
+    """
+
+    def __init__(self) -> None:
+        with _returning():
+            _call("unshare", _CLONE_NEWNET)
+            self.file = os.open(_CURRENT, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def path(self) -> str:
+        """The path by which other processes reach the namespace."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Move this thread into the namespace within the block; processes and sockets started there remain there."""
+        with _returning():
+            _call("setns", self.file, _CLONE_NEWNET)
+            yield
+
+    def close(self) -> None:
+        """Release the namespace; it ceases to exist with the last process inside it."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+def enter(path: str) -> None:
+    """Move this thread, and threads that it starts from now on, into a namespace of another process for good."""
+    with open(path) as file:
+        _call("setns", file.fileno(), _CLONE_NEWNET)
+
+
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
+    with open(_CURRENT) as here:
+        try:
+            yield
+        finally:
+            _call("setns", here.fileno(), _CLONE_NEWNET)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Make a system call by the C library (os.unshare and os.setns require Python 3.12)."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def bits_per_second(rate: str) -> int:

@@ -16,8 +16,7 @@ from running import Running, running
 
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
-from gossip.lab.benchmarks.network.namespaces import Namespace
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable, Namespace
 
 PATIENCE_S = 20
 

@@ -6,8 +6,7 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.run_folder import FolderError, claim, lock, write_failure, write_json
-from gossip.lab.sweeps.sweep_folder import option
-from gossip.lab.sweeps.sweep_jobs import Job, Run, fingerprint, make_setting
+from gossip.lab.sweeps.sweep_jobs import Job, Run, fingerprint, folder_option, make_setting
 
 CHOICES = {"algorithm": "adapt_while_communicating", "compression": "none"}
 
@@ -97,7 +96,7 @@ BASE = ("topology=ring,base", "launch.world_size=8", "seed=0,1")
 
 
 def folder(*arguments: str) -> str:
-    (chosen,) = option(arguments)
+    (chosen,) = folder_option(arguments)
     return chosen
 
 
@@ -133,4 +132,4 @@ def test_folder_name_says_what_is_swept_and_what_is_set() -> None:
 
 @pytest.mark.parametrize("argument", ["experiment=smoke", "hydra.sweep.dir=mine", "topology=[ring"])
 def test_folder_is_not_chosen_where_the_command_line_does_or_cannot_be_read(argument: str) -> None:
-    assert option([*BASE, argument]) == []
+    assert folder_option([*BASE, argument]) == []
