@@ -106,9 +106,9 @@ def _start(name: str) -> int:
 
         return bench_script.main("probe", PROBE)
     if name == "bench":
-        from gossip.lab.benchmarks import bench_command
+        from gossip.lab.benchmarks import bench_script
 
-        return bench_command.main(config_folder(), name)
+        return bench_script.bench(config_folder(), name)
     from gossip.lab.experiments import train_command
 
     return train_command.main(config_folder(), name)

@@ -1,10 +1,14 @@
-"""The command line of a benchmark, made of its settings: those with a description are its options."""
+"""The command lines of benchmarks.
+
+That of ``gossip bench`` is hydra's; of all others the settings with a description are the options.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +19,12 @@ from loguru import logger
 from gossip import LaunchError
 from gossip.lab.benchmarks.benchmark import Benchmark
 from gossip.lab.benchmarks.harness import BENCHMARKS, LEVELS, run
+from gossip.lab.benchmarks.step_time import StepTimeSettings
+from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.config_errors import check_flags
+from gossip.lab.experiments.config_store import plain
+from gossip.lab.experiments.option_help import FLAGS, help_text
+from gossip.lab.experiments.train_command import REFUSED, composed, report, terminate
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement
 from topologies.command_lines import Parser
@@ -51,13 +61,13 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
             if folder is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
-            results, report = run(name, settings, folder)
+            results, text = run(name, settings, folder)
         except ConfigurationError as error:
             parser.error(str(error))
         except LaunchError as error:
             print(error, file=sys.stderr)
             return 1
-    print(report, end="")
+    print(text, end="")
     return 0 if benchmark().is_sound(results) else 1
 
 
@@ -99,3 +109,43 @@ def _configured(file: Path, overrides: list[str]) -> dict[str, Any]:
         raise ConfigurationError(str(error).partition("\n")[0]) from error
     content: Any = OmegaConf.to_container(config, resolve=True)
     return dict(content)
+
+
+def bench(config_folder: Path, config_name: str) -> int:
+    """Run the benchmark of steps that ``sys.argv`` describes, and return the exit status, as ``gossip train`` does."""
+    if set(FLAGS).intersection(sys.argv[1:]):
+        print(help_text(sys.argv[0], config_folder, config_name))
+        return 0
+    signal.signal(signal.SIGTERM, terminate)
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", filter=LEVELS)
+    try:
+        if {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
+        check_flags(sys.argv[1:])
+        composed(config_folder, config_name, _task)
+    except BrokenPipeError:
+        raise  # a closed standard output is handled by the caller
+    except (Exception, KeyboardInterrupt) as error:
+        status = report(error, config_folder, config_name)
+        if status == REFUSED:
+            run_folder.remove_new()
+        return status
+    return 0
+
+
+def _task(hydra_config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra_settings = HydraConfig.get()
+    folder, config = Path(hydra_settings.runtime.output_dir), plain(hydra_config)
+    settings = read(StepTimeSettings, config["bench"], "bench")
+    with run_folder.lock(folder):
+        run_folder.claim(folder, config, list(hydra_settings.overrides.task))
+        try:
+            _, text = run("step_time", settings, folder)
+        except ConfigurationError:
+            run_folder.unclaim(folder)
+            raise
+        print(text)
+        print(f"run folder: {folder}")

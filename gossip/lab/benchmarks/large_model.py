@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, World
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Write
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Rows, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.benchmarks.workloads import Batch
@@ -93,30 +93,7 @@ class LargeModelSettings(BenchmarkSettings):
             yield name.replace(", ", "_").replace(" ", "_"), self.model_copy(update=update)
 
 
-class LargeModelResult(BaseModel):
-    """What a way has cost: the most of all ranks, in bytes and seconds; None for what it cannot do.
-
-    The losses are means over all samples of a step. ``background_s`` is for how long training stands when a checkpoint
-    is begun in the background.
-    """
-
-    way: str
-    num_parameters: int
-    losses: list[float]
-    rest_bytes: int
-    peak_bytes: int
-    later_peak_bytes: int
-    save_peak_bytes: int | None = None
-    construct_s: float
-    first_step_s: float
-    step_s: float
-    averaged_s: float | None = None
-    export_s: float | None = None
-    save_s: float | None = None
-    background_s: float | None = None
-
-
-class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
+class LargeModel(Benchmark[LargeModelSettings, Rows]):
     """Every way has processes of its own, the same initial values, and the same samples of each replica."""
 
     settings = LargeModelSettings
@@ -131,7 +108,7 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
     )
 
     def work(self, case: LargeModelSettings, place: Place, write: Write) -> None:
-        """Write the losses, bytes and seconds of this rank."""
+        """Write the losses, bytes and seconds of this rank; a way that cannot be saved lacks what concerns that."""
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)  # what is freed is given back at once
         way, memory = WAYS[case.ways[0]], PeakMemory()
         found: Record = {}
@@ -157,10 +134,11 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
             _end(running.model, memory, found)
         write(found | {"num_parameters": num_parameters})
 
-    def result(self, case: LargeModelSettings, records: Records) -> LargeModelResult:
+    def result(self, case: LargeModelSettings, records: Records) -> Rows:
+        """Return the means of the losses over all samples of a step, and otherwise the most of all ranks."""
         losses = [statistics.fmean(of_step) for of_step in zip(*(of[0]["losses"] for of in records), strict=True)]
         most = {key: max(of[0][key] for of in records) for key in records[0][0] if key != "losses"}
-        return LargeModelResult(way=case.ways[0], losses=losses, **most)
+        return Rows(link=None, rows=[{"way": case.ways[0], "losses": losses, **most}])
 
     def facts(self, settings: LargeModelSettings) -> list[str]:
         return [
@@ -169,33 +147,32 @@ class LargeModel(Benchmark[LargeModelSettings, LargeModelResult]):
             f"of {settings.tokens} tokens for each replica, {settings.steps} steps; `one_peer_exponential`."
         ]
 
-    def sections(self, results: Sequence[LargeModelResult]) -> list[str]:
-        by_way = {each.way: each for each in results}
+    def sections(self, results: Sequence[Rows]) -> list[str]:
+        by_way = {row["way"]: row for result in results for row in result.rows}
         memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
         times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
         return [
-            table([*memory, "later steps, GB", "saving, GB"], (_memory_cells(each, by_way) for each in results)),
-            table([*times, "background, s"], (_time_cells(each) for each in results)),
+            table([*memory, "later steps, GB", "saving, GB"], (_memory_cells(row, by_way) for row in by_way.values())),
+            table([*times, "background, s"], map(_time_cells, by_way.values())),
         ]
 
 
-def _memory_cells(result: LargeModelResult, by_way: dict[str, LargeModelResult]) -> list[str]:
-    way, of_ddp, apart = WAYS[result.way], "", ("", "")
+def _memory_cells(row: Record, by_way: dict[str, Record]) -> list[str]:
+    way, of_ddp, apart = WAYS[row["way"]], "", ("", "")
     if (ddp := by_way.get("ddp")) is not None:
-        of_ddp = f"{result.peak_bytes / ddp.peak_bytes:.2f}"
+        of_ddp = f"{row['peak_bytes'] / ddp['peak_bytes']:.2f}"
     if (like := by_way.get(way.like or "")) is not None:
-        pairs = zip(result.losses, like.losses, strict=True)
-        apart = f"{max(abs(loss / other - 1) for loss, other in pairs):.1e}", like.way
-    losses = [f"{result.losses[place]:.4f}" for place in (0, -1)]
-    sizes = (result.rest_bytes, result.peak_bytes, result.later_peak_bytes, result.save_peak_bytes)
+        pairs = zip(row["losses"], like["losses"], strict=True)
+        apart = f"{max(abs(loss / other - 1) for loss, other in pairs):.1e}", like["way"]
+    losses = [f"{row['losses'][place]:.4f}" for place in (0, -1)]
+    sizes = (row.get(f"{name}_bytes") for name in ("rest", "peak", "later_peak", "save_peak"))
     rest, peak, later, saving = ("" if size is None else f"{size / 1e9:.2f}" for size in sizes)
-    return [result.way, str(way.num_ranks), *losses, *apart, rest, peak, of_ddp, later, saving]
+    return [row["way"], str(way.num_ranks), *losses, *apart, rest, peak, of_ddp, later, saving]
 
 
-def _time_cells(result: LargeModelResult) -> list[str]:
+def _time_cells(row: Record) -> list[str]:
     names = ("construct_s", "first_step_s", "step_s", "averaged_s", "export_s", "save_s", "background_s")
-    found = [getattr(result, name) for name in names]
-    return [result.way, *("" if seconds is None else f"{seconds:.2f}" for seconds in found)]
+    return [row["way"], *(f"{row[name]:.2f}" if name in row else "" for name in names)]
 
 
 def _module(case: LargeModelSettings) -> nn.Module:

@@ -50,12 +50,3 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def look(number: int) -> dict[str, Any]:
     """Return colour and line style of the method with this number."""
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
-
-
-def set_logarithmic(axis: Any) -> None:
-    """Give a logarithmic axis ticks at 1, 2 and 5."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.summaries import Spread, look, set_logarithmic, table
+from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.probe import Measured
 
@@ -153,6 +153,8 @@ def loss_figure(results: Sequence[LossResult], path: Path) -> None:
     where not all seeds got further. The axis of bytes begins at the bytes per step of the method that sends least,
     because next to nothing is sent before the first exchange.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     with drawn(path, 9.2, 2.9 * len(results) + 0.6) as figure:
         panels = figure.subplots(len(results), 2, sharey="row", squeeze=False)
         for (seconds, sent), result in zip(panels, results, strict=True):
@@ -176,7 +178,9 @@ def loss_figure(results: Sequence[LossResult], path: Path) -> None:
                 sent.set_xlim(left=smallest / 1e6)
             for axes, quantity in ((seconds, "seconds of training"), (sent, "MB sent per rank")):
                 axes.set(xscale="log", xlabel=quantity, ylim=(0, 1))
-                set_logarithmic(axes.xaxis)
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter(NullFormatter())
             seconds.yaxis.set_major_formatter("{x:.0%}")
             seconds.set_ylabel("way to the target loss")
             seconds.set_title(f"{result.task}, {result.link}")

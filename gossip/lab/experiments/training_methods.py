@@ -205,16 +205,6 @@ class AllRanks(World):
         self._note()
         return gathered
 
-    def sum_(self, tensor: torch.Tensor, what: str, *, holds_host: bool = True) -> None:
-        before = tensor.clone()
-
-        def add_up() -> None:
-            self._mates.sum_(tensor, what, holds_host=holds_host)
-            self._groups.sum_(tensor, what, holds_host=holds_host)
-
-        self._groups.collectively(add_up, lambda: tensor.copy_(before))
-        self._note()
-
     def close(self) -> None:
         """Do nothing: both belong to the model."""
 
