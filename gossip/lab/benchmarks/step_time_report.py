@@ -56,15 +56,6 @@ class Row(BaseModel):
         return Spread.over([1 / whole_s for whole_s in self.whole_s_by_repetition])
 
 
-class Ratio(BaseModel):
-    """The ratios of a method's step time and throughput to a reference's, over pairs of the same repetition."""
-
-    label: str
-    reference: str
-    step: Spread
-    throughput: Spread
-
-
 class StepTimeResult(BaseModel):
     """The measurements at one link rate, which is None if links are unshaped.
 
@@ -74,11 +65,10 @@ class StepTimeResult(BaseModel):
     rate: str | None
     goodput_bytes_per_s: float | None
     rows: list[Row]
-    ratios: list[Ratio]
 
 
 def result_of(rate: str | None, methods: Sequence[MethodSpecification], records: Records) -> StepTimeResult:
-    """Return one row per method, in the order of ``methods``, and all ratios."""
+    """Return one row per method, in the order of ``methods``."""
     goodput = records[0][0]["goodput_bytes_per_s"]
     found = {method.label: _repetitions_of(records, method.label) for method in methods}
     local = next((method.label for method in methods if method.kind == "local"), None)
@@ -86,8 +76,7 @@ def result_of(rate: str | None, methods: Sequence[MethodSpecification], records:
     if local is not None:
         compute_s = statistics.median(time_s for of_all in found[local] for time_s in _step_times(of_all))
     rows = [_row(method, found[method.label], compute_s, goodput) for method in methods]
-    ratios = [_ratio(row, reference) for reference in references_of(rows) for row in rows if row is not reference]
-    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows, ratios=ratios)
+    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows)
 
 
 def _repetitions_of(records: Records, label: str) -> list[list[Mapping[str, Any]]]:
@@ -131,15 +120,12 @@ def references_of(rows: Sequence[Row]) -> list[Row]:
     return [max(rows, key=lambda row: row.steps_per_s.median) for rows in of_kinds if rows]
 
 
-def _ratio(row: Row, reference: Row) -> Ratio:
+def ratios_of(row: Row, reference: Row) -> tuple[Spread, Spread]:
+    """Return the ratios of step time and of throughput to a reference's, over pairs of the same repetition."""
     steps = zip(row.step_s_by_repetition, reference.step_s_by_repetition, strict=True)
     wholes = zip(row.whole_s_by_repetition, reference.whole_s_by_repetition, strict=True)
-    return Ratio(
-        label=row.label,
-        reference=reference.label,
-        step=Spread.over([own_s / baseline_s for own_s, baseline_s in steps]),
-        throughput=Spread.over([baseline_s / own_s for own_s, baseline_s in wholes]),
-    )
+    of_steps = Spread.over([own_s / baseline_s for own_s, baseline_s in steps])
+    return of_steps, Spread.over([baseline_s / own_s for own_s, baseline_s in wholes])
 
 
 def _ms(seconds: float | None) -> str:
@@ -165,14 +151,15 @@ def section(result: StepTimeResult) -> list[str]:
     goodput = result.goodput_bytes_per_s
     carried = "" if goodput is None else f"Goodput: {goodput / 1e6:.4g} MB/s ({8e-6 * goodput:.4g} Mbit/s) per rank"
     costs = table(list(_COSTS), ([cell(row) for cell in _COSTS.values()] for row in result.rows))
-    references = [row.label for row in references_of(result.rows)]
-    found = {(ratio.label, ratio.reference): ratio for ratio in result.ratios}
-    cells: list[list[str]] = []
-    for row in result.rows:
-        ratios = [found.get((row.label, label)) for label in references]
-        pairs = [(ratio.step.shown(".3f"), ratio.throughput.shown(".3f")) if ratio else ("1", "1") for ratio in ratios]
-        cells.append([row.label, *(cell for pair in pairs for cell in pair)])
-    titles = ["method", *(f"{what} to {label}" for label in references for what in ("step", "throughput"))]
+    references = references_of(result.rows)
+    cells = [
+        [
+            row.label,
+            *("1" if row is each else ratio.shown(".3f") for each in references for ratio in ratios_of(row, each)),
+        ]
+        for row in result.rows
+    ]
+    titles = ["method", *(f"{what} to {each.label}" for each in references for what in ("step", "throughput"))]
     return [
         "## Unshaped" if result.rate is None else f"## Links of {result.rate}",
         carried and f"{carried}, each way at once.",

@@ -27,7 +27,6 @@ from gossip.lab.benchmarks.time_to_loss_report import (
     LossResult,
     Point,
     loss_figure,
-    rows_of,
     section,
     target_of,
 )
@@ -85,7 +84,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         training = _Training(case, place)
         measured = training.probe()
         chosen, advice = training.as_probed(measured) if case.as_probed else (None, "")
-        write({"probe": asdict(measured), "chosen": chosen and chosen.model_dump(), "advice": advice})
+        write({"probe": asdict(measured), "advice": advice})
         for seed in case.seeds:
             curve = training.train(reference, seed, lambda point: point.step >= case.steps)
             write(curve.model_dump())
@@ -106,16 +105,15 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
 
     def result(self, case: TimeToLossSettings, records: Records) -> LossResult:
         probed, *trained = records[0]
-        chosen = [] if probed["chosen"] is None else [MethodSpecification.model_validate(probed["chosen"])]
-        methods = [*case.methods, *chosen]
+        references = [case.methods[0].label, *(each.label for each in case.methods if each.kind == "decent_dp")]
         curves = [Curve.model_validate(record) for record in trained]
         probe = TypeAdapter(Measured).validate_python(probed["probe"])
-        ends = [curve.points[-1] for curve in curves if curve.method == methods[0].label]
+        ends = [curve.points[-1] for curve in curves if curve.method == references[0]]
         return LossResult(
             task=case.tasks[0],
             link=case.link or case.network,
             curves=curves,
-            rows=rows_of(methods, curves),
+            references=references,
             step_s=statistics.fmean(end.seconds / end.step for end in ends),
             compute_s=probe.workload.compute_s,
             probe=probe,

@@ -10,7 +10,6 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, BeforeValidator
 
-from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.probe import Measured
@@ -46,35 +45,26 @@ class Curve(BaseModel):
         return next((point for point in self.points if point.loss <= target), None)
 
 
-class LossRow(BaseModel):
-    """The cost for one method to reach the target, over the seeds with which it did; None if there is none.
-
-    ``of_reference`` has, by the label of a reference, the ratio of the seconds to the reference's with the same seed.
-    """
-
-    label: str
-    num_reached: int
-    seconds: Spread | None
-    steps: Spread | None
-    sent_bytes: Spread | None
-    of_reference: dict[str, Spread]
-
-
 class LossResult(BaseModel):
     """The results of one task on one kind of link.
 
-    ``step_s`` is the mean step time of all-reduce, ``compute_s`` the probed time of a step without communication while
-    all ranks compute; the advice of the probe is empty if it was not asked.
+    The references are methods with which seconds are compared, all-reduce first. ``step_s`` is the mean step time of
+    all-reduce, ``compute_s`` the probed time of a step without communication while all ranks compute; the advice of the
+    probe is empty if it was not asked.
     """
 
     task: str
     link: str
     curves: list[Curve]
-    rows: list[LossRow]
+    references: list[str]
     step_s: float
     compute_s: float
     probe: Measured
     advice: str
+
+    def targets(self) -> dict[int, float]:
+        """Return the loss to be reached from each seed."""
+        return {each.seed: target_of(each.points) for each in self.curves if each.method == self.references[0]}
 
 
 def target_of(reference: Sequence[Point]) -> float:
@@ -82,68 +72,40 @@ def target_of(reference: Sequence[Point]) -> float:
     return (1 + TOLERANCE) * reference[-1].loss
 
 
-def rows_of(methods: Sequence[MethodSpecification], curves: Sequence[Curve]) -> list[LossRow]:
-    """Return one row per method, of which the first is all-reduce."""
-    targets = {curve.seed: target_of(curve.points) for curve in curves if curve.method == methods[0].label}
-    reached = {
-        (curve.method, curve.seed): point
-        for curve in curves
-        if (point := curve.reached(targets[curve.seed])) is not None
-    }
-    references = [methods[0].label, *(method.label for method in methods if method.kind == "decent_dp")]
-    rows = []
-    for method in methods:
-        found = {seed: point for (label, seed), point in reached.items() if label == method.label}
-        ratios = {
-            label: _spread(
-                [point.seconds / reached[label, s].seconds for s, point in found.items() if (label, s) in reached]
-            )
-            for label in references
-        }
-        rows.append(
-            LossRow(
-                label=method.label,
-                num_reached=len(found),
-                seconds=_spread([point.seconds for point in found.values()]),
-                steps=_spread([point.step for point in found.values()]),
-                sent_bytes=_spread([point.sent_bytes for point in found.values()]),
-                of_reference={label: spread for label, spread in ratios.items() if spread is not None},
-            )
-        )
-    return rows
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
-    return Spread.over(values) if values else None
-
-
 def section(result: LossResult) -> list[str]:
     """Return the heading, what a step takes, the advice of the probe, and the table of a result."""
-    references = list(dict.fromkeys(label for row in result.rows for label in row.of_reference))
-    num_seeds = len({curve.seed for curve in result.curves})
+    targets = result.targets()
+    found: dict[str, dict[int, Point]] = {curve.method: {} for curve in result.curves}
+    for curve in result.curves:
+        if (point := curve.reached(targets[curve.seed])) is not None:
+            found[curve.method][curve.seed] = point
+    of_references = [found[label] for label in result.references]
     cells = (
         [
-            row.label,
-            f"{row.num_reached} of {num_seeds}",
-            _words(row.seconds, ".2f"),
-            *(_words(row.of_reference.get(label), ".3f") for label in references),
-            _words(row.steps, ".0f"),
-            _words(row.sent_bytes, ".1f", 1e-6),
+            method,
+            f"{len(points)} of {len(targets)}",
+            _words([point.seconds for point in points.values()], ".2f"),
+            *(
+                _words([point.seconds / of[seed].seconds for seed, point in points.items() if seed in of], ".3f")
+                for of in of_references
+            ),
+            _words([point.step for point in points.values()], ".0f"),
+            _words([point.sent_bytes for point in points.values()], ".1f", 1e-6),
         ]
-        for row in result.rows
+        for method, points in found.items()
     )
-    of_references = [f"of {label}'s" for label in references]
+    titles = ["method", "reached", "seconds", *(f"of {label}'s" for label in result.references), "steps", "sent, MB"]
     return [
         f"## {result.task}, {result.link}",
         f"All-reduce's step: {1e3 * result.step_s:.0f} ms; computing alone, on all ranks at once: "
         f"{1e3 * result.compute_s:.0f} ms ({result.compute_s / result.step_s:.0%}).",
         f"The probe: {result.advice}" if result.advice else "",
-        table(["method", "reached", "seconds", *of_references, "steps", "sent, MB"], cells),
+        table(titles, cells),
     ]
 
 
-def _words(spread: Spread | None, form: str, factor: float = 1.0) -> str:
-    return "not reached" if spread is None else spread.shown(form, factor)
+def _words(values: Sequence[float], form: str, factor: float = 1.0) -> str:
+    return Spread.over(values).shown(form, factor) if values else "not reached"
 
 
 def loss_figure(results: Sequence[LossResult], path: Path) -> None:
@@ -158,19 +120,15 @@ def loss_figure(results: Sequence[LossResult], path: Path) -> None:
     with drawn(path, 9.2, 2.9 * len(results) + 0.6) as figure:
         panels = figure.subplots(len(results), 2, sharey="row", squeeze=False)
         for (seconds, sent), result in zip(panels, results, strict=True):
-            labels = [row.label for row in result.rows]
-            ways = {
-                each.seed: np.geomspace(each.points[0].loss, target_of(each.points), len(_WAY))
-                for each in result.curves
-                if each.method == labels[0]
-            }
-            for label in labels:
+            firsts = {each.seed: each.points[0] for each in result.curves if each.method == result.references[0]}
+            ways = {seed: np.geomspace(firsts[seed].loss, end, len(_WAY)) for seed, end in result.targets().items()}
+            for number, label in enumerate(dict.fromkeys(each.method for each in result.curves)):
                 of_seeds = [each for each in result.curves if each.method == label]
                 found = [[curve.reached(loss) for loss in ways[curve.seed]] for curve in of_seeds]
                 for axes, quantity, unit in ((seconds, "seconds", 1.0), (sent, "sent_bytes", 1e6)):
                     costs = [[getattr(point, quantity, math.nan) / unit for point in points] for points in found]
                     low, median, high = np.quantile(costs, (0, 0.5, 1), axis=0)
-                    style = look(labels.index(label))
+                    style = look(number)
                     axes.plot(median, _WAY, **style, label=label)
                     axes.fill_betweenx(_WAY, low, high, color=style["color"], alpha=0.12, linewidth=0)
             step_bytes = [curve.points[-1].sent_bytes / curve.points[-1].step for curve in result.curves]

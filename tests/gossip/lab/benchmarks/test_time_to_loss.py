@@ -11,18 +11,15 @@ from running import run_here
 
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss
-from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Place
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
-from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, rows_of, section, target_of
+from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, section, target_of
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.probe import Measured
 
 TINY = ("tasks=[digits_cnn]", "world_size=2", "seeds=[0]", "steps=2", "evaluate_every=1")
-GOSSIP = MethodSpecification(label="gossip", kind="gossip", options={"topology": "ring"})
-DDP = MethodSpecification(label="ddp", kind="ddp", options={})
 
 
 def point(step: int, seconds: float, sent_bytes: float, loss: float) -> Point:
@@ -48,7 +45,7 @@ def result_of(curves: list[Curve]) -> LossResult:
         task="digits_cnn",
         link="200mbit",
         curves=curves,
-        rows=rows_of((DDP, GOSSIP), curves),
+        references=["ddp"],
         step_s=1.0,
         compute_s=0.05,
         probe=Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True),
@@ -67,11 +64,10 @@ def test_curve_reaches_the_target_at_the_first_evaluation_that_is_as_good() -> N
 
 
 def test_rows_compare_methods_of_the_same_seed() -> None:
-    ddp, gossip = rows_of((DDP, GOSSIP), CURVES)
-    assert (ddp.seconds.low, ddp.seconds.high) == (20.0, 30.0)
-    assert ddp.of_reference["ddp"].low == ddp.of_reference["ddp"].high == 1
-    assert (gossip.of_reference["ddp"].low, gossip.of_reference["ddp"].high) == pytest.approx((2 / 30, 2 / 20))
-    assert (gossip.num_reached, gossip.steps.median, gossip.sent_bytes.median) == (2, 20, 2e6)
+    text = section(result_of(CURVES))[-1]
+    assert "| method | reached | seconds | of ddp's | steps | sent, MB |" in text
+    assert "| ddp | 2 of 2 | 25.00 (20.00 to 30.00) | 1.000 | 25 (20 to 30) | 2.5 (2.0 to 3.0) |" in text
+    assert "| gossip | 2 of 2 | 2.00 | 0.083 (0.067 to 0.100) | 20 | 2.0 |" in text
 
 
 def test_table_says_what_was_not_reached() -> None:
