@@ -21,9 +21,8 @@ from gossip.lab.benchmarks.benchmark import Benchmark
 from gossip.lab.benchmarks.harness import BENCHMARKS, LEVELS, run
 from gossip.lab.benchmarks.step_time import StepTimeSettings
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.config_errors import check_flags
 from gossip.lab.experiments.config_store import plain
-from gossip.lab.experiments.option_help import FLAGS, help_text
+from gossip.lab.experiments.option_help import FLAGS, check_flags, help_text
 from gossip.lab.experiments.train_command import REFUSED, composed, report, terminate
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement

@@ -14,8 +14,7 @@ from torch import nn
 from gossip.lab.experiments.datasets import Data, digits, stdlib_text
 from gossip.lab.experiments.evaluation import cross_entropy
 from gossip.lab.experiments.models import MLP, CharTransformer, SmallCNN
-from gossip.lab.experiments.partition import partition
-from gossip.lab.experiments.sample_batches import Shards
+from gossip.lab.experiments.partition import Shards, partition
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""

@@ -9,7 +9,7 @@ import torch
 from loguru import logger
 
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.sample_batches import Shards
+from gossip.lab.experiments.partition import Shards
 from gossip.lab.experiments.training_methods import Method
 
 

@@ -17,12 +17,19 @@ from torch.optim.lr_scheduler import LRScheduler
 import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
 from gossip.lab.experiments.datasets import Data, as_data
-from gossip.lab.experiments.options import FAULTS, blaming, check_options, named_in
-from gossip.lab.experiments.partition import partition
+from gossip.lab.experiments.partition import Shards, partition
 from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.sample_batches import Shards
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
-from gossip.lab.experiments.validated_models import ConfigurationError, read, shown, value_of
+from gossip.lab.experiments.validated_models import (
+    FAULTS,
+    ConfigurationError,
+    blaming,
+    check_options,
+    named_in,
+    read,
+    shown,
+    value_of,
+)
 from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.step.building.wrapper_arguments import prepare_algorithm, told_by_rank_0
 from topologies import Topology

@@ -18,11 +18,10 @@ from loguru import logger
 from gossip import ExchangeError, LaunchError, World
 from gossip.communication import training_store
 from gossip.lab.experiments import config_store, resuming, run_folder
-from gossip.lab.experiments.config_errors import check_flags, explain
 from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
-from gossip.lab.experiments.option_help import FLAGS, help_text
+from gossip.lab.experiments.option_help import FLAGS, check_flags, explain, help_text
 from gossip.lab.experiments.resuming import State
 from gossip.lab.experiments.terminal import configure_logging, print_run
 from gossip.lab.experiments.validated_models import ConfigurationError

@@ -14,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
-from gossip.lab.experiments.options import blaming
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
-from gossip.lab.experiments.validated_models import ConfigurationError, shown, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, blaming, shown, value_of
 from gossip.step.building.wrapper_arguments import Arguments, check_arguments, refuse_any
 
 SECTION = "wrapper"

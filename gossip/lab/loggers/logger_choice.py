@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
-from gossip.lab.experiments.options import blaming, check_options
-from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, blaming, check_options, read
 from gossip.lab.loggers.logger import Logger
 from gossip.lab.loggers.mlflow_logger import MlflowLogger
 from gossip.lab.loggers.tensorboard_logger import TensorBoardLogger

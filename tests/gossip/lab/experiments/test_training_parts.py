@@ -17,7 +17,7 @@ from gossip.lab.experiments import evaluation, lr_schedules
 from gossip.lab.experiments.elastic_shards import ElasticShards
 from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_replicas, evaluate_together
 from gossip.lab.experiments.experiment_build import build
-from gossip.lab.experiments.sample_batches import Shards
+from gossip.lab.experiments.partition import Shards
 
 HISTORY = [(0, 1, 2), (0, 2), (0, 2, 3), (2, 3, 4)]
 

@@ -10,9 +10,8 @@ from hydra.errors import ConfigCompositionException
 from pydantic import Field, field_validator
 from repository import CONFIGS
 
-from gossip.lab.experiments.config_errors import explain
-from gossip.lab.experiments.options import blaming, check_options
-from gossip.lab.experiments.validated_models import ConfigurationError, Model, OneOf, read
+from gossip.lab.experiments.option_help import explain
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, OneOf, blaming, check_options, read
 
 
 def test_suggestions_are_of_this_command() -> None:
