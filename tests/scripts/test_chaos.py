@@ -8,8 +8,7 @@ from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 from running import SCRIPTS, run_here, running
 
 from gossip.lab.experiments.records import read_jsonl
-from gossip.lab.faults.chaos_figure import by_step
-from gossip.lab.faults.chaos_report import after_faults, examine
+from gossip.lab.faults.chaos_report import after_faults, by_step, examine
 
 Notes = list[list[dict[str, Any]]]
 

@@ -59,10 +59,6 @@ class MethodSpecification(Model):
         return METHODS[self.kind](module, optimizer, self.options, timedelta(seconds=timeout_s))
 
 
-def _list(names: Any) -> str:
-    return ", ".join(sorted(names))
-
-
 def _arguments_of(wrapper: type) -> dict[str, tuple[str, ...] | None]:
     return dict.fromkeys(name for name in inspect.signature(wrapper).parameters if name not in _GIVEN)
 
@@ -102,9 +98,26 @@ class Method(ABC):
                 self._optimizer.zero_grad()
         return loss.detach()
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager within which the module holds the mean of all replicas. Collective."""
-        return averaged(self._module, self._group)
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the mean of all replicas within the block, and restore the replica's own values afterwards. Collective.
+
+        The replicas of the ranks of a method's group, or their shards of replicas, are averaged, or those of all ranks.
+        """
+        module, group = self._module, self._group
+        everything = [each.data for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        tensors = [each.to_local() if isinstance(each, DTensor) else each for each in everything]
+        saved = [tensor.clone() for tensor in tensors]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+        try:
+            yield
+        finally:
+            for tensor, values in zip(tensors, saved, strict=True):
+                tensor.copy_(values)
 
     def close(self) -> None:
         """End communication; the module then holds this rank's replica."""
@@ -148,9 +161,10 @@ class FullSharding(Method):
     def _mesh(self, world_size: int, local_size: int) -> DeviceMesh:  # noqa: ARG002
         return init_device_mesh("cpu", (world_size,))
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing within the block: the replicas are equal."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Do nothing: the replicas are equal."""
+        yield
 
 
 class HybridSharding(FullSharding):
@@ -211,8 +225,10 @@ class Gossip(Method):
             arguments |= grouped(self._module, local_size, "none" if shard == _WHOLE else shard)
         return GossipDataParallel(self._module, self._optimize, timeout=timeout, **arguments)
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        return self.model.averaged()
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        with self.model.averaged():
+            yield
 
     def close(self) -> None:
         """Wait for messages in flight, and discard them."""
@@ -300,11 +316,13 @@ def _words(option: str, value: Any) -> str:
 def _check(kind: str, options: Options, world_size: int, local_size: int) -> None:
     """Refuse invalid options of a method before any worker starts."""
     if kind not in METHODS:
-        raise ConfigurationError(f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {_list(METHODS)}")
+        raise ConfigurationError(
+            f"there is no method {kind}{nearest(kind, list(METHODS))} Available: {', '.join(sorted(METHODS))}"
+        )
     allowed = DecentDP.own_options() if kind == "decent_dp" else METHODS[kind].options
     for name, value in options.items():
         if name not in allowed:
-            available = f" Available: {_list(allowed)}" if allowed else " It takes none."
+            available = f" Available: {', '.join(sorted(allowed))}" if allowed else " It takes none."
             raise ConfigurationError(f"{kind} has no option {name}{nearest(name, list(allowed))}{available}")
         if value not in (allowed[name] or (value,)):
             names = ", ".join(allowed[name] or ())
@@ -348,24 +366,3 @@ def _name_and_options(option: str, wanted: Any) -> tuple[str, dict[str, Any]]:
 def sgd(learning_rate: float) -> Optimize:
     """Return the optimizer of the models of :mod:`.workloads`, with any method: SGD with momentum."""
     return functools.partial(torch.optim.SGD, lr=learning_rate, momentum=MOMENTUM)
-
-
-@contextlib.contextmanager
-def averaged(module: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Hold the mean of all replicas within the block, and restore the replica's own values afterwards. Collective.
-
-    The replicas of the ranks of ``group``, or their shards of replicas, are averaged; by default those of all ranks.
-    """
-    everything = [each.data for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
-    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in everything]
-    saved = [tensor.clone() for tensor in tensors]
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor))
-    try:
-        yield
-    finally:
-        for tensor, values in zip(tensors, saved, strict=True):
-            tensor.copy_(values)

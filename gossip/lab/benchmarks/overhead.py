@@ -53,22 +53,13 @@ MODES = {
 """What plain PyTorch does to the same effect, and the way that is measured against it."""
 
 
-def transformer() -> tuple[nn.Module, torch.Tensor]:
-    """10 million parameters in 100 tensors, and the 128 characters of each step."""
-    return CharTransformer((64,), 96, width=320, depth=8), torch.randint(96, (2, 64))
-
-
-def small_tensors() -> tuple[nn.Module, torch.Tensor]:
-    """500 tensors of 64 or 8 elements, where nothing but the cost per tensor counts."""
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(250)]), torch.randn(8, 8)
-
-
-def transformer_100m() -> tuple[nn.Module, torch.Tensor]:
-    """99 million parameters, and the 2,048 characters of each step."""
-    return CharTransformer((256,), 96, width=768, depth=14), torch.randint(96, (8, 256))
-
-
-MODELS = {"transformer": transformer, "small_tensors": small_tensors, "transformer_100m": transformer_100m}
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "transformer": lambda: (CharTransformer((64,), 96, width=320, depth=8), torch.randint(96, (2, 64))),
+    "small_tensors": lambda: (nn.Sequential(*[nn.Linear(8, 8) for _ in range(250)]), torch.randn(8, 8)),
+    "transformer_100m": lambda: (CharTransformer((256,), 96, width=768, depth=14), torch.randint(96, (8, 256))),
+}
+"""Models, and the inputs of each step: 10 million parameters in 100 tensors; 500 tensors of 64 or 8 elements, where the
+cost per tensor is all that counts; 99 million parameters."""
 
 
 class OverheadSettings(BenchmarkSettings):

@@ -18,7 +18,7 @@ import topologies
 from gossip import ALGORITHMS, COMPRESSIONS, Algorithm, Compression, GossipDataParallel
 from gossip.lab.experiments.datasets import Data, as_data
 from gossip.lab.experiments.partition import Shards, partition
-from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.run_settings import SECTION, Settings, check_values, check_wrapper_options, wrapper_options
 from gossip.lab.experiments.targets import TARGET, check_targets, locate, trusted_names
 from gossip.lab.experiments.validated_models import (
     FAULTS,
@@ -30,7 +30,6 @@ from gossip.lab.experiments.validated_models import (
     shown,
     value_of,
 )
-from gossip.lab.experiments.wrapper_options import SECTION, check_values, check_wrapper_options, wrapper_options
 from gossip.step.building.wrapper_arguments import prepare_algorithm, told_by_rank_0
 from topologies import Topology
 from topologies.registry import Registry

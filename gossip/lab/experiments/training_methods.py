@@ -22,7 +22,7 @@ from gossip import AdaptWhileCommunicating, GossipDataParallel, Uncompressed, Vi
 from gossip.communication.waiting import is_lost_connection
 from gossip.lab.experiments.evaluation import Evaluation, evaluate
 from gossip.lab.experiments.experiment_build import Experiment
-from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, changed_options
+from gossip.lab.experiments.run_settings import ALL_REDUCE_OPTIONS, changed_options
 from gossip.sharding.local_group import SharedGroup
 from topologies import Round, Topology
 

@@ -15,8 +15,8 @@ from gossip import VirtualWorkers, World
 from gossip.lab.experiments.evaluation import Evaluation, evaluate_replicas
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.records import TOGETHER_FILE
+from gossip.lab.experiments.run_settings import ALL_REDUCE_OPTIONS, options_of_virtual_workers
 from gossip.lab.experiments.training_methods import Method, bytes_of_all_reduce, without_exchange
-from gossip.lab.experiments.wrapper_options import ALL_REDUCE_OPTIONS, options_of_virtual_workers
 
 
 class VirtualMethod(Method):

@@ -29,8 +29,7 @@ from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.training_methods import AllRanks, grouped
 from gossip.lab.experiments.validated_models import OneOf
-from gossip.lab.faults.chaos_figure import draw
-from gossip.lab.faults.chaos_report import ChaosResult, examine, in_words
+from gossip.lab.faults.chaos_report import ChaosResult, draw, examine, in_words
 from gossip.lab.faults.injection import KINDS, Fault, injected
 from gossip.launching import DEFAULT_TIMEOUT
 

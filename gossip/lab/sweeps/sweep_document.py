@@ -1,19 +1,25 @@
-"""The result document of a sweep: rows, curves and common settings."""
+"""The result document of a sweep: common settings, and rows with curves and values of runs that differ in their seed.
+
+The seeds of a row are aggregated, as mean and spread, and each run is compared with the all-reduce run of its seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments import run_folder
+from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
-from gossip.lab.report.report_document import Document, Metric
-from gossip.lab.sweeps.sweep_jobs import Job
+from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Document, Metric, Row, Setting, Value
+from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
 from gossip.lab.sweeps.sweep_plan import Plan
-from gossip.lab.sweeps.sweep_prediction import make_cluster
-from gossip.lab.sweeps.sweep_rows import make_rows
+from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 
 _MOST_NAMED = 4
 
@@ -110,3 +116,181 @@ def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
         f"{described['bandwidth_gbps']:g} Gb/s and {described['latency_us']:g} us; a rank computes "
         f"{described['compute_us_per_sample']:g} us per sample, more or less {described['jitter']:.0%}",
     }
+
+
+Point = Mapping[str, Any]
+"""A point of a curve: the "step" after which it was measured, the "bytes" sent per rank by then, mean over the ranks,
+and the measurements of :data:`_MEASURED`, None where there is none or it is not finite."""
+
+_MEASURED = {
+    "accuracy": "averaged_test_accuracy",
+    "loss": "averaged_test_loss",
+    "consensus": "consensus_distance_relative",
+    "consensus_absolute": "consensus_distance",
+}
+"""The measurements of a point, and their keys in a record."""
+
+
+def read_curve(folder: Path) -> list[Point]:
+    """Read the points of a run, in step order, from the records in its folder."""
+    by_rank = [read_jsonl(path) for path in record_files(folder)]
+    points: list[Point] = []
+    sent = 0.0
+    for records in zip(*by_rank, strict=True):
+        sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
+        first = records[0]
+        if "averaged_test_loss" in first or "consensus_distance_relative" in first:
+            measured = {name: first.get(key) for name, key in _MEASURED.items()}
+            points.append({"step": first["step"] + 1, "bytes": sent, **measured})
+    return points
+
+
+def steps_to_target(points: Sequence[Point], metric: Metric) -> Point | None:
+    """Return the first measured point that reaches the target of the metric; None if there is none, or no target."""
+    for point in points:
+        value = point[metric.name]
+        if value is None or metric.target is None:
+            continue
+        if value >= metric.target if metric.higher_is_better else value <= metric.target:
+            return point
+    return None
+
+
+def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: float) -> Curves:
+    """Average curves of runs, at least one, that differ in their seed.
+
+    They are averaged at the steps that all of them have, and of several runs there are the lowest and the highest value
+    too. A measurement that one run lacks is None: a mean over fewer runs would make the curve jump.
+    """
+    by_step = [{point["step"]: point for point in curve} for curve in curves]
+    steps = sorted(set.intersection(*(set(points) for points in by_step)))
+    ways: dict[str, Callable[[Sequence[float]], float]] = {"": statistics.fmean}
+    if len(by_step) > 1:
+        ways |= {"_low": min, "_high": max}
+    found: dict[str, Any] = {
+        "step": tuple(steps),
+        "time_s": tuple(step * step_time_s for step in steps),
+    }
+    for key in ("bytes", *_MEASURED):
+        points = [[of_run[step][key] for of_run in by_step] for step in steps]
+        name = "metric" if key == metric.name else key
+        for suffix, way in ways.items() if key != "bytes" else [("", statistics.fmean)]:
+            found[f"{name}{suffix}"] = tuple(None if None in values else way(values) for values in points)
+    return Curves(**found)
+
+
+_FROM_SUMMARY = {
+    "averaged_accuracy": "averaged_test_accuracy",
+    "averaged_loss": "averaged_test_loss",
+    "local_accuracy_mean": "local_test_accuracy_mean",
+    "local_accuracy_worst": "local_test_accuracy_worst",
+    "local_loss_mean": "local_test_loss_mean",
+    "local_loss_worst": "local_test_loss_worst",
+    "consensus_distance": "consensus_distance_before",
+    "consensus_distance_relative": "consensus_distance_before_relative",
+    "bytes_per_step": "bytes_sent_per_step",
+    "steps": "steps",
+    "training_time_s": "training_time_s",
+}
+"""The values of a row, and their keys in the summary of a run."""
+
+
+def make_rows(jobs: Sequence[Job], folder: Path, metric: Metric) -> tuple[Row, ...]:
+    """Build one row per setting, in order of appearance, from the files of the runs; its seeds are aggregated.
+
+    Each run is compared with the all-reduce run of the same seed, ranks and data, if both have completed.
+    """
+    by_setting: dict[Setting, list[Job]] = {}
+    for job in jobs:
+        by_setting.setdefault(job.setting, []).append(job)
+    summaries = {job.run.overrides: job.summary(folder) for job in jobs}
+    return tuple(_row(of_setting, summaries, folder, metric) for of_setting in by_setting.values())
+
+
+def _row(
+    jobs: Sequence[Job], summaries: Mapping[tuple[str, ...], Mapping[str, Any]], folder: Path, metric: Metric
+) -> Row:
+    own = [(job, summaries[job.run.overrides]) for job in jobs]
+    completed = [(job, summary) for job, summary in own if summary["status"] == "completed"]
+    reasons = tuple(f"seed {job.seed}: {each['reason']}" for job, each in own if each["status"] != "completed")
+    setting, values, curves = jobs[0].setting, dict[str, Value | None](), None
+    if completed:
+        step_time_s = predict_step_time_s(completed[0][0].config, completed[0][1])  # does not depend on the seed
+        points = [read_curve(folder / job.name) for job, _ in completed]
+        by_run = [_values(run[1], curve, metric, step_time_s) for run, curve in zip(completed, points, strict=True)]
+        values = {name: aggregate([of_run[name] for of_run in by_run]) for name in by_run[0]}
+        curves = mean_curve(points, metric, step_time_s)
+        if setting.method != REFERENCE:
+            pairs = [(summary, summaries.get(job.run.reference, {})) for job, summary in completed]
+            values |= differences([pair for pair in pairs if pair[1].get("status") == "completed"], metric.name)
+    return Row(
+        **setting.model_dump(),
+        seeds=tuple(job.seed for job in jobs),
+        num_failed=len(reasons),
+        status="completed" if not reasons else "partly failed" if completed else "failed",
+        reasons=reasons,
+        commands=tuple(f"gossip train {shlex.join(job.overrides)}" for job in jobs),
+        values=values,
+        tuning=jobs[0].choice,
+        curves=curves,
+    )
+
+
+def _values(
+    summary: Mapping[str, Any], curve: Sequence[Point], metric: Metric, step_time_s: float
+) -> dict[str, float | None]:
+    """Return the values that one run contributes to its row."""
+    reached = steps_to_target(curve, metric)
+    return {
+        **{name: summary.get(key) for name, key in _FROM_SUMMARY.items()},
+        "rounds_to_target": None if reached is None else reached["step"],
+        "bytes_to_target": None if reached is None else reached["bytes"],
+        "predicted_step_time_s": step_time_s,
+        "predicted_time_to_target_s": None if reached is None else reached["step"] * step_time_s,
+        "predicted_total_time_s": summary["steps"] * step_time_s,
+    }
+
+
+def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], metric: str) -> dict[str, Value | None]:
+    """Compare a setting with the final model of all-reduce on the test split.
+
+    The pairs are the summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks
+    and data. The result has ``loss_ratio`` of the averaged model and ``worst_loss_ratio`` of the worst local replica
+    and, if the metric is accuracy, ``average_difference`` and ``worst_difference`` in percentage points, negative where
+    all-reduce is more accurate. Each value has an interval, as of :func:`aggregate`.
+    """
+    compared = {"average_difference": "averaged_test_accuracy", "worst_difference": "local_test_accuracy_worst"}
+    compared = compared if metric == "accuracy" else {}
+    compared |= {"loss_ratio": "averaged_test_loss", "worst_loss_ratio": "local_test_loss_worst"}
+    return {
+        name: aggregate([_compared(key, run, other) for run, other in pairs], with_interval=True)
+        for name, key in compared.items()
+    }
+
+
+def aggregate(values: Sequence[float | None], *, with_interval: bool = False) -> Value | None:
+    """Return mean, sample standard deviation (None for one value) and count; None if a value is missing.
+
+    A mean over only those seeds that reached the target would make a bad setting look good. The 95 % confidence
+    interval is Student's t, mean ± t(0.975, n - 1) · spread / sqrt(n), and None for fewer than three values.
+    """
+    present = [value for value in values if value is not None]
+    if not present or len(present) < len(values):
+        return None
+    mean, count = statistics.fmean(present), len(present)
+    spread = statistics.stdev(present) if count > 1 else None
+    if not with_interval or count < FEWEST_SEEDS or spread is None:
+        return Value(mean=mean, spread=spread, count=count)
+    from scipy.stats import t
+
+    reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    return Value(mean=mean, spread=spread, count=count, interval=(mean - reach, mean + reach))
+
+
+def _compared(key: str, run: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
+    is_loss = "loss" in key
+    value: float | None = run[key]
+    other: float | None = reference["averaged_test_loss" if is_loss else "averaged_test_accuracy"]
+    if value is None or other is None or (is_loss and not other):
+        return None
+    return value / other if is_loss else 100 * (value - other)

@@ -10,9 +10,8 @@ from pydantic import ConfigDict, Field
 
 import gossip
 from gossip.lab.experiments.experiment_build import make_algorithm, make_topology
-from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.run_settings import Settings, wrapper_options
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, blaming, read, value_of
-from gossip.lab.experiments.wrapper_options import wrapper_options
 from topologies import Topology
 
 _NUM_STEPS = 64

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gossip.lab.sweeps.sweep_rows import aggregate, differences
+from gossip.lab.sweeps.sweep_document import aggregate, differences
 
 ACCURACIES = [0.95, 0.97, 0.94, 0.99, 0.96]
 REFERENCES = [0.96, 0.965, 0.955, 0.985, 0.98]

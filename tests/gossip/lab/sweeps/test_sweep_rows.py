@@ -10,9 +10,9 @@ from composing import composed
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_folder import write_json
 from gossip.lab.report.report_document import Metric, Value
-from gossip.lab.sweeps import sweep_rows
+from gossip.lab.sweeps import sweep_document
+from gossip.lab.sweeps.sweep_document import Point, make_rows, mean_curve, read_curve, steps_to_target
 from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting
-from gossip.lab.sweeps.sweep_rows import Point, make_rows, mean_curve, read_curve, steps_to_target
 
 ACCURACY = Metric(metric="accuracy", target=0.9)
 SPLIT = "data.partition={scheme:dirichlet,alpha:0.1}"
@@ -28,7 +28,7 @@ def point(step: int, accuracy: float | None, loss: float | None = None, consensu
 @pytest.fixture
 def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Write the files of a run whose step takes half a second, with an evaluation every ten steps of 100 bytes."""
-    monkeypatch.setattr(sweep_rows, "predict_step_time_s", lambda *_: 0.5)
+    monkeypatch.setattr(sweep_document, "predict_step_time_s", lambda *_: 0.5)
 
     def write(seed: int, accuracies: list[float], *, status: str = "completed", method: str = "gossip") -> Job:
         overrides = (f"method={method}", SPLIT, f"seed={seed}")
