@@ -1,4 +1,4 @@
-"""Pairs of ranks average whenever one of them is ready: the dense recursion of what they say they did."""
+"""Pairs of ranks average whenever one of them is ready; ``virtual/test_replays`` has what comes of it."""
 
 import functools
 import queue
@@ -8,13 +8,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import unsupervised
 from elastic_ranks import RATE, TIMEOUT, flat, make_model, steps_until, targets
-from tiers import rest_is_slow
 
 import gossip
 from gossip import Asynchronous, Average
@@ -27,136 +25,31 @@ RETURN_TIMEOUT = timedelta(seconds=2)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9)
 
 
-class Course(NamedTuple):
-    """What a rank tells."""
-
-    values: list[torch.Tensor]  # by step, its parameters before it; then at rest after the last one
-    history: list[Average]
-    mean: torch.Tensor
-    members: tuple[int, ...]
-
-
-def train(numel: int, loads: Sequence[int], faults: Mapping[int, Fault], options: Mapping[str, Any]) -> Course:
-    """Rank r computes ``loads[r]`` times as much as it needs."""
+def train_at_rest(rank_that_dies: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Its parameters when all averages are made, their mean and the members."""
     from fault_places import injected
 
-    rank = torch.distributed.get_rank()
-    history: list[Average] = []
-    values = []
-    with injected([faults[rank]] if rank in faults else []):
-        model = make_model(numel, {"algorithm": Asynchronous(history=history), "topology": "ring"} | dict(options))
-        target = targets(rank, numel)
-        for _ in range(NUM_STEPS):
-            values.append(flat(model.module))
-            for _ in range(loads[rank]):
-                model.module(target)
-            model(target).backward()
+    rank, numel = torch.distributed.get_rank(), 2**14
+    model = make_model(numel, {"algorithm": "asynchronous", "topology": "ring"})
+    with injected([Fault("kill", step=9, num_bytes=100)] if rank == rank_that_dies else []):
+        for _ in range(30):
+            model(targets(rank, numel)).backward()
         model.consensus_distance()
-        values.append(flat(model.module))
+        values = flat(model.module)
         model.global_avg()
         mean, members = flat(model.module), model.members
         model.close()
-    return Course(values, history, mean, members)
-
-
-def run(
-    loads: Sequence[int], numel: int = 64, faults: Mapping[int, Fault] | None = None, **options: Any
-) -> list[Course | None]:
-    with unsupervised.started(train, numel, loads, faults or {}, options, world_size=len(loads)) as ranks:
-        results: list[Course | None] = ranks.results()
-    return results
-
-
-class Dense:
-    """What the ranks' histories say, with plain gradient steps."""
-
-    def __init__(self, histories: Sequence[Sequence[Average]], numel: int) -> None:
-        self._goals = [targets(rank, numel).numpy() for rank in range(len(histories))]
-        self._made = {
-            (rank, bucket): [average for average in history if average.bucket == bucket]
-            for rank, history in enumerate(histories)
-            for bucket in range(2)
-        }
-
-    def before_step(self, rank: int, step: int) -> np.ndarray:
-        return np.stack([self._read(rank, bucket, step) for bucket in (1, 0)])  # in the reversed order of parameters
-
-    @functools.cache  # noqa: B019 -- it ends with its test
-    def _read(self, rank: int, bucket: int, step: int) -> np.ndarray:
-        """What the gradient of a step is taken at."""
-        x = self._updated(rank, bucket, step - 1) if step else np.zeros_like(self._goals[0][0])
-        return x + self._added(rank, bucket, lambda made: made.entered == step and made.is_read)
-
-    @functools.cache  # noqa: B019
-    def _updated(self, rank: int, bucket: int, step: int) -> np.ndarray:
-        read = self._read(rank, bucket, step)
-        x = read + self._added(rank, bucket, lambda made: made.entered == step and not made.is_read)
-        return x - RATE * (read - self._goals[rank][1 - bucket])
-
-    def _added(self, rank: int, bucket: int, counts: Any) -> Any:
-        return sum(self._difference(made) for made in self._made[rank, bucket] if counts(made))
-
-    @functools.cache  # noqa: B019
-    def _difference(self, made: Average) -> np.ndarray:
-        other = next(
-            other
-            for other in self._made[made.partner, made.bucket]
-            if (other.partner, other.step, other.partner_step) == (made.rank, made.partner_step, made.step)
-        )
-        return (self._shown(other) - self._shown(made)) / 2
-
-    @functools.cache  # noqa: B019
-    def _shown(self, made: Average) -> np.ndarray:
-        """What its rank showed right before."""
-        earlier = self._made[made.rank, made.bucket]
-        earlier = earlier[: earlier.index(made)]
-        pending = sum(self._difference(other) for other in earlier if other.entered > made.step)
-        return self._updated(made.rank, made.bucket, made.step) + pending
-
-
-@pytest.mark.parametrize(
-    ("loads", "numel", "options"),
-    rest_is_slow(
-        [
-            ([0, 5, 20, 100], 64, {}),
-            ([0, 0, 20], 64, {"topology": "random_matching"}),
-            ([0, 10, 0, 0, 30], 2**17, {"topology": "one_peer_exponential"}),
-        ],
-        2,
-    ),
-)
-def test_all_values_are_those_of_the_dense_recursion(loads: list[int], numel: int, options: dict[str, Any]) -> None:
-    courses = [course for course in run(loads, numel, **options) if course is not None]
-    assert len(courses) == len(loads)
-    made = [average for course in courses for average in course.history]
-    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
-    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
-    assert len(ends) == len(made)
-    assert all(average.step < average.entered <= NUM_STEPS for average in made)
-    expected = Dense([course.history for course in courses], numel)
-    for rank, course in enumerate(courses):
-        for step, values in enumerate(course.values):
-            np.testing.assert_allclose(
-                values, expected.before_step(rank, step), atol=1e-11, err_msg=f"rank {rank}, step {step}"
-            )
-    mean = torch.stack([course.values[-1] for course in courses]).mean(0)
-    updates = [
-        sum(-RATE * (values - targets(rank, numel)) for values in course.values[:-1])
-        for rank, course in enumerate(courses)
-    ]
-    torch.testing.assert_close(mean, torch.stack(updates).mean(0), rtol=0, atol=1e-12)  # type: ignore[arg-type]
-    for course in courses:
-        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+    return values, mean, members
 
 
 def test_the_others_go_on_without_one_that_dies() -> None:
-    results = run([0, 0, 0, 0], numel=2**14, faults={2: Fault("kill", step=9, num_bytes=100)})
+    results = unsupervised.results_of(train_at_rest, 2, world_size=4)
     assert [result is None for result in results] == [False, False, True, False]
-    left = [course for course in results if course is not None]
-    mean = torch.stack([course.values[-1] for course in left]).mean(0)
-    for course in left:
-        assert course.members == (0, 1, 3)
-        torch.testing.assert_close(course.mean, mean, rtol=0, atol=1e-12)
+    left = [result for result in results if result is not None]
+    expected = torch.stack([values for values, _, _ in left]).mean(0)
+    for _, mean, members in left:
+        assert members == (0, 1, 3)
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
 
 
 def leave_early(rank_that_leaves: int) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import RATE, TIMEOUT, Pair, flat, targets
+from tiers import rest_is_slow
 
 import gossip
 import topologies
 from gossip import Asynchronous, Average, Cluster, GossipDataParallel, GossipError, Recording, VirtualWorkers, Workload
 
 NUMEL = 16
-BUCKETS_MB = NUMEL * 8 / 2**20
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "plain sgd": functools.partial(torch.optim.SGD, lr=RATE),
     "sgd": functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.1),
@@ -22,25 +22,31 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def noisy(rank: int, step: int) -> torch.Tensor:
+def noisy(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
     """A sample: [2, numel]."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return targets(rank, NUMEL) + torch.randn(2, NUMEL, generator=generator, dtype=torch.float64)
+    return targets(rank, numel) + torch.randn(2, numel, generator=generator, dtype=torch.float64)
 
 
-def train(num_steps: Sequence[int], optimizer: str, rests: bool) -> tuple[list[Average], torch.Tensor]:
+def train(
+    topology: str, optimizer: str, num_steps: Sequence[int], numel: int, rests: bool
+) -> tuple[list[Average], torch.Tensor]:
+    """The higher the rank, the slower it is."""
     rank, history = torch.distributed.get_rank(), list[Average]()
     model = GossipDataParallel(
-        Pair(NUMEL),
+        Pair(numel),
         OPTIMIZERS[optimizer],
-        "complete",
+        topology,
         algorithm=Asynchronous(history=history),
         on_peer_loss="continue",
-        bucket_cap_mb=BUCKETS_MB,
+        bucket_cap_mb=numel * 8 / 2**20,
         timeout=TIMEOUT,
     )
     for step in range(num_steps[rank]):
-        model(noisy(rank, step)).backward()
+        sample = noisy(rank, step, numel)
+        for _ in range(30 * rank):
+            model.module(sample)
+        model(sample).backward()
         if rests and step == 3:
             model.consensus_distance()
     model.consensus_distance()
@@ -49,19 +55,19 @@ def train(num_steps: Sequence[int], optimizer: str, rests: bool) -> tuple[list[A
     return history, values
 
 
-def replay(recording: Recording, optimizer: str) -> torch.Tensor:
+def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Tensor:
     """All replicas' values, [n, 2, numel]."""
     workers = VirtualWorkers(
-        Rows(NUMEL),
+        Rows(numel),
         len(recording.num_steps),
         OPTIMIZERS[optimizer],
         algorithm=Asynchronous(replay=recording),
-        bucket_cap_mb=BUCKETS_MB,
+        bucket_cap_mb=numel * 8 / 2**20,
         loss_reduction="sum",
         devices=["cpu"],
     )
     while any(step is not None for step in workers.next_steps):
-        samples = [noisy(rank, 0 if step is None else step) for rank, step in enumerate(workers.next_steps)]
+        samples = [noisy(rank, 0 if step is None else step, numel) for rank, step in enumerate(workers.next_steps)]
         workers(torch.stack(samples)).sum().backward()
     return torch.stack([stack.detach() for stack in workers.parameters()], 1)
 
@@ -73,13 +79,28 @@ class Rows(Pair):
         return super().forward(target[0])[None]
 
 
-@pytest.mark.parametrize(("optimizer", "rests"), [("plain sgd", False), ("sgd", True), ("adamw", False)])
-def test_a_replay_is_the_run(optimizer: str, rests: bool) -> None:
-    num_steps = [6, 25, 11, 40]
-    results = unsupervised.results_of(train, num_steps, optimizer, rests, world_size=4)
-    recording = Recording([average for history, _ in results for average in history], num_steps)
-    assert any(average.is_read for average in recording.averages if average.entered < 6) or not rests
-    found = replay(recording, optimizer)
+@pytest.mark.parametrize(
+    ("topology", "optimizer", "num_steps", "numel", "rests"),
+    rest_is_slow(
+        [
+            ("ring", "plain sgd", [6, 25, 11, 40], NUMEL, False),
+            ("complete", "sgd", [6, 25, 11, 40], NUMEL, True),
+            ("random_matching", "adamw", [6, 25, 11, 40], NUMEL, False),
+            ("one_peer_exponential", "plain sgd", [30] * 5, 2**17, False),
+        ],
+        3,
+    ),
+)
+def test_a_replay_is_the_run(topology: str, optimizer: str, num_steps: list[int], numel: int, rests: bool) -> None:
+    size = len(num_steps)
+    results = unsupervised.results_of(train, topology, optimizer, num_steps, numel, rests, world_size=size)
+    made = [average for history, _ in results for average in history]
+    ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
+    assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
+    assert len(ends) == len(made)
+    assert all(average.step < average.entered <= num_steps[average.rank] for average in made)
+    assert any(average.is_read for average in made if average.entered < 6) or not rests
+    found = replay(Recording(made, num_steps), optimizer, numel)
     torch.testing.assert_close(found, torch.stack([values for _, values in results]), rtol=0, atol=1e-11)
 
 
@@ -119,7 +140,7 @@ def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[
             3,
             OPTIMIZERS["sgd"],
             algorithm=Asynchronous(replay=recording),
-            bucket_cap_mb=BUCKETS_MB,
+            bucket_cap_mb=NUMEL * 8 / 2**20,
             devices=["cpu"],
             **options,
         )
