@@ -30,9 +30,7 @@ def trained_state(group: dist.ProcessGroup | None = None, topology: str = "one_p
     model.global_avg()
     model.consensus_distance()
     train(model, range(3, 5))
-    state = list(snapshot(model).values())
-    model.close()
-    return state
+    return list(snapshot(model).values())
 
 
 @functools.cache

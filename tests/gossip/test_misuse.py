@@ -214,7 +214,6 @@ def usual_loop_under_adapt_then_combine() -> int:
     for _ in range(3):
         model.optimizer.step(closure)
     assert model.step == 3
-    model.close()
     return steps
 
 
@@ -233,7 +232,6 @@ def average_at_bad_moments() -> tuple[str, str]:
     parts[1].step()
     with model.join(), pytest.raises(GossipError) as joined:
         model.global_avg()
-    model.close()
     return str(half.value), str(joined.value)
 
 
@@ -252,7 +250,6 @@ def recalibrate_badly() -> str:
         pass
     with model.averaged(recalibrate=[{"input": batch(0, 0)}]):
         pass
-    model.close()
     return str(caught.value)
 
 

@@ -119,6 +119,11 @@ def train_until(model: GossipDataParallel, is_complete: Callable[[], bool], num_
         model(targets(model.world.worker, model.module.first.numel())).backward()
 
 
+def make_steps(model: GossipDataParallel, num_steps: int) -> None:
+    for _ in range(num_steps):
+        model(targets(model.world.worker, model.module.first.numel())).backward()
+
+
 # ---------------------------------------------------------------------- what ranks tell
 
 

@@ -91,9 +91,7 @@ def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
 
     batches = list(DataLoader(samples(2 * NUM_STEPS, case.dtype), BATCH_SIZE))[model.rank :: 2]
     norms = train_by_hand(case, model, batches, loss_of, case.scaler(), end_step)
-    outcome = flat(model), norms, model.step
-    model.close()
-    return outcome
+    return flat(model), norms, model.step
 
 
 def train_both_ways() -> None:

@@ -98,9 +98,7 @@ def by_hand(case: TrainerCase) -> tuple[torch.Tensor, int]:
         train_by_hand(case, model, dealt, loss_of, scaler, scheduler.step if case.interval == "step" else int)
         if case.interval == "epoch":
             scheduler.step()
-    outcome = flat(model), model.step
-    model.close()
-    return outcome
+    return flat(model), model.step
 
 
 class InTurn(pl.LightningModule):  # type: ignore[misc]
@@ -148,9 +146,7 @@ def in_turn_by_hand() -> tuple[torch.Tensor, int]:
             mse_loss(model(x, number), y).backward()
             optimizer.step()
             module.parts[1 - number].requires_grad_(True)
-    outcome = flat(model), model.step
-    model.close()
-    return outcome
+    return flat(model), model.step
 
 
 class Events(pl.Callback):

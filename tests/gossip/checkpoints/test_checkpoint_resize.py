@@ -48,7 +48,6 @@ def load_here(folder: str, world: int, options: dict[str, Any]) -> tuple[dict[st
     path = gossip.save(model, f"{folder}/{world}")
     gossip.load(model, path)
     assert max(model.consensus_distance()) > 0 or model.world_size == 1
-    model.close()
     return state, lines
 
 

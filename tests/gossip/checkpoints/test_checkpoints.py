@@ -99,9 +99,7 @@ def scaled_run(folder: str, resume: bool) -> tuple[list[float], dict[str, torch.
         overflow = float("inf") if step == 1 and model.rank == 1 else 1.0
         scaler.scale(model(torch.randn(8, 4)).square().mean() * overflow).backward()
         scales.append(scaler.get_scale())
-    state = everything(model)
-    model.close()
-    return scales, state
+    return scales, everything(model)
 
 
 def test_scale_and_overflow_that_is_under_way_go_through_a_checkpoint(tmp_path: Path) -> None:
@@ -132,9 +130,7 @@ def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
                 checkpoint = gossip.load(model, folder)
                 assert checkpoint == gossip.Checkpoint(4, Path(folder) / "step_0000000004", 3, {})
         one_step(model)
-    state = everything(model)
-    model.close()
-    return state
+    return everything(model)
 
 
 def resume_in_odd_places(folder: str) -> None:

@@ -110,18 +110,16 @@ def die_half_way(send: Any, mesh: Mesh, member: int, key: Key, *more: Any) -> An
 
 
 def fail_when_another_rank_dies(folder: str) -> tuple[str, int, tuple[int, ...]]:
-    model = make_model(module=lambda: nn.Linear(4, 2), on_peer_loss="continue")
-    one_step(model)
-    if model.rank == 3:
-        mock.patch.object(Mesh, "send", functools.partialmethod(functools.partial(die_half_way, Mesh.send))).start()
-    with pytest.raises((CheckpointError, ValueError)) as caught:
-        gossip.save(model, folder, part=Part())
-    for _ in range(3):
+    with make_model(module=lambda: nn.Linear(4, 2), on_peer_loss="continue") as model:
         one_step(model)
-    model.global_avg()
-    members = model.members
-    model.close()
-    return str(caught.value), model.step, members
+        if model.rank == 3:
+            mock.patch.object(Mesh, "send", functools.partialmethod(functools.partial(die_half_way, Mesh.send))).start()
+        with pytest.raises((CheckpointError, ValueError)) as caught:
+            gossip.save(model, folder, part=Part())
+        for _ in range(3):
+            one_step(model)
+        model.global_avg()
+        return str(caught.value), model.step, model.members
 
 
 def test_a_save_that_has_failed_has_failed_for_all_who_are_left(tmp_path: Path) -> None:

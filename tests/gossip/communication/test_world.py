@@ -122,9 +122,7 @@ def num_collectives(num_layers: int) -> int:
     for layer in module:
         layer[0].bias.requires_grad_(False)
     model = GossipDataParallel(module, SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
-    number = model._world.progress_markers.sequence
-    model.close()
-    return number
+    return model._world.progress_markers.sequence
 
 
 def test_construction_takes_as_many_collectives_for_many_tensors_as_for_one() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import flat, make_model, targets
+from elastic_ranks import flat, make_model, make_steps, targets
 from fault_places import injected
 from free_ports import free_port
 from ranks import run_ranks
@@ -130,13 +130,11 @@ def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
     rank = dist.get_rank()
     deaths = [Fault(place="together", step=4)] if rank == 2 else []
     model = make_model(16, {"topology": "ring"})
-    for _ in range(4):
-        model(targets(rank, 16)).backward()
+    make_steps(model, 4)
     with injected(deaths):
         gossip.save(model, folder)
     before = flat(model.module)
-    for _ in range(3):
-        model(targets(rank, 16)).backward()
+    make_steps(model, 3)
     model.close()
     return before, sorted(path.name for path in Path(folder).iterdir())
 
@@ -144,8 +142,7 @@ def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
 def save_on_a_full_disk(folder: str) -> tuple[str, list[str], tuple[int, ...]]:
     rank = dist.get_rank()
     with injected([Fault("full disk", "saving")] if rank == 1 else []), make_model(16, {"topology": "ring"}) as model:
-        for _ in range(3):
-            model(targets(rank, 16)).backward()
+        make_steps(model, 3)
         with pytest.raises(gossip.CheckpointError) as caught:
             gossip.save(model, folder)
         model(targets(rank, 16)).backward()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import NUM_MORE, flat, make_model, targets, train_until
+from elastic_ranks import NUM_MORE, flat, make_model, make_steps, targets, train_until
 from fault_places import injected
 from tiers import rest_is_slow
 
@@ -21,18 +21,14 @@ def train_unevenly(num_batches: tuple[tuple[int, ...], ...], fault: Fault) -> tu
     Returns the steps after each block, the members, and the parameters in the end.
     """
     rank = torch.distributed.get_rank()
-    with injected([fault] if rank == 3 else []):
-        model = make_model(NUMEL, {"topology": "complete"})
+    with injected([fault] if rank == 3 else []), make_model(NUMEL, {"topology": "complete"}) as model:
         num_steps = []
         for numbers in num_batches:
             with model.join():
-                for _ in range(numbers[rank]):
-                    model(targets(rank, NUMEL)).backward()
+                make_steps(model, numbers[rank])
             num_steps.append(model.step)
         model.global_avg()
-        members = model.members
-        model.close()
-    return num_steps, members, flat(model.module)
+        return num_steps, model.members, flat(model.module)
 
 
 @pytest.mark.parametrize(("place", "step"), rest_is_slow([("telling", 6), ("sending", 8)]))
@@ -66,9 +62,9 @@ def test_a_rank_that_joins_has_batches_of_its_own() -> None:
 def train_scaled(fault: Fault, in_backward: bool) -> tuple[list[float], torch.Tensor]:
     """By step the scale before it, and the parameters; the gradients of rank 2, of the fault, overflow in step 5."""
     rank = torch.distributed.get_rank()
-    with injected([fault] if rank == 2 else []):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=6)
-        model = make_model(NUMEL, {"topology": "ring", "scaler": scaler, "step_in_backward": in_backward})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=6)
+    options = {"topology": "ring", "scaler": scaler, "step_in_backward": in_backward}
+    with injected([fault] if rank == 2 else []), make_model(NUMEL, options) as model:
         scales = []
         for step in range(16):
             scales.append(scaler.get_scale())
@@ -79,8 +75,7 @@ def train_scaled(fault: Fault, in_backward: bool) -> tuple[list[float], torch.Te
                 scaler.update()
                 model.optimizer.zero_grad()
         model.global_avg()
-        model.close()
-    return scales, flat(model.module)
+        return scales, flat(model.module)
 
 
 @pytest.mark.parametrize(("place", "in_backward"), rest_is_slow([("telling", True), ("sending", False)]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import make_model, targets
+from elastic_ranks import make_model, make_steps, targets
 from meshes import SECRET, TIMEOUT, await_that
 from tiers import rest_is_slow
 
@@ -187,8 +187,7 @@ def train_beside_one_that_sends_too_little(options: dict[str, Any], *, averages:
                 if averages:
                     model.global_avg()
             if rank == 0:
-                for _ in range(3):
-                    model(targets(rank, 4)).backward()
+                make_steps(model, 3)
         mock.patch.stopall()
         return str(model.world.mesh.lost)  # type: ignore[attr-defined]
 

@@ -19,6 +19,7 @@ from elastic_ranks import (
     flat,
     joins,
     make_model,
+    make_steps,
     run,
     stay,
     steps_until,
@@ -117,30 +118,29 @@ def measure_and_save_after_each_step(folder: str) -> tuple[int, list[tuple[int, 
 
     Returns when that one joined, who trained after each step from then on, how many exchanged, and the mean at last.
     """
-    model = make_model(NUMEL, {"topology": "ring"})
-    if joins():
-        with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
-            model.global_avg()
-    target = targets(model.world.member, NUMEL)
-    joined_at = model.step if joins() else None
-    members: list[tuple[int, ...]] = []
-    while joined_at is None or model.step < joined_at + 8:
+    with make_model(NUMEL, {"topology": "ring"}) as model:
+        if joins():
+            with pytest.raises(GossipError, match=r"takes part in collective operations only after its first step"):
+                model.global_avg()
+        target = targets(model.world.member, NUMEL)
+        joined_at = model.step if joins() else None
+        members: list[tuple[int, ...]] = []
+        while joined_at is None or model.step < joined_at + 8:
+            model(target).backward()
+            if joined_at is None and len(model.members) == 4:
+                joined_at = model.step
+                if model.world.member == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            model.consensus_distance()  # of those who have made a step: the joining rank is not among them at first
+            gossip.save(model, folder, keep=2)
+            if joined_at is not None:
+                members.append(model.members)
+        exchanging = model.topology.world_size
+        checkpoint = gossip.load(model, folder)
+        assert (checkpoint.step, checkpoint.world_size) == (model.step, 3)
         model(target).backward()
-        if joined_at is None and len(model.members) == 4:
-            joined_at = model.step
-            if model.world.member == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        model.consensus_distance()  # of those who have made a step: the joining rank is not among them at first
-        gossip.save(model, folder, keep=2)
-        if joined_at is not None:
-            members.append(model.members)
-    exchanging = model.topology.world_size
-    checkpoint = gossip.load(model, folder)
-    assert (checkpoint.step, checkpoint.world_size) == (model.step, 3)
-    model(target).backward()
-    model.global_avg()
-    model.close()
-    return joined_at, members, exchanging, flat(model.module)
+        model.global_avg()
+        return joined_at, members, exchanging, flat(model.module)
 
 
 def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path) -> None:
@@ -161,8 +161,7 @@ def average_while_rank_2_trains() -> tuple[torch.Tensor, torch.Tensor]:
     """Rank 2 makes a step more than the others, which wait for it with their average, and leaves; before and after."""
     model = make_model(NUMEL, {"topology": "ring"})
     rank = model.world.member
-    for _ in range(4 + (rank == 2)):
-        model(targets(rank, NUMEL)).backward()
+    make_steps(model, 4 + (rank == 2))
     before = flat(model.module)
     if rank == 2:
         model.leave()
@@ -189,14 +188,13 @@ def train_and_die_once(folder: str, num_steps: int) -> tuple[int, torch.Tensor]:
     life = Path(folder) / f"life_of_{rank}"
     is_first = not life.exists()
     life.touch()
-    model = make_model(NUMEL, {"topology": "ring"})
-    for _ in steps_until(model, lambda: model.members == (0, 2, 3), num_steps):
-        if rank == 1 and is_first and model.step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(targets(rank, NUMEL)).backward()
-    model.global_avg()
-    model.close()
-    return rank, flat(model.module)
+    with make_model(NUMEL, {"topology": "ring"}) as model:
+        for _ in steps_until(model, lambda: model.members == (0, 2, 3), num_steps):
+            if rank == 1 and is_first and model.step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(targets(rank, NUMEL)).backward()
+        model.global_avg()
+        return rank, flat(model.module)
 
 
 def test_launch_starts_a_rank_again_that_died(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import assert_follow_the_recursion, flat, joins, make_model, run, targets, train_until
+from elastic_ranks import assert_follow_the_recursion, flat, joins, make_model, make_steps, run, targets, train_until
 from tiers import rest_is_slow
 
 from gossip import launch
@@ -46,8 +46,7 @@ def train_until_back(victim: int) -> tuple[tuple[int, ...], int, float]:
     model = make_model(8, {"shape": (3, 2), "shard": "optimizer", "topology": "ring"})
     is_victim = dist.get_rank() == victim and not joins()
     if is_victim:
-        for _ in range(5):
-            model(targets(model.world.worker, 8)).backward()
+        make_steps(model, 5)
         os.kill(os.getpid(), signal.SIGKILL)
     train_until(model, lambda: model.members == (0, 2, 3))
     model.global_avg()
@@ -63,19 +62,17 @@ def test_launch_starts_all_ranks_of_a_group_again() -> None:
 def add_late(shard: str) -> float:
     """By how much what is combined between steps has changed a value of the replica after the next step."""
     options = {"shape": (2, 2), "shard": shard, "topology": "ring", "soft_deadline": 60.0}
-    model = make_model(8, options | {"optimizer": partial(torch.optim.SGD, lr=0.0)})
-    late = iter([LateDifference(0, torch.ones(4, dtype=torch.float64))])
+    with make_model(8, options | {"optimizer": partial(torch.optim.SGD, lr=0.0)}) as model:
+        late = iter([LateDifference(0, torch.ones(4, dtype=torch.float64))])
 
-    def arrived(_: EdgeTransport, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
-        return late if waits and bucket == 0 else iter(())
+        def arrived(_: EdgeTransport, bucket: int, *, waits: bool) -> Iterator[LateDifference]:
+            return late if waits and bucket == 0 else iter(())
 
-    model(targets(0, 8)).backward()
-    with mock.patch.object(EdgeTransport, "late", arrived):
-        model.consensus_distance()
-    model(targets(0, 8)).backward()
-    changed = float(flat(model.module).mean())
-    model.close()
-    return changed
+        model(targets(0, 8)).backward()
+        with mock.patch.object(EdgeTransport, "late", arrived):
+            model.consensus_distance()
+        model(targets(0, 8)).backward()
+        return float(flat(model.module).mean())
 
 
 @pytest.mark.parametrize("shard", ["fsdp", "optimizer"])

@@ -59,8 +59,8 @@ def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> 
         injected([faults[rank]] if rank in faults else []),
         mock.patch.object(EdgeExchange, "finish", finish_and_record),
         mock.patch.object(EdgeTransport, "late", late_and_record),
+        make_model(NUMEL, options) as model,
     ):
-        model = make_model(NUMEL, options)
         for parameter, row in zip(model.parameters(), total, strict=True):
             parameter.register_hook(functools.partial(subtract_, row))
         for _ in range(num_steps):
@@ -75,9 +75,7 @@ def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> 
         values.append(flat(model.module))
         before_average = delayed.copy(), mixed.copy()  # what is late in global_avg() is dropped with all in flight
         model.global_avg()
-        mean = flat(model.module)
-        model.close()
-    return Course(values, *before_average, mean, num_late, total)
+        return Course(values, *before_average, flat(model.module), num_late, total)
 
 
 def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course]:
@@ -204,17 +202,15 @@ def test_the_mean_is_exact_with_other_options(options: dict[str, Any]) -> None:
 def save_late(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean after saving, and the sum of its updates; on the way to it, each rank looks at its state alone."""
     rank, total = torch.distributed.get_rank(), torch.zeros(2, NUMEL, dtype=torch.float64)
-    with injected([Fault("delay", step=5, duration_s=0.4)] if rank == 1 else []):
-        model = make_model(NUMEL, {"topology": "ring", "soft_deadline": 0.02})
+    options = {"topology": "ring", "soft_deadline": 0.02}
+    with injected([Fault("delay", step=5, duration_s=0.4)] if rank == 1 else []), make_model(NUMEL, options) as model:
         for _ in range(6):
             total -= RATE * (flat(model.module) - targets(rank, NUMEL))
             model(targets(rank, NUMEL)).backward()
         model._engine.state_dict()  # type: ignore[union-attr]
         gossip.save(model, folder)
         model.global_avg()
-        mean = flat(model.module)
-        model.close()
-    return mean, total
+        return flat(model.module), total
 
 
 def load_saved(folder: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import unsupervised
-from elastic_ranks import RATE, TIMEOUT, flat, make_model, steps_until, targets
+from elastic_ranks import RATE, TIMEOUT, flat, make_model, make_steps, steps_until, targets
 
 import gossip
 from gossip import Asynchronous, Average
@@ -29,17 +29,14 @@ def train_at_rest(rank_that_dies: int) -> tuple[torch.Tensor, torch.Tensor, tupl
     """Its parameters when all averages are made, their mean and the members."""
     from fault_places import injected
 
-    rank, numel = torch.distributed.get_rank(), 2**14
-    model = make_model(numel, {"algorithm": "asynchronous", "topology": "ring"})
-    with injected([Fault("kill", step=9, num_bytes=100)] if rank == rank_that_dies else []):
-        for _ in range(30):
-            model(targets(rank, numel)).backward()
+    faults = [Fault("kill", step=9, num_bytes=100)] if torch.distributed.get_rank() == rank_that_dies else []
+    options = {"algorithm": "asynchronous", "topology": "ring"}
+    with injected(faults), make_model(2**14, options) as model:
+        make_steps(model, 30)
         model.consensus_distance()
         values = flat(model.module)
         model.global_avg()
-        mean, members = flat(model.module), model.members
-        model.close()
-    return values, mean, members
+        return values, flat(model.module), model.members
 
 
 def test_the_others_go_on_without_one_that_dies() -> None:
@@ -55,8 +52,7 @@ def test_the_others_go_on_without_one_that_dies() -> None:
 def leave_early(rank_that_leaves: int) -> tuple[torch.Tensor, tuple[int, ...]]:
     model = make_model(64, {"algorithm": "asynchronous", "topology": "ring"})
     rank = torch.distributed.get_rank()
-    for _ in range(5 if rank == rank_that_leaves else 20):
-        model(targets(rank, 64)).backward()
+    make_steps(model, 5 if rank == rank_that_leaves else 20)
     members = model.members
     if rank == rank_that_leaves:
         model.leave()
@@ -76,20 +72,17 @@ def test_a_rank_may_leave() -> None:
 
 def save_and_go_on(folder: str, num_steps: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
     rank = torch.distributed.get_rank()
-    model = make_model(64, {"algorithm": "asynchronous", "topology": "ring", "optimizer": MOMENTUM})
-    for _ in range(num_steps[rank]):
+    with make_model(64, {"algorithm": "asynchronous", "topology": "ring", "optimizer": MOMENTUM}) as model:
+        make_steps(model, num_steps[rank])
+        gossip.save(model, folder, batch=7)
+        saved = flat(model.module)
+        make_steps(model, 3)
+        checkpoint = gossip.load(model, folder)
+        assert checkpoint.data["batch"] == 7
+        assert checkpoint.step == max(num_steps)
+        loaded, step = flat(model.module), model.step
         model(targets(rank, 64)).backward()
-    gossip.save(model, folder, batch=7)
-    saved = flat(model.module)
-    for _ in range(3):
-        model(targets(rank, 64)).backward()
-    checkpoint = gossip.load(model, folder)
-    assert checkpoint.data["batch"] == 7
-    assert checkpoint.step == max(num_steps)
-    loaded, step = flat(model.module), model.step
-    model(targets(rank, 64)).backward()
-    model.close()
-    return step, saved, loaded
+        return step, saved, loaded
 
 
 def look_while_the_other_goes_on() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -104,8 +97,7 @@ def look_while_the_other_goes_on() -> tuple[torch.Tensor, torch.Tensor, list[int
                 torch.distributed.barrier()
         after = flat(model.module)
         if rank == 1:
-            for _ in range(5):
-                model(targets(rank, 64)).backward()
+            make_steps(model, 5)
             torch.distributed.barrier()
         model.consensus_distance()
         return before, after, [average.partner_step for average in history]

@@ -71,7 +71,6 @@ def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.
     model.state_dict()
     values = [parameter.detach().clone() for parameter in model.parameters()]
     assert model.step == NUM_STEPS
-    model.close()
     return values, losses, events
 
 

@@ -66,9 +66,7 @@ def train_and_look(look: bool) -> dict[str, torch.Tensor]:
                 raise ZeroDivisionError
             assert_equal_states(snapshot(model), before)
             model.consensus_distance()
-    state = snapshot(model)
-    model.close()
-    return state
+    return snapshot(model)
 
 
 def test_averaged_restores_everything_and_training_goes_on_bit_for_bit() -> None:
@@ -100,7 +98,6 @@ def copies_in_averaged(compression: str | None, on_peer_loss: str) -> tuple[int,
     with Clones() as of_changed, model.averaged():
         pass
     assert torch.equal(module.weight, before)
-    model.close()
     return clones.num, of_changed.num
 
 

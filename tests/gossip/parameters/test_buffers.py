@@ -47,9 +47,7 @@ def mix_buffers(algorithm: str) -> dict[str, torch.Tensor]:
     for _ in range(3):
         model(torch.ones(1, 3)).sum().backward()
     model.state_dict()
-    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.close()
-    return values
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 @pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
@@ -128,7 +126,6 @@ def recalibrate() -> None:
         pass
     assert_equal_states(model.state_dict(), before)
     model(torch.ones(4, 3)).sum().backward()
-    model.close()
 
 
 def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:

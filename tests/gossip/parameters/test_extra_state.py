@@ -91,7 +91,6 @@ def save_and_load(folder: str, shard: str | None) -> None:
     assert lines == []
     assert states(model.module) == mine, "every rank's own"
     gossip.export(model, f"{folder}/exported.safetensors")
-    model.close()
 
 
 def save_load_and_average(folder: str, shard: str | None) -> None:
@@ -111,7 +110,6 @@ def save_load_and_average(folder: str, shard: str | None) -> None:
     train(model, 1)
     model.global_avg()
     assert model.module[0].seen == 103, "rank 0's, of which there is one now"
-    model.close()
 
 
 @pytest.mark.parametrize("shard", [None, "fsdp", "none"])
@@ -155,7 +153,6 @@ def average_odd() -> None:
     assert all("averaged: the extra state of module '0' is a functools.partial" in line for line in lines)
     model.global_avg()
     assert model.module[0].held.args == mine.args
-    model.close()
 
 
 def test_an_object_is_refused_by_its_modules_name_where_it_would_be_kept(tmp_path: Path) -> None:

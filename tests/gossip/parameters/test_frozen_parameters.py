@@ -63,7 +63,6 @@ def bytes_per_step(compression: str | None) -> tuple[list[int], list[int], list[
         sent.append(model.stats().bytes_sent)  # type: ignore[union-attr]
         sizes.append(sum(each.nbytes for bucket in model._buckets for each in bucket.parameters))
     same = [parameter.data_ptr() for parameter in (*module[0].parameters(), *module[2].parameters())]
-    model.close()
     return sent, sizes, [one == other for one, other in zip(places, same, strict=True)]
 
 
@@ -97,7 +96,6 @@ def unfreezing(mode: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], 
     model.state_dict()
     values = [parameter.detach().clone() for parameter in model.module.parameters()]
     sent = [each is not None for each in model._engine.exchanges.in_flight]  # type: ignore[union-attr]
-    model.close()
     return values, sent
 
 
@@ -214,7 +212,6 @@ def edit_on_one_rank(edit: Callable[[nn.Parameter], None], folder: str, num_hash
     with model.averaged():
         torch.testing.assert_close(weight, mean)
     assert num_hashed == [1], "a checkpoint knows which differ"
-    model.close()
 
 
 @pytest.mark.parametrize("edit", EDITS)

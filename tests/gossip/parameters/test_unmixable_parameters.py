@@ -72,7 +72,6 @@ def train_and_edit(on_peer_loss: str, folder: Path) -> None:
     gossip.load(model, folder / "saved")
     assert torch.equal(codes_of(module), own)
     one_step(model)
-    model.close()
 
 
 @pytest.mark.parametrize("on_peer_loss", ["raise", "continue"])

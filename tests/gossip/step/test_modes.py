@@ -89,7 +89,6 @@ def forward_waits() -> dict[str, list[int]]:
         for hook in part._forward_pre_hooks.values():
             for index in hook._buckets:
                 awaited.setdefault(model._buckets[index].names[0], []).append(name)
-    model.close()
     return awaited
 
 

@@ -83,9 +83,7 @@ def train(mode: str, kind: str | None) -> list[torch.Tensor]:
     assert model.step == NUM_STEPS
     assert len(counts) == (0 if kind is None else NUM_STEPS)
     model.state_dict()
-    values = [parameter.detach().clone() for parameter in module.parameters()]
-    model.close()
-    return values
+    return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def train_watched_and_alone() -> None:

@@ -33,7 +33,7 @@ def train(
 ) -> tuple[list[Average], torch.Tensor]:
     """The higher the rank, the slower it is."""
     rank, history = torch.distributed.get_rank(), list[Average]()
-    model = GossipDataParallel(
+    with GossipDataParallel(
         Pair(numel),
         OPTIMIZERS[optimizer],
         topology,
@@ -41,18 +41,16 @@ def train(
         on_peer_loss="continue",
         bucket_cap_mb=numel * 8 / 2**20,
         timeout=TIMEOUT,
-    )
-    for step in range(num_steps[rank]):
-        sample = noisy(rank, step, numel)
-        for _ in range(30 * rank):
-            model.module(sample)
-        model(sample).backward()
-        if rests and step == 3:
-            model.consensus_distance()
-    model.consensus_distance()
-    values = flat(model.module)
-    model.close()
-    return history, values
+    ) as model:
+        for step in range(num_steps[rank]):
+            sample = noisy(rank, step, numel)
+            for _ in range(30 * rank):
+                model.module(sample)
+            model(sample).backward()
+            if rests and step == 3:
+                model.consensus_distance()
+        model.consensus_distance()
+        return history, flat(model.module)
 
 
 def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Tensor:
