@@ -35,16 +35,18 @@ class Vote(NamedTuple):
     """What a rank of a proposal says of itself.
 
     It does not leave its ``position`` before there is a decision. ``flag_votes`` are the votes for yes that it knows of
-    lost ranks; ``is_joint`` says whether it is in a collective operation.
+    lost ranks, and ``farewells`` the positions at which these closed their models, as far as it knows. ``is_joint``
+    says whether it is in a collective operation.
     """
 
     position: Position
     flag_votes: list[FlagVote]
+    farewells: list[tuple[int, Position]]
     is_joint: bool
 
 
 class Decision(NamedTuple):
-    """What the votes of all ranks of a proposal add up to: their positions, and the votes for yes of lost ranks.
+    """What the votes of all ranks of a proposal add up to: their positions, and what they know of lost ranks.
 
     ``begun`` is the position of the furthest collective operation that one of them is in, if any is. Without positions
     the attempt is void; the next one is made without the ranks that were ``lost`` meanwhile, of which some have
@@ -53,6 +55,7 @@ class Decision(NamedTuple):
 
     positions: Sequence[tuple[int, Position]] = ()
     flag_votes: Sequence[FlagVote] = ()
+    farewells: Sequence[tuple[int, Position]] = ()
     lost: Sequence[int] = ()
     ended: Sequence[int] = ()
     begun: Position | None = None

@@ -85,6 +85,7 @@ class Consensus(MembershipProtocol):
         self._returns = False
         self._is_leaving = False
         self._ended: set[int] = set()  # ranks that have closed their models, as others say
+        self._farewells: dict[int, Position] = {}  # and where they were, as the voters of a generation knew
         self._is_dropped = False  # others have lost this rank, and will decide so
         self._leaves_at: int | None = None
         self._has_asked_to_leave = False
@@ -206,6 +207,7 @@ class Consensus(MembershipProtocol):
                     self.have_passed(members) or self.were_ahead(members, generation.number)
                 ):
                     return False
+            self.is_joint = False  # with the position: a vote must not say that the next operation has begun
             if self._loaded_step is None:
                 self.position = num_loaded, step, num_ended + 1
             else:
@@ -224,7 +226,7 @@ class Consensus(MembershipProtocol):
 
     def have_passed(self, members: Collection[int]) -> bool:
         """Return whether one of ``members`` was beyond this rank's position when it closed its model."""
-        farewells = self._mesh.farewells
+        farewells = self._farewells | self._mesh.farewells
         return any(farewells[member] > self.position for member in members if member in farewells)
 
     def were_ahead(self, members: Collection[int], number: int) -> bool:

@@ -60,6 +60,7 @@ class MembershipProtocol(ABC):
     _begun: Position | None
     _preempted: set[int]
     _ended: set[int]
+    _farewells: dict[int, Position]
     _is_dropped: bool
     _timeout: timedelta
     _is_in_step: bool
@@ -163,8 +164,10 @@ class MembershipProtocol(ABC):
             for other in gone:
                 self._mesh.cut(other, "the others continue without it")
             with self._changed:
-                position = self.position
-            self._consensus_store.vote(number, member, Vote(position, self.flag_votes.votes_of(gone), self.is_joint))
+                position, is_joint = self.position, self.is_joint
+            farewells = [(other, at) for other, at in self._mesh.farewells.items() if other in gone]
+            vote = Vote(position, self.flag_votes.votes_of(gone), farewells, is_joint)
+            self._consensus_store.vote(number, member, vote)
         decision = self._decide(number, sorted(asked), told, are_joining=not asked.issubset(latest.members))
         if decision is not None:
             self.flag_votes.take_over(decision.flag_votes)
@@ -172,6 +175,7 @@ class MembershipProtocol(ABC):
             self._is_dropped |= member in decision.lost
             self._ended |= set(decision.ended)
             with self._changed:
+                self._farewells |= {other: (loads, step, ends) for other, (loads, step, ends) in decision.farewells}
                 others = set(decision.lost) - {member}
                 self._suspects = dict.fromkeys(others, "others lost it while they agreed") | self._suspects
         with self._changed:
@@ -251,9 +255,10 @@ class MembershipProtocol(ABC):
                 if are_joining and not (self._is_in_step or is_between):
                     return self._consensus_store.decide(number, Decision())
                 flag_votes = [yes for vote in votes.values() for yes in vote.flag_votes]
+                farewells = [farewell for vote in votes.values() for farewell in vote.farewells]
                 begun = max((vote.position for vote in votes.values() if vote.is_joint), default=None)
                 noted = list(zip(votes, positions, strict=True))
-                return self._consensus_store.decide(number, Decision(noted, flag_votes, begun=begun))
+                return self._consensus_store.decide(number, Decision(noted, flag_votes, farewells, begun=begun))
             if running.passed() > self._timeout.total_seconds():
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
             is_asked = self._mesh.member in asked and not self._is_dropped

@@ -414,9 +414,10 @@ class Mesh:
             self.handlers[kind](member, frame)
         elif kind == Kind.GOODBYE:
             with self.changed:
-                self.left.add(member)
-                self.farewells[member] = frame.key[1:]
-                self.changed.notify_all()
+                if member not in self.lost:  # a rank that agrees without it has said what it knows of it
+                    self.left.add(member)
+                    self.farewells[member] = frame.key[1:]
+                    self.changed.notify_all()
         elif kind == Kind.WAITING:
             self._waiting[member] = time.monotonic(), frame.key[1:]
         elif kind == Kind.STEPPED:

@@ -121,6 +121,8 @@ FAULTS = (
     PutBack(
         _OPERATIONS + "collectively", "self.member not in generation.members", "False", True, seeds=range(3, 1160, 4)
     ),
+    PutBack(_CONSENSUS + "_attempt", "if other in gone]", "if False]", True, seeds=_RARE),
+    PutBack(_CONSENSUS + "commit", "self.is_joint = False", "pass", True, seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True, seeds=range(3, 1416, 4)),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(627)),
