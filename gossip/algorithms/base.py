@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.compression.codec import Compression
+from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static, is_exact_in_every_round, only_graph
 from topologies.validation import check_real
@@ -149,11 +150,16 @@ class Algorithm:
         Why differences must not be clipped (``max_difference``); empty if they may be.
     weighs_by : str or None
         The number that weights a rank's values in a mean over ranks; with None all ranks count equally.
+    weighted : bool
+        Whether ranks count by their samples, ``BucketView.samples``, see :meth:`gossip.GossipDataParallel.weigh`.
+    keeps_numbers : bool
+        Whether the numbers belong to the values of their rank, which keeps them when ranks are lost or join; otherwise
+        all ranks begin them anew then.
     """
 
     requires: ClassVar[Requires] = Requires()
     sends: ClassVar[tuple[str, ...]] = (VALUES,)
-    numbers: ClassVar[tuple[str, ...]] = ()
+    numbers: tuple[str, ...] = ()
     keeps: ClassVar[Mapping[str, Kept]] = {}
     before_forward: bool = False
     overlap: int = 1
@@ -162,9 +168,25 @@ class Algorithm:
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
     follows_learning_rate: ClassVar[bool] = False
-    weighs_by: ClassVar[str | None] = None
+    weighs_by: str | None = None
+    weighted: bool = False
+    keeps_numbers: ClassVar[bool] = False
     unclipped_because: ClassVar[str] = ""
-    _constants: ClassVar[tuple[str, ...]] = ()
+    _constants: tuple[str, ...] = ()
+
+    def _weigh(self, weighted: bool, number: str) -> None:
+        """Let ranks count by their samples, which ``number`` carries, if ``weighted``."""
+        if weighted:
+            self.weighted, self.numbers, self.weighs_by = True, (number,), number
+            self._constants = (*self._constants, "weighted")
+
+    def check_weighted(self) -> None:
+        """Raise GossipError if all ranks count equally, whatever samples they have."""
+        if not self.weighted:
+            raise GossipError(
+                f"weigh(): algorithm {self.describe()} counts all ranks equally; to count them by their samples, pass "
+                "algorithm=gossip.PushSum(weighted=True) or gossip.DiLoCo(weighted=True)"
+            )
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Algorithm:
         """Return the algorithm bound to a topology that meets ``requires``; by default the algorithm itself.

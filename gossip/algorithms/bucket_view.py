@@ -59,6 +59,8 @@ class BucketView:
     before : Tensor, [..., numel]
         The values before the optimizer's update, where the algorithm remembers them
         (``gossip.Algorithm.remembers_before``); else the values.
+    samples : float or Tensor, [..., 1]
+        How many samples the update counts, where the algorithm weighs ranks (``gossip.Algorithm.weighted``).
     exchanges : bool
         Whether the current step ends with an exchange in which this rank takes part.
     rates, earlier_rates : tuple of float
@@ -80,6 +82,7 @@ class BucketView:
         self.kept: dict[str, torch.Tensor] = {}
         self.numbers: dict[str, torch.Tensor] = {}
         self.round_index = 0
+        self.samples: float | torch.Tensor = 1.0
         self.exchanges = True
         self.before = values
         self.rates: tuple[float, ...] = ()
@@ -92,7 +95,7 @@ class BucketView:
         """Return a view of a contiguous part of the values, without the parameters."""
         view = BucketView(self.values[..., part], ranks=self.ranks)
         view.kept = {name: tensor[..., part] for name, tensor in self.kept.items()}
-        view.numbers, view.round_index = self.numbers, self.round_index
+        view.numbers, view.round_index, view.samples = self.numbers, self.round_index, self.samples
         view._part_of = self, part
         return view
 

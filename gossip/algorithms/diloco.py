@@ -12,6 +12,9 @@ from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 from topologies.validation import check_real
 
+_SAMPLES = "samples"
+_NO_SAMPLES = 1e-12  # so that ranks that have all seen none count equally
+
 
 class DiLoCo(OuterSteps):
     r"""Nesterov momentum over the movement of all ranks in H local steps.
@@ -27,8 +30,12 @@ class DiLoCo(OuterSteps):
     average before the next forward pass; "awc" gives it the whole next iteration, whose gradients are still computed at
     :math:`x_i`.
 
-    Sends one message every H steps and keeps two tensors per bucket. Every round must be the exact average, so the
-    topology must be complete. Use it where links are so slow that a message per step cannot be hidden.
+    With ``weighted``, the mean is :math:`\sum_i N_i x_i / \sum_i N_i`, with :math:`N_i` the samples of rank i since the
+    last average (:meth:`gossip.GossipDataParallel.weigh`).
+
+    Sends one message every H steps, ``weighted`` one scalar more, and keeps two tensors per bucket. Every round must be
+    the exact average, so the topology must be complete. Use it where links are so slow that a message per step cannot
+    be hidden.
 
     Parameters
     ----------
@@ -40,6 +47,8 @@ class DiLoCo(OuterSteps):
         The outer momentum, at least 0 and below 1.
     form : str
         When the average is awaited, "atc" or "awc".
+    weighted : bool
+        Whether ranks count by their samples.
 
     References
     ----------
@@ -49,17 +58,52 @@ class DiLoCo(OuterSteps):
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
     keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
-    _constants: ClassVar[tuple[str, ...]] = ("period", "outer_lr", "outer_momentum")
+    keeps_numbers = True
+    _constants: tuple[str, ...] = ("period", "outer_lr", "outer_momentum")
 
     def __init__(
-        self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.9, form: Form = "atc"
+        self,
+        period: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        form: Form = "atc",
+        weighted: bool = False,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
+        self._weigh(weighted, _SAMPLES)
+
+    def begin(self, bucket: BucketView) -> None:
+        super().begin(bucket)
+        self._count_anew(bucket)
+
+    def averaged(self, bucket: BucketView) -> None:
+        super().averaged(bucket)
+        self._count_anew(bucket)
+
+    def _count_anew(self, bucket: BucketView) -> None:
+        if _SAMPLES in bucket.numbers:
+            bucket.numbers[_SAMPLES].fill_(_NO_SAMPLES)
+
+    def updated(self, bucket: BucketView) -> None:
+        if self.weighted:
+            bucket.numbers[_SAMPLES].add_(bucket.samples)
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        if not self.weighted:
+            return {VALUES: bucket.values}
+        return {VALUES: (bucket.values * bucket.numbers[_SAMPLES]).to(bucket.values.dtype)}
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        self.step_anchor_(bucket, bucket.values + got[VALUES].difference)
+        total, difference = bucket.values, got[VALUES].difference
+        if self.weighted:
+            samples = bucket.numbers[_SAMPLES]
+            mean = (total * samples + difference) / (samples + got[_SAMPLES].difference)
+            self._count_anew(bucket)
+        else:
+            mean = total + difference
+        self.step_anchor_(bucket, mean)
         bucket.values.copy_(bucket.kept[ANCHOR])
 
     def step_anchor_(self, bucket: BucketView, mean: torch.Tensor) -> None:

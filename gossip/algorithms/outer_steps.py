@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from gossip.algorithms.base import Form, WithForm
 from gossip.algorithms.bucket_view import BucketView
 from topologies import Round, Topology
@@ -15,7 +13,7 @@ ANCHOR, VELOCITY = "anchor", "velocity"
 class Periodic(WithForm):
     """Algorithms in which every ``period``-th step is another one."""
 
-    _constants: ClassVar[tuple[str, ...]] = ("period",)
+    _constants: tuple[str, ...] = ("period",)
 
     def __init__(self, period: int, form: Form) -> None:
         self.period = check_integer("period", period, minimum=1)

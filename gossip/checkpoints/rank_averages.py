@@ -16,6 +16,7 @@ from gossip.parameters import digests
 from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
+from gossip.parameters.global_average import shares
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.sharding.local_group import LocalGroup
 from gossip.step.engine import StepEngine
@@ -59,7 +60,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     compare(replicas, entries, "comparing what is exported")
     size = len(digests) // world.world_size  # how many ranks share a replica: theirs need not be equal to each other
     are_equal = all(digest == digests[number % size] for number, digest in enumerate(digests))
-    weights = engine.weights()
+    weights = shares(engine.weights(), world)
 
     def chunks(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         is_averaged, weight = not are_equal and name not in equal and name in averaged, weights.get(name, 1.0)

@@ -29,6 +29,7 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     first: dict[str, Any] = {}
     sums: dict[_Path, torch.Tensor] = {}
     counts = Counter[_Path]()
+    weights: list[torch.Tensor] = []
 
     def accumulate(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
         counts[path] += 1
@@ -43,6 +44,7 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for rank, state in enumerate(states):
         try:
             _map_floats(_averaged(state), (), accumulate)
+            weights += [weight] if (weight := _weight(state)) is not None else []
             if not first:
                 engine = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
                 first = state | {"gradients": {}, "unreduced": {}, "rng": None, "engine": engine}
@@ -52,19 +54,26 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
                     kept["state"].setdefault(number, entry)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"the state of rank {rank} does not match rank 0's: {reason(error)}") from error
-    averages: dict[str, Any] = _map_floats(
-        _averaged(first), (), lambda path, tensor: sums[path].div_(counts[path]).to(tensor.dtype)
-    )
+    mean_weight = float(torch.stack(weights).mean()) if weights else 1.0
+
+    def mean(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+        return sums[path].div_(counts[path] * (mean_weight if path[0] == "parameters" else 1.0)).to(tensor.dtype)
+
+    averages: dict[str, Any] = _map_floats(_averaged(first), (), mean)
     kept, engine = averages.pop("kept"), first["engine"]
     if "algorithm" in engine:
         engine = engine | {"algorithm": for_new_world(engine["algorithm"], kept)}
     return first | averages | {"engine": engine}
 
 
+def _weight(state: Mapping[str, Any]) -> torch.Tensor | None:
+    algorithm = state["engine"].get("algorithm")
+    return None if algorithm is None else weight_of(algorithm)
+
+
 def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what has a mean, by section, with parameters as their rank weights them."""
-    algorithm, parameters = state["engine"].get("algorithm"), state["parameters"]
-    weight = None if algorithm is None else weight_of(algorithm)
+    algorithm, parameters, weight = state["engine"].get("algorithm"), state["parameters"], _weight(state)
     if weight is not None:
         parameters = {name: x * weight.to(x.dtype) if is_mixable(x) else x for name, x in parameters.items()}
     sections = {"parameters": parameters, "buffers": state["buffers"], "optimizers": state["optimizers"]}

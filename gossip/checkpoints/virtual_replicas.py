@@ -167,6 +167,7 @@ class VirtualReplicas(Replicas):
     def states(self) -> Iterator[dict[str, Any]]:
         exchanges, algorithm = self._exchanges.rank_states(), algorithm_state(self._exchanges)
         differing = self._differing()
+        samples = None if self._exchanges.samples is None else torch.as_tensor(self._exchanges.samples).tolist()
         for number, shard in enumerate(self._shards):
             for row, rank in enumerate(shard.ranks):
                 yield {
@@ -183,6 +184,7 @@ class VirtualReplicas(Replicas):
                             "kept": {state: _rows(by_name, rank) for state, by_name in algorithm["kept"].items()},
                             "numbers": _rows(algorithm["numbers"], rank),
                         },
+                        "samples": None if samples is None else samples[rank],
                         "frozen": {"differing": list(differing)},
                         "num_bad_steps": int(self._updater.num_bad_steps[rank]),
                         "gradient_scale": float(self._updater.scales[rank]),
@@ -234,6 +236,8 @@ class VirtualReplicas(Replicas):
         workers.step = engines[0]["step"]
         in_flight = [engine.get("exchanges") for engine in engines]
         self._exchanges.load_rank_states(None if None in in_flight else in_flight)
+        samples = [engine.get("samples") for engine in engines]
+        self._exchanges.weigh(None if None in samples else torch.tensor(samples, dtype=torch.float64))
         left_out += load_algorithm_state(self._exchanges, _stacked_algorithm(engines))
         written(self._shards)
         return left_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,11 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     This class holds all policy: what is sent in which round, what optimizers are shown, what is refused, and how it is
     combined. Subclasses determine how messages travel and how they are summed.
+
+    Attributes
+    ----------
+    samples : float, Tensor [n], float64, or None
+        How many samples the updates of this rank count, or those of each; None if nobody has said so.
     """
 
     def __init__(
@@ -80,6 +86,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     ) -> None:
         self.in_flight: list[AnyInFlight | None] = []  # by bucket
         self.algorithm = algorithm
+        self.samples: float | torch.Tensor | None = None
+        self._has_update: float | torch.Tensor = 1.0  # 0 where an update is none, as there are no gradients
         self._topology = topology
         self._compression = compression
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
@@ -151,13 +159,63 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     def _begin(self, view: BucketView) -> None:
         """Let the algorithm initialise a bucket's state."""
+        view.samples = self._samples_of(view)
         self.algorithm.begin(view)
+        dtypes = view.values.dtype, getattr(self._compression, "dtype", None)
+        if self.algorithm.weighted and torch.float16 in dtypes:
+            raise ValueError(
+                f"algorithm {self.algorithm.describe()} sends products of values and numbers of samples, which are too "
+                "large for float16; choose bfloat16"
+            )
         name, sends, made = self.algorithm.describe(), set(self.algorithm.sends), set(self.algorithm.message(view))
         if VALUES not in sends or sends != made:
             raise ValueError(
                 f"algorithm {name} has sends={sorted(sends)}, but its message() returns {sorted(made)}; both must name "
                 f"the same channels, {VALUES!r} among them"
             )
+
+    def _samples_of(self, view: BucketView) -> float | torch.Tensor:
+        samples = self._has_update * (1.0 if self.samples is None else self.samples)
+        if not isinstance(samples, torch.Tensor):
+            return samples
+        return samples[view.ranks.start : view.ranks.stop, None].to(view.values.device)
+
+    def weigh(self, samples: float | torch.Tensor | None) -> None:
+        """Let the next updates count so many samples. The first time, the numbers by which ranks count begin so."""
+        is_first, self.samples = self.samples is None, samples
+        for view in self._parameter_views():
+            view.samples = self._samples_of(view)
+            if is_first and samples is not None:
+                kept, view.kept = view.kept, {}
+                self.algorithm.begin(view)
+                view.kept = kept
+
+    @contextlib.contextmanager
+    def updating(self, has_update: float | torch.Tensor) -> Iterator[None]:
+        """Within the block, count samples only where there is an update: 1 or 0, by rank if there are several."""
+        self._set_updating(has_update)
+        try:
+            yield
+        finally:
+            self._set_updating(1.0)
+
+    def _set_updating(self, has_update: float | torch.Tensor) -> None:
+        self._has_update = has_update
+        for view in self._parameter_views() if self.algorithm.weighted else ():
+            view.samples = self._samples_of(view)
+
+    def check_weighed(self) -> None:
+        """Raise GossipError if ranks count by their samples, and nobody has said how many these are."""
+        if self.algorithm.weighted and self.samples is None and bool(torch.as_tensor(self._has_update).any()):
+            raise GossipError(
+                f"algorithm {self.algorithm.describe()} counts ranks by their samples: call weigh(samples) before the "
+                "backward pass of each step whose number differs from the last one's, on every rank"
+            )
+
+    def _parameter_views(self) -> Iterator[BucketView]:
+        for index in range(len(self.in_flight)):
+            if self.holds_parameters(index):
+                yield from self.views(index)
 
     def _like(self, view: BucketView, channel: str) -> torch.Tensor:
         """Return a tensor like the messages of a channel."""
@@ -251,9 +309,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     def averaged(self) -> None:
         """Notify the algorithm that the values have become the mean over ranks."""
-        for index in range(len(self.in_flight)):
-            for view in self.views(index) if self.holds_parameters(index) else ():
-                self.algorithm.averaged(view)
+        for view in self._parameter_views():
+            self.algorithm.averaged(view)
 
     def drop(self) -> None:
         """Await what is in flight and drop it."""
@@ -263,10 +320,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             self.in_flight[index] = None
 
     def weights(self) -> dict[str, list[torch.Tensor]]:
-        """Return the weights of parameters in a mean over ranks, for each view, [..., 1]; empty if all are equal.
-
-        Over ranks they sum to the number of ranks.
-        """
+        """Return the weights of parameters in a mean over ranks, for each view, [..., 1]; empty if all are equal."""
         number = self.algorithm.weighs_by
         if number is None:
             return {}

@@ -20,6 +20,7 @@ from gossip import GossipDataParallel
 from gossip.integrations.common_checks import released_gradients
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
 from gossip.integrations.lightning_checks import check_trainer
+from gossip.integrations.sample_counts import SampleCount
 from gossip.optimizers.closures import requires_closure
 from topologies import Topology
 
@@ -37,6 +38,7 @@ class TrainerStrategy(BaseStrategy):
     ) -> None:
         super().__init__(topology, **options)
         self._evaluates_averaged = evaluate_averaged
+        self._samples = SampleCount()
         self._average: contextlib.AbstractContextManager[None] | None = None
         self._loaded_from: str | os.PathLike[str] = ""
 
@@ -131,6 +133,12 @@ class TrainerStrategy(BaseStrategy):
         return save
 
     # ------------------------------------------------------------------ steps
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch, after telling the model how many samples it has. Local."""
+        if self._replica is not None:
+            self._samples.add(self._replica, lambda: self.library.utilities.data.extract_batch_size(batch))
+        return super().training_step(batch, *args, **kwargs)
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes within the block only accumulate gradients. Local."""

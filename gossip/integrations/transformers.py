@@ -20,6 +20,7 @@ from gossip import GossipDataParallel, World, load, save
 from gossip.integrations.accelerate import renumber
 from gossip.integrations.common_checks import check_accelerator, steps_in_backward, wrap
 from gossip.integrations.remaining_ranks import remaining_ranks
+from gossip.integrations.sample_counts import SampleCount
 from gossip.integrations.trainer_checks import check_arguments, check_joining, check_lengths, check_trainer_options
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
@@ -69,6 +70,9 @@ class GossipTrainer(Trainer):
     With ``gossip={"on_peer_loss": "continue"}`` training, evaluation and saving go on without ranks that are lost, and
     SIGTERM of all ranks saves a checkpoint. No rank can join.
 
+    With an algorithm that counts ranks by their samples (``weighted=True``), the model is told how many tokens with
+    labels the batches of each step have, or how many samples where the Trainer does not count tokens.
+
     Construction sets ``args.average_tokens_across_devices`` to False, because it makes every step wait for all ranks.
     """
 
@@ -81,6 +85,7 @@ class GossipTrainer(Trainer):
         self._joins = join
         self._gossip_model: GossipDataParallel | None = None
         self._training = contextlib.ExitStack()
+        self._samples = SampleCount()
         self._epoch: UnevenEpoch | None = None
         super().__init__(*args, **kwargs)
 
@@ -153,10 +158,14 @@ class GossipTrainer(Trainer):
         self.model_wrapped = self._gossip_model.module
         self._gossip_model = None
 
-    def training_step(self, model: GossipDataParallel, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: GossipDataParallel, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on one batch as the Trainer does; a backward pass inside an accumulation makes no step. Local."""
+        if num_items_in_batch is None:
+            self._samples.add(model, lambda: next(len(each) for each in inputs.values() if hasattr(each, "shape")))
+        elif model.algorithm.weighted:
+            model.weigh(float(num_items_in_batch))  # of all batches of the step
         with contextlib.nullcontext() if self.accelerator.sync_gradients else model.no_sync():
-            return super().training_step(model, *args, **kwargs)
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return None if self._steps_in_backward else super()._clip_grad_norm(model)

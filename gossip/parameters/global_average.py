@@ -34,8 +34,8 @@ def average_module_(
 
     All else are the other buffers, and the extra states of modules.
 
-    ``weights`` is how much this rank's values of each parameter count, the same for all in a bucket; 1 if not named.
-    Over ranks they sum to the number of ranks.
+    ``weights`` is how much this rank's values of each parameter count, the same for all in a bucket; equally if not
+    named.
 
     Raises ExchangeError: every single value is either the mean (or rank 0's), or still this rank's own; the text says
     which, unless the caller restores all values. Values that fit into 64 MiB are never mixed: they are all this rank's
@@ -44,6 +44,7 @@ def average_module_(
     scratch = StagedCollectives(world)
     with torch.no_grad():
         try:
+            weights = shares(weights, world)
             _compare_buffers(module, world)
             for bucket in buckets:
                 scratch.average(bucket.block, f"averaging bucket {bucket.index}", weights.get(bucket.names[0], 1.0))
@@ -67,6 +68,16 @@ def average_module_(
             for bucket in buckets:
                 bucket.written()
             frozen.note_differing()
+
+
+def shares(weights: Mapping[str, float], world: World) -> dict[str, float]:
+    """Return the weights such that over ranks each sums to the number of ranks. Collective if there are any."""
+    total = torch.tensor(list(weights.values()), dtype=torch.float64)
+    world.sum_(total, "adding up how much the ranks count")
+    return {
+        name: weight * world.world_size / sum_
+        for (name, weight), sum_ in zip(weights.items(), total.tolist(), strict=True)
+    }
 
 
 def _compare_buffers(module: nn.Module, world: World) -> None:
@@ -126,7 +137,7 @@ def consensus_distance(
     buckets: Sequence[Bucket], frozen: FrozenParameters, world: World, weights: Mapping[str, float]
 ) -> tuple[float, float]:
     """Return the root mean square distance of the replicas from their mean, and the norm of the mean. Collective."""
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares, weights = torch.zeros(2, dtype=torch.float64), shares(weights, world)
     mean_norm = math.hypot(*map(_norm, frozen.equal_values()))
     exchanged = [(f"bucket {bucket.index}", bucket.block, weights.get(bucket.names[0], 1.0)) for bucket in buckets]
     exchanged += [(name, values, 1.0) for name, values in frozen.differing_values() if is_mixable(values)]

@@ -196,7 +196,8 @@ class StepEngine(HealthChecks, ABC):
         self._prepare_group()
         with self.fatal():
             self._complete_gradients(is_idle=True)
-        self.end_step()
+        with self.exchanges.updating(float(self._has_gradients())):
+            self.end_step()
 
     def _complete_gradients(self, *, is_idle: bool = False) -> None:
         """Average the gradients that a backward pass has left unaveraged over the ranks that hold this replica."""
@@ -231,6 +232,7 @@ class StepEngine(HealthChecks, ABC):
     def _begin_step(self) -> None:
         if not self._progress.has_begun:
             self._progress.has_begun = True
+            self.exchanges.check_weighed()
             self._places.check_added()  # again, for loops that call the module directly
             self.updater.check_held()
             self._exchange_unfrozen()
@@ -360,7 +362,7 @@ class StepEngine(HealthChecks, ABC):
         )
 
     def weights(self) -> dict[str, float]:
-        """Return the weight of this rank's values of each parameter in a mean over ranks; 1 if not named."""
+        """Return how much this rank's values of each parameter count in a mean over ranks; equally if not named."""
         return {name: float(weight) for name, (weight,) in self.exchanges.weights().items()}
 
     def settle(self, *, closes: bool = False) -> None:
@@ -435,6 +437,7 @@ class StepEngine(HealthChecks, ABC):
             "overflow": overflow,
             "exchanges": self.exchanges.state_dict(),
             "algorithm": algorithm_state(self.exchanges),
+            "samples": self.exchanges.samples,
             "frozen": self.frozen.state_dict(),
             "measured": self._progress.meter.state_dict(),
             "num_bad_steps": self._num_bad_steps,
@@ -451,6 +454,7 @@ class StepEngine(HealthChecks, ABC):
         self._progress.meter.load_state_dict(state.get("measured", {}))
         if self.updater.scaler is not None:
             self.updater.scaler.flag.restore(state.get("overflow"))
+        self.exchanges.weigh(state.get("samples"))
         return load_algorithm_state(self.exchanges, state.get("algorithm"))
 
     def close(self) -> None:

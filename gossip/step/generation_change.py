@@ -172,8 +172,9 @@ class GenerationChange:
     def leave(self) -> None:
         """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
         last = self._world.consensus.leave()
-        while last is not None and self._engine.step < last:
-            self._engine.end_step()
+        with self._engine.exchanges.updating(0.0):
+            while last is not None and self._engine.step < last:
+                self._engine.end_step()
 
     def _join(self) -> Callable[[], None]:
         """Become a rank of a running training, with the parameters and the optimizer's state of one of its ranks.
@@ -298,6 +299,7 @@ class GenerationChange:
             "optimizers": [optimizer_state(each, named, is_given=True) for each in self._parts.optimizers],
             "engine": {
                 "step": engine.step,
+                "samples": engine.exchanges.samples,
                 "frozen": engine.frozen.state_dict(),
                 "algorithm": algorithm_state(engine.exchanges, for_joining=True),
             },

@@ -75,8 +75,9 @@ def mean_of(stacks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | No
     """Return the mean over all rows of all shards, on the first shard's device."""
     wide = torch.promote_types(stacks[0].dtype, torch.float32)
     if weights is not None:
+        mean_weight = sum(float(weight.sum()) for weight in weights) / sum(map(len, stacks))
         pairs = zip(stacks, weights, strict=True)
-        stacks = [stack * weight.view(-1, *[1] * (stack.dim() - 1)).to(wide) for stack, weight in pairs]
+        stacks = [stack * (weight / mean_weight).view(-1, *[1] * (stack.dim() - 1)).to(wide) for stack, weight in pairs]
     if len(stacks) == 1:
         return stacks[0].mean(0, dtype=wide).to(stacks[0].dtype)
     total = torch.stack([stack.sum(0, dtype=wide).to(stacks[0].device) for stack in stacks]).sum(0)

@@ -38,7 +38,7 @@ from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import RowsByName, StackedUpdater, along_rows
 from gossip.virtual.virtual_arguments import make_module, resolve_devices
 from topologies import Topology
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 class VirtualWorkers(KeepsObjects):
@@ -388,6 +388,21 @@ class VirtualWorkers(KeepsObjects):
         self._updater.add(buckets)
         self._exchanges.add(buckets)
 
+    def weigh(self, samples: Sequence[float]) -> None:
+        """Say how many samples each update of each replica counts from now on.
+
+        See :meth:`gossip.GossipDataParallel.weigh`, which says when, and raises the same.
+        """
+        self.algorithm.check_weighted()
+        if len(samples) != self.world_size:
+            raise ValueError(
+                f"samples must have one number for each of the {self.world_size} replicas, got {len(samples)}"
+            )
+        checked = [
+            check_real(f"samples[{rank}]", each, "above 0 and finite", example=32) for rank, each in enumerate(samples)
+        ]
+        self._exchanges.weigh(torch.tensor(checked, dtype=torch.float64))
+
     def idle_step(self) -> None:
         """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.
 
@@ -427,8 +442,10 @@ class VirtualWorkers(KeepsObjects):
             self._order.direct(everything, self.step, left_in)
 
         self._order.begin(everything, self.step, meter)
-        skipped = self._updater.apply(self.step, direct if self.algorithm.directs else None)
-        self._order.end(everything, self.step, meter)
+        with self._exchanges.updating((self._updater.scales != 0).double()):
+            self._exchanges.check_weighed()
+            skipped = self._updater.apply(self.step, direct if self.algorithm.directs else None)
+            self._order.end(everything, self.step, meter)
         if self.algorithm.before_forward:
             for index in everything:
                 self._exchanges.combine_(index, meter)

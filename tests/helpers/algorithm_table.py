@@ -208,6 +208,15 @@ class PushSum(Recursion):
         self.weights = self.matrix(step) @ self.weights
 
 
+class WeightedPushSum(PushSum):
+    def begin(self) -> None:
+        self.weights = self.problem.samples(0)[:, None]
+        self.x = self.x * self.weights
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.x = self.x + self.problem.samples(step)[:, None] * self.sgd(gradients, updated, step)
+
+
 class IntegralCorrection(Recursion):
     """Its gains by kind of topology are another test's matter."""
 
@@ -292,6 +301,13 @@ class DiLoCo(Anchored):
         delta = self.anchor[part] - mean
         self.velocity[part] = 0.9 * self.velocity[part] + delta
         self.anchor[part] -= 0.7 * (delta + 0.9 * self.velocity[part])
+
+
+class WeightedDiLoCo(DiLoCo):
+    def exchange(self, step: int) -> None:
+        samples = sum(self.problem.samples(each) for each in range(step + 1 - PERIOD, step + 1))
+        self.step_anchor(slice(None), samples @ self.x / sum(samples))
+        self.x = self.everywhere(self.anchor)
 
 
 class StreamingDiLoCo(DiLoCo):
@@ -416,6 +432,11 @@ ROWS: dict[str, Row] = {
     "asynchronous": Row(Asynchronous, ("ring", "base"), is_in_step=False),
     "decentlam": Row(DecentLaM, ("ring", "torus"), momentum=0.0),
     **in_both_forms("diloco", "awc", Row(DiLoCo, ("complete",), keeps_mean=False, options=EVERY_3)),
+    **in_both_forms(
+        "diloco(weighted)",
+        "awc",
+        Row(WeightedDiLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "weighted": True}),
+    ),
     **in_both_forms("gossip_pga", "atc", Row(GossipPGA, CHANGING, options=EVERY_3)),
     **in_both_forms("noloco", "awc", Row(NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)),
     **in_both_forms("relay_sum", "awc", Row(RelaySum, ("path", "star"), keeps_mean=False)),
@@ -432,6 +453,9 @@ ROWS: dict[str, Row] = {
     "extra": Row(Extra, ("ring", "torus")),
     "momentum_exchange": Row(MomentumExchange, CHANGING),
     "push_sum": Row(PushSum, ("pushed", "ring", "one_peer_exponential"), keeps_mean=False),
+    "push_sum(weighted)": Row(
+        WeightedPushSum, ("pushed", "ring", "one_peer_exponential"), keeps_mean=False, options={"weighted": True}
+    ),
     **in_both_forms("adam_tracking", "atc", Row(AdamTracking, CHANGING, momentum=None)),
     **in_both_forms("gradient_tracking", "atc", Row(GradientTracking, CHANGING)),
     **in_both_forms("integral_correction", "atc", Row(IntegralCorrection, CHANGING)),

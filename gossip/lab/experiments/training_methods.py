@@ -256,6 +256,11 @@ class GossipMethod(Method):
         size = self._local_size
         return tuple(group * size + place for group in self.model.members for place in range(size))
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.model.algorithm.weighted:
+            self.model.weigh(len(inputs))
+        return super().forward(inputs)
+
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step; update and exchange happen inside the backward pass, or after it."""
         loss.backward()

@@ -58,6 +58,12 @@ class VirtualMethod(Method):
                     parameter.register_post_accumulate_grad_hook(_average_gradients)
         logger.info("{} replicas in one process, {} steps", settings.launch.world_size, experiment.total_steps)
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.model.algorithm.weighted:
+            parts = inputs.tensor_split(self.model.world_size)
+            self.model.weigh([max(1, len(part)) for part in parts])  # one without samples has no update
+        return super().forward(inputs)
+
     def backward(self, loss: torch.Tensor) -> dict[str, Any]:
         """Make one step.
 

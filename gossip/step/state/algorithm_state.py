@@ -79,9 +79,11 @@ def regroup(exchanges: Exchanges[Any, Any]) -> None:
     for index in _of_parameters(exchanges):
         for view in exchanges.views(index):
             kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
-            view.kept = {}
+            numbers = view.numbers if algorithm.keeps_numbers else {}
+            view.kept, view.numbers = {}, {}
             algorithm.begin(view)
             view.kept |= kept
+            view.numbers |= numbers
 
 
 def common_state(exchanges: Exchanges[Any, Any]) -> list[torch.Tensor]:
@@ -111,9 +113,7 @@ def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torc
         }
         for state, by_name in mean.items()
     }
-    numbers = {
-        name: torch.ones_like(values) for name, values in saved["numbers"].items()
-    }  # they sum to the number of ranks
+    numbers = {name: torch.ones_like(values) for name, values in saved["numbers"].items()}  # all ranks count equally
     return {**saved, "kept": kept, "numbers": numbers}
 
 

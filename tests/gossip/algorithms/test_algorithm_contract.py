@@ -1,5 +1,6 @@
 """Every algorithm against its dense recursion: virtual workers, real processes; state, sizes, modes."""
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from sharded_models import Quadratic, values_of
 from torch import nn
 
 import gossip
-from gossip import GossipDataParallel, VirtualWorkers
+from gossip import GossipDataParallel, GossipError, VirtualWorkers
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 
 WORLD_SIZE = 5
@@ -85,7 +86,10 @@ VIRTUAL = [
     ]
 ]
 # What is kept, by its kind: tensors, the optimizer's, numbers, states of each neighbour, a message on its way for long.
-RESTORED = ("adam_tracking", "momentum_exchange", "push_sum", "relay_sum", "sparse_loco", "streaming_diloco")
+RESTORED = (
+    *("adam_tracking", "momentum_exchange", "push_sum", "push_sum(weighted)", "relay_sum", "sparse_loco"),
+    *("streaming_diloco", "diloco(weighted)(awc)"),
+)
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
@@ -144,6 +148,8 @@ def make_workers(case: Case, world_size: int = WORLD_SIZE) -> VirtualWorkers:
 def train_virtually(workers: VirtualWorkers, case: Case, steps: range) -> np.ndarray:
     for step in steps:
         workers.optimizer.param_groups[0]["lr"] = case.rates(step)
+        if workers.algorithm.weighted:
+            workers.weigh(case.problem.samples(step))
         workers(*batch(case.problem, step)).sum().backward()
     return torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1).numpy()
 
@@ -179,10 +185,12 @@ def test_virtual_workers_are_restored_with_the_algorithms_state(name: str, tmp_p
         assert all(bool((number == 1).all()) for number in view.numbers.values())
 
 
-def test_global_average_of_push_sum_is_weighted() -> None:
-    case = Case("push_sum", "pushed")
+@pytest.mark.parametrize("name", ["push_sum", "push_sum(weighted)"])
+def test_global_average_of_push_sum_is_weighted(name: str) -> None:
+    case = Case(name, "pushed")
     rows = train_virtually(workers := make_workers(case), case, range(4))
-    matrix, weights = make_topology("pushed", WORLD_SIZE).round(0).matrix(), np.ones(WORLD_SIZE)
+    weights = case.problem.samples(0) if workers.algorithm.weighted else np.ones(WORLD_SIZE)
+    matrix, weights = make_topology("pushed", WORLD_SIZE).round(0).matrix(), weights / weights.mean()
     for _ in range(3):
         weights = matrix @ weights
     assert np.abs(weights - 1).max() > 0.1
@@ -191,6 +199,44 @@ def test_global_average_of_push_sum_is_weighted() -> None:
     distance, _ = workers.consensus_distance()
     mean = (rows * weights[:, None]).mean(0)
     np.testing.assert_allclose(distance, np.sqrt(((rows - mean) ** 2).sum() / WORLD_SIZE), rtol=1e-12)
+
+
+@pytest.mark.parametrize("topology", ["pushed", "ring", "one_peer_exponential"])
+def test_weighted_push_sum_trains_as_on_the_pooled_batch(topology: str) -> None:
+    """With gradients that do not depend on the values."""
+    torch.manual_seed(0)
+    chosen = make_topology(topology, WORLD_SIZE)
+    push_sum, pooled = gossip.PushSum(weighted=True), nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    workers = VirtualWorkers(copy.deepcopy(pooled), WORLD_SIZE, SGD, chosen, algorithm=push_sum, loss_reduction="sum")
+    optimizer, first = SGD(pooled.parameters()), case_samples(0).sum()
+    for step in range(NUM_STEPS):
+        samples, inputs = case_samples(step), torch.randn(WORLD_SIZE, 1, 3, dtype=torch.float64)
+        workers.weigh(samples)
+        workers(inputs).sum().backward()
+        optimizer.zero_grad()
+        (pooled(inputs).sum((1, 2)) @ torch.tensor(samples) / first).backward()
+        optimizer.step()
+        with workers.averaged() as module:
+            torch.testing.assert_close(module.weight, pooled.weight, rtol=0, atol=1e-13)
+    assert workers.consensus_distance()[0] > 1e-3
+
+
+def test_ranks_are_weighed_only_where_they_can_be_and_then_always() -> None:
+    def workers(algorithm: Algorithm) -> VirtualWorkers:
+        return VirtualWorkers(nn.Linear(3, 2), 2, SGD, "complete", algorithm=algorithm)
+
+    with pytest.raises(GossipError, match=r"^weigh\(\): algorithm AdaptThenCombine\(gamma=1\) counts all"):
+        workers(gossip.AdaptThenCombine()).weigh([1, 2])
+    with pytest.raises(GossipError, match=r"^algorithm PushSum\(weighted=True\) counts ranks .* call weigh\(samples\)"):
+        workers(gossip.PushSum(weighted=True))(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"samples\[1\] must be above 0 and finite, got 0"):
+        workers(gossip.PushSum(weighted=True)).weigh([1, 0])
+    with pytest.raises(ValueError, match="one number for each of the 2 replicas, got 1"):
+        workers(gossip.PushSum(weighted=True)).weigh([1])
+
+
+def case_samples(step: int) -> np.ndarray:
+    return PLAIN["push_sum"].problem.samples(step)
 
 
 # ------------------------------------------------------------------ real processes
@@ -212,6 +258,8 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
     for step in steps:
         model.optimizer.param_groups[0]["lr"] = case.rates(step)
         matrices, targets = batch(case.problem, step)
+        if model.algorithm.weighted:
+            model.weigh(case.problem.samples(step)[model.rank])
         model.optimizer.zero_grad()
         model(matrices[model.rank], targets[model.rank]).backward()
         model.optimizer.step()

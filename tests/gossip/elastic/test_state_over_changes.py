@@ -66,6 +66,8 @@ def train(folder: str, changes: Changes, options: Mapping[str, Any]) -> tuple[in
                 if last is not None and number in changes.leaves and model.step == last - NUM_MORE // 2:
                     model.leave()
                     return first, moments
+                if model.algorithm.weighted:
+                    model.weigh(samples_of(first))
                 loss = model(target)
                 moments[model.step] = moment_of(model)
                 loss.backward()
@@ -235,6 +237,8 @@ OTHERS = {
     "integral_correction": Row(gossip.IntegralCorrection(), topology="ring"),
     "momentum_tracking": Row(gossip.MomentumTracking(), topology="ring"),
     "push_sum": Row(gossip.PushSum(), topology="ring"),
+    "push_sum(weighted)": Row(gossip.PushSum(weighted=True), topology="ring"),
+    "diloco(weighted)": Row(gossip.DiLoCo(period=4, weighted=True)),
     "quasi_global_integral": Row(gossip.QuasiGlobalIntegral(beta=0.5), topology="ring"),
     "quasi_global_momentum": Row(gossip.QuasiGlobalMomentum(), topology="ring"),
     "relay_sum": Row(gossip.RelaySum(), topology="path"),
@@ -257,14 +261,19 @@ def outcome_of(row: Row, changes: Changes, **options: Any) -> Outcome:
     return run(changes, algorithm=row.algorithm, topology=row.topology, optimizer=row.optimizer, **options)
 
 
-def assert_train(outcome: Outcome) -> None:
+def samples_of(member: int) -> int:
+    return 1 + member % 3
+
+
+def assert_train(outcome: Outcome, row: Row) -> None:
     """No rank's parameters jump when the ranks change, and those who are left come closer to their optimum."""
     for story in outcome.stories.values():
         values = np.stack([moment.values for _, moment in sorted(story.items())])
         moves = np.abs(np.diff(values, axis=0)).max((1, 2))
         assert moves.max() <= 5 * moves[:4].max()
     members = max(outcome.stories[min(outcome.stories)].items())[1].members
-    optimum = np.mean([targets(member, NUMEL).numpy() for member in members], axis=0)
+    weights = [samples_of(member) if row.algorithm.weighted else 1 for member in members]
+    optimum = np.average([targets(member, NUMEL).numpy() for member in members], axis=0, weights=weights)
     left = np.mean([max(outcome.stories[member].items())[1].values for member in members], axis=0)
     assert np.linalg.norm(left - optimum) < 0.5 * np.linalg.norm(optimum)
 
@@ -297,7 +306,7 @@ def test_after_a_death(name: str, death: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_jump_after_a_death_and_a_join(name: str) -> None:
     changes = Changes((0, 1, 3, 4), dies_before={2: 6}, joins=True)
-    assert_train(outcome_of(OTHERS[name], changes))
+    assert_train(outcome_of(OTHERS[name], changes), OTHERS[name])
 
 
 @pytest.mark.parametrize("name", rest_is_slow(ROWS))
