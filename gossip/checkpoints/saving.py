@@ -117,6 +117,7 @@ def _save(
 
     def complete(files: Files) -> None:
         layout_on_disk.commit(path, step, {**manifest, "files": files})
+        replicas.kept.newest_saved = step
         try:
             layout_on_disk.prune(path, step, keep)
         except (OSError, CheckpointError) as error:  # the new one is complete

@@ -106,6 +106,10 @@ class ConsensusStore:
     def decision(self, number: int) -> Decision:
         return Decision(*self._get(f"decision/{number}"))
 
+    def note_status(self, member: int, status: object) -> None:
+        """Write what a rank says of itself for ``gossip status``."""
+        _asked(self.store.set, f"status/{member}", json.dumps(status))
+
     def _has(self, key: str) -> bool:
         return bool(_asked(self.store.check, [key]))
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import queue
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from gossip.communication.host.tcp_options import resending_soon
 from gossip.communication.liveness.peer_liveness import own_address
 from gossip.communication.liveness.process_liveness import GONE, own_network
 from gossip.communication.membership import innermost, is_served_here, own_connection
+from gossip.elastic import training_status
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
@@ -72,6 +74,8 @@ class ElasticWorld(RepeatedOperations):
 
     Attributes
     ----------
+    progress : callable
+        Returns the part of :class:`gossip.elastic.training_status.RankStatus` that the model knows.
     on_end : callable
         Called in place of a collective operation, or of its repetition, once ranks end together.
     on_enter : callable
@@ -98,6 +102,8 @@ class ElasticWorld(RepeatedOperations):
     ) -> None:
         self.is_in_step, self._authenticate = is_in_step, authenticate
         self._ends_if_preempted = ends_if_preempted
+        self.progress: Callable[[], dict[str, Any]] = dict
+        self._num_notes = 0
         self.on_end: Callable[[], None] = lambda: None
         self.shard_group = shard_group
         self.group_size, self._place = (1, 0) if shard_group is None else (shard_group.world_size, shard_group.rank)
@@ -195,6 +201,25 @@ class ElasticWorld(RepeatedOperations):
             is_in_step=self.is_in_step,
             ends_if_preempted=self._ends_if_preempted,
         )
+        if training_status.is_wanted():
+            world = weakref.proxy(self)
+            self.consensus.store_monitor.status = lambda: world.status()
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank says of itself for ``gossip status``, see :class:`RankStatus`. Local."""
+        self._num_notes += 1
+        generation, lost = self.consensus.entered, dict(self.mesh.lost)
+        waited_s, waits_for = self.awaits()
+        return training_status.RankStatus(
+            number=self._num_notes,
+            said_at=time.monotonic(),
+            generation=generation.number,
+            members=generation.members,
+            waits_for=waits_for,
+            waited_s=waited_s,
+            lost=[(member, reason) for member, reason in lost.items() if member not in self.mesh.left],
+            **self.progress(),
+        )._asdict()
 
     def _least(self) -> int:
         """Return the number of ranks, or of shard groups, below which training ends."""
@@ -271,14 +296,15 @@ class ElasticWorld(RepeatedOperations):
 
     def _keys_at(self, store: dist.Store) -> dist.Store:
         """Return the keys of this training."""
-        name = f"gossip/training/{hashlib.sha256(self._token.encode()).hexdigest()[:16]}"
-        return self._guarded(dist.PrefixStore(name, store), name)
+        return training_status.keys_of(store, self._key, self._token)
 
     def publish(self, manifest: Mapping[str, str]) -> None:
         """Publish what joining ranks must build, and announce that there is a training to join. Local."""
         if not self._keys.check(["manifest"]):
             self._keys.set("manifest", json.dumps(manifest))
         self._announce({"token": self._token, "num_ranks": self._num_initial, "group_size": self.group_size})
+        if training_status.is_wanted() and self.member == 0:
+            training_status.register(innermost(self._keys), self._key, self._token, self._num_initial)
 
     def _announce(self, content: Mapping[str, Any]) -> None:
         """Announce the training, or that it does not begin; the first announcement counts."""

@@ -36,6 +36,7 @@ class FailureDetector(World):
     _num_primitives = 0
     _num_in_group = 0
     _told_of_step_at = 0.0
+    _awaited: tuple[float, Sequence[int]] = 0.0, ()
 
     @property
     def is_store_lost(self) -> bool:
@@ -85,6 +86,7 @@ class FailureDetector(World):
             while not look():
                 self.mesh.check()
                 missing = awaited()
+                self._awaited = began, missing
                 left = [member for member in missing if member in self.mesh.left and member in self.mesh.lost]
                 if left:
                     self.consensus.miss(left)
@@ -104,6 +106,12 @@ class FailureDetector(World):
                         self._suspect(suspects, where, waited_s)
                     if suspects and waited_s > timeout_s:
                         self._give_up(suspects, where, waited_s)
+            self._awaited = began, ()
+
+    def awaits(self) -> tuple[float, list[int]]:
+        """Return for how many seconds this rank has been waiting, and for which ranks; none if it does not. Local."""
+        began, members = self._awaited
+        return time.monotonic() - began, list(members)
 
     def fail(self, error: Exception) -> None:
         """Let the training thread raise an error of a thread that serves the other ranks. Local."""

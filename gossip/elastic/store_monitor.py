@@ -24,11 +24,14 @@ class StoreMonitor:
 
     Attributes
     ----------
+    status : callable, optional
+        Returns what this rank says of itself for ``gossip status``, which is written every second; None writes nothing.
     is_lost : bool
         Whether the store does not reply, so that the next rank that is lost or leaves ends the training.
     """
 
     def __init__(self, member: int, consensus_store: ConsensusStore, failed: Callable[[Exception], object]) -> None:
+        self.status: Callable[[], object] | None = None
         self.is_lost = False
         self._member = member
         self._consensus_store = consensus_store
@@ -51,7 +54,10 @@ class StoreMonitor:
         """Ask once and wait; return whether to continue."""
         self._asked_at = time.monotonic()
         try:
-            self._consensus_store.is_proposed(0)
+            if self.status is None:
+                self._consensus_store.is_proposed(0)
+            else:
+                self._consensus_store.note_status(self._member, self.status())
         except StoreLost as error:
             self._lose(str(error))
             return False

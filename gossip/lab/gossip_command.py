@@ -1,7 +1,8 @@
-"""The command ``gossip train | sweep | bench | probe | store``: which application it starts, and how."""
+"""The command ``gossip train | sweep | bench | probe | store | status``: which application it starts, and how."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ APPLICATIONS = {
     "bench": "measure gossip against all-reduce and Decent-DP",
     "probe": "measure this cluster, and predict whether gossip helps on it",
     "store": "serve the key-value store in which ranks meet that are started on their own",
+    "status": "show a training while it runs: who trains, how fast, who waits for whom",
 }
 
 PROBE = """\
@@ -69,10 +71,8 @@ def run(name: str) -> int:
 
     Returns the exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
     """
-    if name == "store":
-        from gossip.launching import store_command
-
-        return store_command.main(sys.argv[1:])
+    if name in ("store", "status"):
+        return int(importlib.import_module(f"gossip.launching.{name}_command").main(sys.argv[1:]))
     try:
         missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
         if missing:

@@ -89,6 +89,7 @@ class StepEngine(HealthChecks, ABC):
         self._optimizer_steps = False  # while True, optimizer.step() is called by the engine
         self._progress = StepProgress(buckets)
         self.last_meter: Meter | None = None  # of the newest step
+        self.num_late = 0  # late messages that have been combined
         self._num_bad_steps = 0
         self._has_warned = False
         self.optimizer_step_calls = OptimizerStepCalls(
@@ -323,6 +324,7 @@ class StepEngine(HealthChecks, ABC):
         progress = self._progress
         progress.meter.generation = self.generation
         self.last_meter = progress.meter
+        self.num_late += progress.meter.num_late
         self.step += 1
         self._progress = StepProgress(self.buckets)
         self._fire_step_hooks()

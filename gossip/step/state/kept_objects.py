@@ -39,6 +39,9 @@ class KeptObjects(dict[str, Stateful]):
     wait_for_written: Callable[[], None] | None = None
     """Waits until the checkpoint is complete that is written in the background."""
 
+    newest_saved: int | None = None
+    """The step of the newest checkpoint that is complete, on the rank that completes it."""
+
     def wait_for_save(self) -> None:
         """Wait for the checkpoint that is written in the background; a CheckpointError says that it failed. Local."""
         wait, self.wait_for_written = self.wait_for_written, None

@@ -1,0 +1,95 @@
+"""The command ``gossip status``: who trains, how fast, who waits for whom, and who was lost, as the ranks say."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from gossip.communication.authenticated_store import training_key
+from gossip.elastic.connections.mesh import in_words
+from gossip.elastic.training_status import VARIABLE, RankStatus, statuses, trainings
+from gossip.errors import ExchangeError, LaunchError
+from gossip.launching.rendezvous import connect
+
+_INTERVAL_S = 2.5  # ranks write once a second
+_TIMEOUT = timedelta(seconds=10)
+_NUM_LOST = 5
+_DESCRIPTION = f"""\
+Show the newest training in a key-value store: members, steps and their rate, who waits for whom, late messages, the
+newest checkpoint, and the ranks that were lost last. It only reads.
+
+Ranks with {VARIABLE}=1 and on_peer_loss="continue" write once a second what is shown. The store is that of `gossip
+store`, or of the launcher: MASTER_ADDR:MASTER_PORT of torchrun. If the ranks have a GOSSIP_KEY, set it here, too."""
+
+Statuses = Mapping[int, RankStatus]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the status of a training once, or again and again; return the exit status."""
+    parser = argparse.ArgumentParser(
+        "gossip status", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("address", metavar="HOST:PORT", help="where the key-value store is")
+    parser.add_argument("--watch", action="store_true", help="again every few seconds, until Ctrl-C")
+    parsed = parser.parse_args(arguments)
+    if not parsed.address.rpartition(":")[2].isdecimal():
+        parser.error(f"HOST:PORT must end with the number of a port, such as node0:29400, got {parsed.address!r}")
+    try:
+        host, _, port = parsed.address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT.total_seconds()).close()  # torch says more
+        store, key = connect(parsed.address, _TIMEOUT), training_key()
+        found = next(trainings(store, key), None)
+        if found is None:
+            raise LaunchError(
+                f"no rank at {parsed.address} writes its status; start the ranks with {VARIABLE}=1 in their "
+                'environment, and wrap the model with on_peer_loss="continue"'
+            )
+        before, at = statuses(*found), time.monotonic()
+        while True:
+            time.sleep(_INTERVAL_S)
+            now, then = statuses(*found), time.monotonic()
+            print(text(before, now, then - at), flush=True)
+            if not parsed.watch:
+                return 0
+            before, at = now, then
+    except OSError as error:
+        print(f"error: there is no key-value store at {parsed.address}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except (ExchangeError, LaunchError, RuntimeError, ValueError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+
+
+def text(before: Statuses, now: Statuses, seconds: float) -> str:
+    """Return what was said, and what of it has changed within some seconds."""
+    speaking = {rank for rank in now if rank not in before or now[rank].number > before[rank].number}
+    newest = max((now[rank] for rank in speaking or now), key=lambda each: each.generation, default=None)
+    if newest is None:
+        return "no rank has said anything yet"
+    lines = [] if speaking else [f"no rank has said anything for {seconds:.1f} s: the training has ended or hangs"]
+    lines += [f"generation {newest.generation}: {len(newest.members)} ranks train ({in_words(newest.members)})"]
+    saved = max((each.saved_step for each in now.values() if each.saved_step is not None), default=None)
+    lines.append("newest checkpoint: " + ("none" if saved is None else f"step {saved}"))
+    rows: list[Sequence[str]] = [("rank", "step", "steps/s", "late", "")]
+    rows += [_row(rank, before.get(rank), now.get(rank), rank in speaking, seconds) for rank in newest.members]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
+    lines += [f"lost: rank {rank}: {reason}" for rank, reason in newest.lost[-_NUM_LOST:]]
+    return "\n".join(lines)
+
+
+def _row(rank: int, before: Any, now: Any, speaks: bool, seconds: float) -> tuple[str, ...]:
+    if now is None:
+        return str(rank), "", "", "", "has said nothing yet"
+    since = 0.0 if before is None else now.said_at - before.said_at
+    rate = f"{(now.step - before.step) / since:.3g}" if since else ""
+    waits = f"waits for {in_words(now.waits_for)}, {now.waited_s:.1f} s" if now.waits_for else ""
+    return str(rank), str(now.step), rate, str(now.num_late), waits if speaks else f"silent for {seconds:.1f} s"

@@ -1,0 +1,66 @@
+"""``gossip status``: a training is shown as it is; silence, waits and losses; what cannot be read."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lone_ranks
+import pytest
+
+from gossip.elastic.training_status import RankStatus
+from gossip.launching import status_command
+
+KEY = "0123456789abcdef0123456789abcdef"
+
+
+def status_of(address: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gossip", "status", address]
+    return subprocess.run(command, env=os.environ | {"GOSSIP_KEY": key}, text=True, capture_output=True, check=False)
+
+
+def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOSSIP_KEY", KEY)
+    path = lone_ranks.script(tmp_path, "train.py", "gossip.launch(train)")
+    with lone_ranks.served() as (address, _):
+        environment = os.environ | {"GOSSIP_STORE": address, "GOSSIP_GROUPS": "3", "OMP_NUM_THREADS": "1"}
+        assert "no rank at" in status_of(address).stderr
+        command = [sys.executable, str(path), "len(members) < 0", ""]
+        ranks = [subprocess.Popen(command, cwd=tmp_path, env=environment | {"GOSSIP_STATUS": "1"}) for _ in range(3)]
+        try:
+            lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
+            os.kill(lone_ranks.read(tmp_path / "member1")["pid"], signal.SIGKILL)
+            lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
+            shown = status_of(address).stdout
+            refused = status_of(address, "another key of at least 32 characters").stderr
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert shown.startswith("generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n")
+    assert re.search(r"^ +0 +\d+ +\d[\d.e+]* +0$", shown, re.MULTILINE), shown
+    assert "lost: rank 1: " in shown
+    assert re.search("^error: .*GOSSIP_KEY", refused, re.MULTILINE), refused
+
+
+def test_silence_and_waits_are_told() -> None:
+    first = RankStatus(1, 10.0, 2, (0, 1, 2), (), 0.0, [(3, "closed")], step=10, saved_step=7)
+    before = {0: first, 1: first}
+    now = {0: first._replace(number=3, said_at=12.0, step=30, waits_for=[1], waited_s=0.5, num_late=4), 1: first}
+    assert status_command.text(before, now, 2.5).splitlines() == [
+        "generation 2: 3 ranks train (ranks 0, 1, 2)",
+        "newest checkpoint: step 7",
+        "rank  step  steps/s  late",
+        "   0    30       10     4  waits for rank 1, 0.5 s",
+        "   1    10              0  silent for 2.5 s",
+        "   2                       has said nothing yet",
+        "lost: rank 3: closed",
+    ]
+    assert "no rank has said anything for 2.5 s" in status_command.text(before, before, 2.5)
+
+
+def test_store_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_command.main(["127.0.0.1:1"]) == 2
+    assert "error: there is no key-value store at 127.0.0.1:1: Connection refused" in capsys.readouterr().err
