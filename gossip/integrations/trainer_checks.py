@@ -10,6 +10,7 @@ from transformers.utils import is_sagemaker_dp_enabled, is_sagemaker_mp_enabled
 from gossip import GossipDataParallel
 from gossip.communication import training_store
 from gossip.integrations.common_checks import check_options, refuse
+from topologies.validation import check_integer
 
 _OF_TRAINER = {
     "module": "pass model= to the Trainer",
@@ -40,6 +41,24 @@ def check_trainer_options(options: Mapping[str, Any] | None, join: bool) -> None
     if type(join) is not bool:
         raise TypeError(f"join must be True or False, got {join!r}")
     check_options("gossip", options or {}, _OF_TRAINER)
+
+
+def check_total_batch_size(total: int | None, args: Any, *, joins: bool) -> None:
+    """Refuse a number of samples that cannot be held. Local."""
+    if total is None:
+        return
+    least = args.world_size * args.gradient_accumulation_steps
+    check_integer("total_batch_size", total, minimum=least)
+    refused = {
+        f"gradient_accumulation_steps={args.gradient_accumulation_steps}, which does not divide it": (
+            total % args.gradient_accumulation_steps
+        ),
+        f"dataloader_num_workers={args.dataloader_num_workers}: batches that are fetched ahead are divided among the "
+        "ranks of that time; leave it at 0": args.dataloader_num_workers,
+        "join=True: all ranks have a share of every batch": joins,
+        "group_by_length=True: batches are drawn at random": getattr(args, "group_by_length", False),
+    }
+    refuse(refused, f"total_batch_size={total} cannot be held with {{}}")
 
 
 def check_arguments(args: Any, model: Any) -> None:

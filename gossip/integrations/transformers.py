@@ -19,9 +19,16 @@ from transformers import Trainer
 from gossip import GossipDataParallel, World, load, save
 from gossip.integrations.accelerate import renumber
 from gossip.integrations.common_checks import check_accelerator, steps_in_backward, wrap
+from gossip.integrations.held_batches import HeldBatches, HeldLoader
 from gossip.integrations.remaining_ranks import remaining_ranks
 from gossip.integrations.sample_counts import SampleCount
-from gossip.integrations.trainer_checks import check_arguments, check_joining, check_lengths, check_trainer_options
+from gossip.integrations.trainer_checks import (
+    check_arguments,
+    check_joining,
+    check_lengths,
+    check_total_batch_size,
+    check_trainer_options,
+)
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
 
@@ -47,6 +54,12 @@ class GossipTrainer(Trainer):
         Whether ranks may have different numbers of batches. Within an epoch, a rank that has no more batches keeps
         exchanging, without updates, until all are done (:meth:`gossip.GossipDataParallel.join`); logging, evaluation
         and saving that are due in an epoch take place at its end.
+    total_batch_size : int, optional
+        The number of samples of a step over all ranks and all batches that are accumulated, in place of
+        ``per_device_train_batch_size``. It is held when ranks are lost: those that remain divide each step's samples,
+        so that their batches become larger, and an epoch has every sample once. Only the samples are missing of a rank
+        in the step in which it is lost, and at the end of an epoch those that do not fill a step. The samples' order is
+        random (``data_seed``), and the loader is not divided by Accelerate.
 
     Raises
     ------
@@ -79,8 +92,16 @@ class GossipTrainer(Trainer):
     model: Any
     optimizer: Any
 
-    def __init__(self, *args: Any, gossip: Mapping[str, Any] | None = None, join: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        gossip: Mapping[str, Any] | None = None,
+        join: bool = False,
+        total_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         check_trainer_options(gossip, join)
+        self._total_batch_size = total_batch_size
         self._gossip_options = dict(gossip or {})
         self._joins = join
         self._gossip_model: GossipDataParallel | None = None
@@ -92,6 +113,7 @@ class GossipTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Set up the accelerator as the Trainer does, and refuse settings that cannot train by gossip."""
         check_arguments(self.args, self.model)
+        check_total_batch_size(self._total_batch_size, self.args, joins=self._joins)
         super().create_accelerator_and_postprocess()
         trainer = weakref.ref(self)
 
@@ -111,6 +133,30 @@ class GossipTrainer(Trainer):
             self.args.average_tokens_across_devices = False
 
     # ------------------------------------------------------------------ training
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader, or one whose batches are this rank's shares of held ones. Local."""
+        loader: Any = super().get_train_dataloader()
+        if self._total_batch_size is None:
+            return loader
+        args, dataset = self.args, loader.dataset
+        if not hasattr(dataset, "__len__"):
+            raise ValueError("total_batch_size needs a train_dataset with a length; divide a stream in its own loader")
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batch_size = self._total_batch_size // args.gradient_accumulation_steps
+        batches = HeldBatches(len(dataset), batch_size, seed, self._place)
+        return HeldLoader(
+            dataset, batch_sampler=batches, collate_fn=loader.collate_fn, pin_memory=args.dataloader_pin_memory
+        )
+
+    def _place(self) -> tuple[int, int]:
+        if self._remaining is not None:
+            return self._remaining.rank, self._remaining.world_size
+        return self.args.process_index, self.args.world_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of samples of a step over all ranks. Local."""
+        return self._total_batch_size or int(super().get_total_train_batch_size(args))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, with a model that ends up equal on all ranks. Collective."""

@@ -59,7 +59,7 @@ def make_trainer(
         "learning_rate": 0.05,
         "num_train_epochs": 2,
     }
-    names = ("gossip", "join", "train_dataset", "compute_metrics")
+    names = ("gossip", "join", "total_batch_size", "train_dataset", "compute_metrics")
     own = {name: given.pop(name) for name in names if name in given}
     arguments = TrainingArguments(str(folder), use_cpu=True, **defaults | given)
     data = {"train_dataset": Tokens(20), "eval_dataset": Tokens(16)}

@@ -31,6 +31,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     rest_is_slow(
         [
             (0, "redistribute", "data.on_loss=redistribute: all samples are dealt again among them"),
+            (1, "hold", "data.on_loss=hold: they divide the 48 samples of each step"),
             (2, "leave", "data.on_loss=leave: 479 of 1437 samples are trained on by nobody"),
         ]
     ),
@@ -52,6 +53,13 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, 
     assert [record["num_ranks"] for record in records] == [
         3 if record["step"] < change["step"] else 2 for record in records
     ]
+    if on_loss == "hold":
+        others = read_jsonl(folder / f"rank{left[1]}.jsonl")[change["step"] :]
+        totals = {
+            mine["num_samples"] + each["num_samples"]
+            for mine, each in zip(records[change["step"] :], others, strict=True)
+        }
+        assert totals == {48}
     assert (folder / "model.safetensors").exists()
     assert (folder / "training.svg").exists()
     assert f"ranks from step {change['step']} on" in run.stdout + run.stderr

@@ -20,7 +20,9 @@ class ElasticShards:
     ``data.on_loss`` decides. "redistribute" divides all samples again among the ranks that train, and each rank
     repeats its own samples. The division follows from the seed and these ranks alone, so a rank that joins makes the
     same one as those that have been through more changes. With "leave" every rank keeps its samples: those of a lost
-    rank are not trained on until a rank that joins takes them over.
+    rank are not trained on until a rank that joins takes them over. With "hold" every step has the samples that it
+    would have had without a change, divided among the ranks that train now: only those that a rank has not yet trained
+    on in the step in which it is lost are missing.
 
     Attributes
     ----------
@@ -40,6 +42,10 @@ class ElasticShards:
         if self._method.members != self._members:
             self._deal(step)
         member = self._method.world.member
+        initial = range(self._experiment.settings.launch.world_size)
+        if self._experiment.settings.data.on_loss == "hold" and self._members != tuple(initial):
+            samples = self._experiment.shards.batch(initial, step)
+            return samples.tensor_split(len(self._members))[self._members.index(member)]
         if self._dealt is not None:
             return self._dealt.batch([self._members.index(member)], step)
         return self._experiment.shards.batch([self._shares()[member]], step)
@@ -53,6 +59,14 @@ class ElasticShards:
             indices = self._experiment.divide(len(self._members), seed)
             self._dealt = Shards(indices, settings.batch_size, seed, repeats=True)
             words = "all samples are dealt again among them"
+        elif settings.data.on_loss == "hold":
+            num_samples = settings.launch.world_size * settings.batch_size
+            words = f"they divide the {num_samples} samples of each step"
+            if num_samples < len(self._members):
+                raise ValueError(
+                    f"data.on_loss=hold: {len(self._members)} ranks cannot divide the {num_samples} samples of a step; "
+                    "begin with a larger training.batch_size, or let fewer ranks join"
+                )
         else:
             kept = self._shares().values()
             sizes = [len(shard) for rank, shard in enumerate(self._experiment.shards.indices) if rank not in kept]

@@ -85,7 +85,7 @@ class LaunchSettings(_Section):
 class DataSettings(_Section):
     """What happens to the samples of lost ranks; a data section of the user's own may omit it."""
 
-    on_loss: Literal["redistribute", "leave"] = "redistribute"
+    on_loss: Literal["redistribute", "leave", "hold"] = "redistribute"
 
 
 class Settings(_Section):

@@ -175,7 +175,7 @@ def _steps(
             **costs,
         }
         if state.elastic_shards is not None:
-            record["num_ranks"] = num_ranks
+            record |= {"num_ranks": num_ranks, "num_samples": len(samples)}
         state.advance()
         state.record = record
         if state.step < state.total_steps:

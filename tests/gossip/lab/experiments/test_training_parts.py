@@ -71,6 +71,19 @@ def test_ranks_that_joined_at_different_times_have_different_samples(on_loss: st
     assert len(set(seen)) == len(seen)
 
 
+def test_global_batch_is_held_whoever_trains() -> None:
+    experiment = build(composed("launch.world_size=3", "wrapper.on_peer_loss=continue", "data.on_loss=hold"))
+    methods = {member: SimpleNamespace(world=SimpleNamespace(member=member)) for member in range(5)}
+    shards = {member: ElasticShards(experiment, method) for member, method in methods.items()}  # type: ignore[arg-type]
+    for step, members in enumerate([(0, 1, 2), (0, 2), (0, 2, 3, 4), (4,), (0, 3)]):
+        batches = []
+        for member in members:
+            methods[member].members = members
+            batches.append(shards[member].batch(step))
+        assert torch.equal(torch.cat(batches), experiment.shards.batch(range(3), step))
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+
+
 class Recorder(nn.Module):
     """Gives its inputs as logits and notes in which mode it was called."""
 
