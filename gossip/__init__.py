@@ -37,11 +37,14 @@ from gossip.sharding.shard_mesh import make_shard_mesh
 from gossip.simulation import (
     Cluster,
     DropOut,
+    Failures,
     RandomDelays,
+    SimulatedGoodput,
     SimulatedRun,
     SlowRank,
     Workload,
     simulate_averages,
+    simulate_goodput,
     simulate_time,
 )
 from gossip.virtual import VirtualWorkers
@@ -69,6 +72,7 @@ __all__ = [
     "DropOut",
     "Exchange",
     "ExchangeError",
+    "Failures",
     "GossipDataParallel",
     "GossipError",
     "LaunchError",
@@ -77,6 +81,7 @@ __all__ = [
     "ModuloQuantization",
     "PowerGossip",
     "RandomDelays",
+    "SimulatedGoodput",
     "SimulatedRun",
     "SlowRank",
     "StepStats",
@@ -96,6 +101,7 @@ __all__ = [
     "make_shard_mesh",
     "save",
     "simulate_averages",
+    "simulate_goodput",
     "simulate_time",
 ]
 __all__ += algorithms.__all__

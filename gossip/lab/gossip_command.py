@@ -35,6 +35,16 @@ gossip.simulate_time then predicts a step of all-reduce and of every topology th
 best one of every algorithm, compression and number of steps between exchanges that is worth it. Without torchrun or
 srun the workers are started on this machine. FOLDER gets what was measured and predicted as results.json."""
 
+FAILURES = """\
+Train by gossip, DistributedDataParallel and torchft while ranks are killed, frozen and slowed, and measure goodput.
+
+    gossip bench failures FOLDER
+    gossip bench failures FOLDER --methods gossip_warm ddp --kinds kill freeze slow --every-s 10 --seconds 60
+
+One process starts the ranks, strikes them at times that follow from the seed, the same for every method, and starts
+again at once those that have ended. A run without faults comes first for each method. With a folder that is there
+already, what has been measured with the same settings is not measured again. torchft is in the extra "rivals"."""
+
 PACKAGES = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
 """What an installation without the extra ``lab`` lacks: the name that is imported, and the one that is installed."""
 
@@ -105,6 +115,11 @@ def _start(name: str) -> int:
         from gossip.lab.benchmarks import bench_script
 
         return bench_script.main("probe", PROBE)
+    if name == "bench" and sys.argv[1:2] == ["failures"]:
+        from gossip.lab.benchmarks import bench_script
+
+        del sys.argv[1]
+        return bench_script.main("failures", FAILURES)
     if name == "bench":
         from gossip.lab.benchmarks import bench_script
 

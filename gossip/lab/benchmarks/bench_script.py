@@ -49,7 +49,7 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
     placement = find_placement()
     if placement is not None and placement.rank > 0:
         folder = None
-    if folder is not None and folder.exists():
+    if folder is not None and folder.exists() and not benchmark.resumes:
         parser.error(f"{folder} is there already; name a new folder")
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=LEVELS)

@@ -110,13 +110,15 @@ class Benchmark(ABC, Generic[S, R]):
     """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.harness.BENCHMARKS`.
 
     ``settings`` is the model of the configuration; ``title`` and ``explanation`` are the heading of the report and its
-    last paragraph, ``files`` the names of the files with the results and the report.
+    last paragraph, ``files`` the names of the files with the results and the report. One that ``resumes`` may be given
+    a folder that is there already: what is measured in it of the same settings is not measured again.
     """
 
     settings: type[S]
     title: ClassVar[str] = ""
     explanation: ClassVar[str] = ""
     files: ClassVar[tuple[str, str]] = ("results.json", "report.md")
+    resumes: ClassVar[bool] = False
 
     def launch_options(self, case: S) -> dict[str, Any]:  # noqa: ARG002
         """Return arguments of :func:`gossip.launch` besides the number of workers, of threads and the time-out."""

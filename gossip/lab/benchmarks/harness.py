@@ -19,6 +19,7 @@ from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, S
 from gossip.lab.benchmarks.compression_speed import CompressionSpeed
+from gossip.lab.benchmarks.failures import Failures
 from gossip.lab.benchmarks.large_model import LargeModel
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second, enter
 from gossip.lab.benchmarks.overhead import Overhead
@@ -40,10 +41,12 @@ BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
     "compression_speed": CompressionSpeed,
     "probe": Probe,
     "chaos": Chaos,
+    "failures": Failures,
 }
 """The benchmarks that there are, by their names."""
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
 """What of loguru's records is shown, by the module that says it."""
+_SETTINGS = "settings.json"
 _PRELOAD = ("gossip.lab.benchmarks.harness", "sklearn.datasets", "sklearn.model_selection")
 
 
@@ -74,9 +77,11 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     report = ""
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
+        records = _measured(case, folder / case_name) if benchmark.resumes else []
         lab = None if case.link is None else Lab(case.num_hosts, bits_per_second(case.link))
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
-            records = run_workers(name, case, lab, folder / case_name)
+            records = records or run_workers(name, case, lab, folder / case_name)
+            (folder / case_name / _SETTINGS).write_text(case.model_dump_json(), encoding="utf-8")
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
@@ -86,6 +91,14 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
         benchmark.draw(settings, results, folder)
     return results, report
+
+
+def _measured(case: BenchmarkSettings, folder: Path) -> list[list[Record]]:
+    """Return the records of a case that an earlier run has measured; none if it has not."""
+    settings = folder / _SETTINGS
+    if not settings.exists() or settings.read_text(encoding="utf-8") != case.model_dump_json():
+        return []
+    return [read_jsonl(path) for path in record_files(folder)]
 
 
 def _machine(case: BenchmarkSettings) -> str:

@@ -1,0 +1,196 @@
+"""The program of a rank of :mod:`.failures`: it trains by one method, paced, and notes every step that counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossip
+from gossip.lab.benchmarks.bench_methods import sgd
+from gossip.lab.benchmarks.workloads import LOSS_TASKS, Batch, loss_of
+
+TIMEOUT = timedelta(seconds=4)
+_LONG = timedelta(seconds=60)
+SLOWER = 4
+CHECKPOINT = "checkpoint.pt"
+
+
+class Paced:
+    """The steps of one rank: its batches, a sleep until each has lasted ``step_s``, and notes of what counts."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.case, self.folder = case, Path(case["folder"])
+        self.slot = int(os.environ.get("SLOT") or os.environ["RANK"])
+        task = LOSS_TASKS[case["task"]]
+        data = task.make_data()
+        self.module = task.initial_module(data, case["seed"])
+        self.make_optimizer = sgd(task.learning_rate)
+        self.batches: Iterator[Batch] = task.batches(data, case["ranks"], case["seed"], range(self.slot, self.slot + 1))
+        self._notes = (self.folder / f"{self.slot}-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._write({"at": time.time()})
+        self._is_slow = self.folder / f"slow{self.slot}"
+        self._began = time.monotonic()
+
+    def _write(self, note: dict[str, Any]) -> None:
+        self._notes.write(json.dumps(note) + "\n")
+
+    def pace(self) -> None:
+        """Sleep until the step has lasted as long as it is to."""
+        step_s = self.case["step_s"] * (SLOWER if self._is_slow.exists() else 1)
+        time.sleep(max(0.0, self._began + step_s - time.monotonic()))
+        self._began = time.monotonic()
+
+    def note(self, step: int, count: int = 1) -> None:
+        """Note that this rank's part of a step, or of ``count`` steps up to it, counts."""
+        self._write({"at": time.time(), "step": step, "count": count})
+
+
+def gossips(paced: Paced) -> None:
+    """Train by gossip with ``on_peer_loss="continue"``."""
+    model = gossip.GossipDataParallel(
+        paced.module, paced.make_optimizer, on_peer_loss="continue", min_ranks=1, timeout=TIMEOUT
+    )
+    while True:
+        loss_of(model, next(paced.batches)).backward()
+        paced.note(model.step)
+        paced.pace()
+
+
+def gossip_of_case(case: dict[str, Any]) -> None:
+    """Train by gossip in a worker of a launcher."""
+    gossips(Paced(case))
+
+
+def averages_gradients(paced: Paced) -> None:
+    """Train with DistributedDataParallel and checkpoints, from which torchrun's restarts go on."""
+    dist.init_process_group("gloo", timeout=_LONG)
+    module, path = paced.module, paced.folder / CHECKPOINT
+    optimizer = paced.make_optimizer(list(module.named_parameters()))
+    step = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    model = DistributedDataParallel(module)
+    while True:
+        loss_of(model, next(paced.batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        paced.note(step)
+        if step % paced.case["period"] == 0 and dist.get_rank() == 0:
+            part = path.with_suffix(".part")
+            torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+            part.replace(path)
+        paced.pace()
+
+
+def _manager(paced: Paced, states: dict[str, Any], **options: Any) -> Any:
+    from torchft import Manager, ProcessGroupGloo
+
+    return Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        min_replica_size=2,
+        load_state_dict=lambda state: [each.load_state_dict(state[name]) for name, each in states.items()],
+        state_dict=lambda: {name: each.state_dict() for name, each in states.items()},
+        replica_id=f"slot{paced.slot}",
+        timeout=_LONG,
+        quorum_timeout=_LONG,
+        connect_timeout=_LONG,
+        **options,
+    )
+
+
+def torchft_ddp(paced: Paced) -> None:
+    """Train with torchft's fault-tolerant DDP."""
+    from torchft import DistributedDataParallel as FaultTolerantDDP
+    from torchft import Optimizer
+
+    inner = paced.make_optimizer(list(paced.module.named_parameters()))
+    manager = _manager(paced, {"module": paced.module, "optimizer": inner})
+    model, optimizer = FaultTolerantDDP(manager, paced.module), Optimizer(manager, inner)
+    while True:
+        step = manager.current_step()
+        optimizer.zero_grad()
+        loss_of(model, next(paced.batches)).backward()
+        optimizer.step()
+        if manager.current_step() > step:
+            paced.note(manager.current_step())
+        paced.pace()
+
+
+def _torchft_locally(paced: Paced, synchronised: Callable[[Any, nn.Module, Any], Any]) -> None:
+    optimizer = paced.make_optimizer(list(paced.module.named_parameters()))
+    manager = _manager(paced, {"module": paced.module, "optimizer": optimizer}, use_async_quorum=False)
+    period, num_local = paced.case["period"], 0
+    with synchronised(manager, paced.module, optimizer):
+        while True:
+            step = manager.current_step()
+            optimizer.zero_grad()
+            loss_of(paced.module, next(paced.batches)).backward()
+            optimizer.step()
+            num_local += 1
+            if manager.current_step() > step:
+                paced.note(manager.current_step() * period, num_local)
+            if num_local == period:
+                num_local = 0
+            paced.pace()
+
+
+def torchft_local_sgd(paced: Paced) -> None:
+    """Train with torchft's LocalSGD."""
+    from torchft.local_sgd import LocalSGD
+
+    _torchft_locally(paced, lambda *parts: LocalSGD(*parts, sync_every=paced.case["period"]))
+
+
+def torchft_diloco(paced: Paced) -> None:
+    """Train with torchft's DiLoCo."""
+    from torchft.local_sgd import DiLoCo
+
+    def synchronised(manager: Any, module: nn.Module, optimizer: Any) -> Any:
+        outer = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        return DiLoCo(manager, [module], optimizer, outer, sync_every=paced.case["period"])
+
+    _torchft_locally(paced, synchronised)
+
+
+METHODS: dict[str, Callable[[Paced], None]] = {
+    "gossip": gossips,
+    "ddp": averages_gradients,
+    "torchft_ddp": torchft_ddp,
+    "torchft_local_sgd": torchft_local_sgd,
+    "torchft_diloco": torchft_diloco,
+}
+
+
+def main(method: str, text: str) -> None:
+    """Train by a method, or, as "gossip_warm" or "gossip_cold", start what does."""
+    from gossip.lab.benchmarks.failures_worker import gossip_of_case  # not that of __main__, which workers lack
+
+    case = json.loads(text)
+    if method == "gossip_warm":
+        preload = ("gossip.lab.benchmarks.failures_worker", "sklearn.datasets", "sklearn.model_selection")
+        options = {"world_size": case["ranks"], "restart": 10**6 * case["restarts"], "preload": preload}
+        gossip.launch(gossip_of_case, case, on_peer_loss="continue", **options)
+    elif method == "gossip_cold":
+        gossip.launch(gossip_of_case, case, on_peer_loss="continue")
+    else:
+        METHODS[method](Paced(case))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
