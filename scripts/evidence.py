@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
 from gossip.lab.experiments.validated_models import Model, read
 
@@ -211,6 +212,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(runs):
         parser.error(f"there is no run {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
+    if not arguments.no_run and quantized_by() != "C":
+        parser.error(
+            "int8 and int4 are not compiled here, and would be measured so; install the package (pip install -e .)"
+        )
     chosen = {name: runs[name] for name in arguments.names or runs}
     failed = []
     for name, run in () if arguments.no_run else chosen.items():

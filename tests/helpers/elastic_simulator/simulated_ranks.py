@@ -255,7 +255,9 @@ class Engine:
         self.last_meter = None
         self.updater = SimpleNamespace(scaler=None)
         self.group = SimpleNamespace(carried=lambda transport: transport, changed=lambda: None)
-        self.exchanges = SimpleNamespace(algorithm=None, transport=None, on_astray=None)
+        self.exchanges = SimpleNamespace(
+            algorithm=None, transport=None, on_astray=None, updating=contextlib.nullcontext
+        )
         self.on_step_begin = self.on_step_end = lambda: None
         self._in_flight: Any = None
         self._flag = ElasticFlag(world, "a flag")
