@@ -83,7 +83,7 @@ FAULTS = (
     PutBack(_CHANGE + "begin_step", "if not has_returned:\n            raise", "raise", True),
     PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True),
-    PutBack(_CONSENSUS + "_attempt", "position = self.position", "position = (0, 0, 0)", is_common=True),
+    PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack(
         "elastic.generations.Generation.followed_by",
         "newest[1] + (not is_before)",
