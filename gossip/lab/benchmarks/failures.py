@@ -51,9 +51,7 @@ _POLL_S = 0.02
 class FailuresSettings(BenchmarkSettings):
     """The settings of the benchmark; a case has one method, seconds between faults and seed."""
 
-    world_size: int = Field(1, ge=1, le=1)
-    """Who starts, strikes and counts the ranks."""
-    ranks: int = Field(6, ge=2, description="ranks that train")
+    world_size: int = Field(6, ge=2, description="ranks that train")
     methods: tuple[Annotated[str, OneOf(NAMES)], ...] = Field(NAMES, description="of training")
     kinds: tuple[Annotated[str, OneOf(KINDS)], ...] = Field(("kill",), description="of faults, drawn at random")
     every_s: tuple[PositiveFloat, ...] = Field((30.0, 10.0), description="seconds between two faults of any rank")
@@ -76,7 +74,7 @@ class FailuresSettings(BenchmarkSettings):
         found: list[Fault] = []
         at = 0.0
         while (at := at + every_s * drawn.uniform(0.5, 1.5)) < self.seconds:
-            found.append(Fault(at, drawn.choice(self.kinds), drawn.randrange(self.ranks)))
+            found.append(Fault(at, drawn.choice(self.kinds), drawn.randrange(self.world_size)))
         return found
 
 
@@ -116,6 +114,10 @@ class Failures(Benchmark[FailuresSettings, Run]):
         "until its next step, of a frozen one 5 s, of a slow one three quarters of 20 s."
     )
 
+    def launch_options(self, case: FailuresSettings) -> dict[str, Any]:  # noqa: ARG002
+        """Start one process, which starts the ranks."""
+        return {"world_size": 1}
+
     def work(self, case: FailuresSettings, place: Place, write: Write) -> None:  # noqa: ARG002
         """Run the case's method under its faults, and write what became of it."""
         with tempfile.TemporaryDirectory() as folder:
@@ -126,8 +128,9 @@ class Failures(Benchmark[FailuresSettings, Run]):
 
     def facts(self, settings: FailuresSettings) -> list[str]:
         return [
-            f"{settings.ranks} ranks train {settings.task}, each step lasts {settings.step_s:g} s by a sleep; faults: "
-            f"{', '.join(settings.kinds)}; {settings.seconds:g} s a run, seeds {', '.join(map(str, settings.seeds))}.",
+            f"{settings.world_size} ranks train {settings.task}, {settings.seconds:g} s a run; each step lasts "
+            f"{settings.step_s:g} s by a sleep. Faults: {', '.join(settings.kinds)}; seeds "
+            f"{', '.join(map(str, settings.seeds))}.",
             f"DDP saves at the period of Young and Daly; local steps are synchronised every {settings.period} steps.",
         ]
 
@@ -191,7 +194,7 @@ class _Supervised:
         every_s = case.every_s[0] if math.isfinite(case.every_s[0]) else case.seconds
         saving = max(1, round(math.sqrt(2 * _SAVING_S * every_s) / case.step_s))
         period = saving if self._method == "ddp" else case.period
-        content = {"ranks": case.ranks, "step_s": case.step_s, "seed": case.seeds[0], "task": case.task}
+        content = {"ranks": case.world_size, "step_s": case.step_s, "seed": case.seeds[0], "task": case.task}
         self._content = json.dumps({**content, "period": period, "folder": str(folder), "restarts": True})
         self._environment: dict[str, str] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -205,10 +208,10 @@ class _Supervised:
         with contextlib.ExitStack() as stack:
             stack.callback(self._end)
             self._environment = self._meeting_place(stack)
-            for slot in range(1 if self._is_one else self._case.ranks):
+            for slot in range(1 if self._is_one else self._case.world_size):
                 self._start(slot)
             deadline = time.time() + _BEGINNING_S
-            while len({note.slot for note in self._notes if note.step >= _FIRST_STEPS}) < self._case.ranks:
+            while len({note.slot for note in self._notes if note.step >= _FIRST_STEPS}) < self._case.world_size:
                 self._look()
                 if time.time() > deadline:
                     raise LaunchError(f"{self._method}: not all ranks made {_FIRST_STEPS} steps in {_BEGINNING_S:g} s")
@@ -273,18 +276,17 @@ class _Supervised:
 
     def _meeting_place(self, stack: contextlib.ExitStack) -> dict[str, str]:
         if self._method == "gossip_cold":
-            return {STORE: f"127.0.0.1:{self._serve()}", GROUPS: str(self._case.ranks)}
+            return {STORE: f"127.0.0.1:{self._serve()}", GROUPS: str(self._case.world_size)}
         if not self._method.startswith("torchft"):
             return {}
         if importlib.util.find_spec("torchft") is None:
             raise ConfigurationError(f"{self._method} needs torchft; install the extra: pip install '.[rivals]'")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        program = (
-            "import sys; from torchft._torchft import lighthouse_main; sys.argv[0] = 'lighthouse'; lighthouse_main()"
-        )
+        program = self._folder / "lighthouse.py"  # which reads the process's second and later arguments
+        program.write_text("from torchft._torchft import lighthouse_main as main\n\nmain()\n")
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
-        command = [sys.executable, "-c", program, *options, "--bind", f"127.0.0.1:{port}"]
+        command = [sys.executable, str(program), *options, "--bind", f"127.0.0.1:{port}"]
         lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log())
         stack.callback(lighthouse.wait)
         stack.callback(lighthouse.kill)
@@ -301,7 +303,12 @@ class _Supervised:
         command = [sys.executable, "-m"]
         if self._method == "ddp":
             command += ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-            command += [f"--nproc-per-node={self._case.ranks}", "--max-restarts=100000", "--monitor-interval=0.1", "-m"]
+            command += [
+                f"--nproc-per-node={self._case.world_size}",
+                "--max-restarts=100000",
+                "--monitor-interval=0.1",
+                "-m",
+            ]
         command += [_WORKER, self._method, self._content]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
         environment = {**inherited, "OMP_NUM_THREADS": "1", **self._environment, **more}
@@ -338,8 +345,8 @@ class _Supervised:
             num_faults=len(struck),
             batches=batches,
             lost=sum(note.num for note in made) - batches,
-            goodput=batches / case.seconds / case.ranks,
-            bound=1 - lost_s / (case.seconds * case.ranks),
+            goodput=batches / case.seconds / case.world_size,
+            bound=1 - lost_s / (case.seconds * case.world_size),
             others_s=[self._others_s(at, fault.slot) for at, fault in struck],
             back_s=back,
         )
@@ -352,7 +359,7 @@ class _Supervised:
     def _others_s(self, at: float, slot: int) -> float:
         """Return how long the longest of the next steps of the others took."""
         longest = 0.0
-        for other in set(range(self._case.ranks)) - {slot}:
+        for other in set(range(self._case.world_size)) - {slot}:
             times = sorted(note.at for note in self._notes if note.slot == other)
             first = bisect.bisect_right(times, at)
             around = times[max(0, first - 1) : first + _NEXT_STEPS]

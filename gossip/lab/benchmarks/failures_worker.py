@@ -58,9 +58,15 @@ class Paced:
 
 
 def gossips(paced: Paced) -> None:
-    """Train by gossip with ``on_peer_loss="continue"``."""
+    """Train by gossip with ``on_peer_loss="continue"``, without waiting for ranks that are late or cut off."""
     model = gossip.GossipDataParallel(
-        paced.module, paced.make_optimizer, on_peer_loss="continue", min_ranks=1, timeout=TIMEOUT
+        paced.module,
+        paced.make_optimizer,
+        on_peer_loss="continue",
+        min_ranks=1,
+        soft_deadline="auto",
+        partition_timeout=_LONG.total_seconds(),
+        timeout=TIMEOUT,
     )
     while True:
         loss_of(model, next(paced.batches)).backward()

@@ -126,8 +126,9 @@ def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Pat
         store = lab.start_store(timeout)
         hosts, place = (lab.namespaces(), (store.host, store.port)), Place(0, lab.interface, case.local_size)
     options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
+    options["world_size"] = case.world_size
     options |= BENCHMARKS[name]().launch_options(case)
-    launch(_work, name, case, place, hosts, folder, world_size=case.world_size, **options)
+    launch(_work, name, case, place, hosts, folder, **options)
     del store
     return [read_jsonl(path) for path in record_files(folder)]
 

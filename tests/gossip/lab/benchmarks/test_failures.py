@@ -1,0 +1,77 @@
+"""Goodput under faults: the faults, what counts, what is not measured twice, and ranks that are really killed."""
+
+import itertools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossip.lab.benchmarks import failures, harness
+from gossip.lab.benchmarks.failures import Failures, FailuresSettings, Fault, Run
+
+SETTINGS: dict[str, Any] = {"world_size": 2, "methods": ["gossip_warm"], "every_s": [10.0], "seconds": 40.0}
+
+
+def settings(**changes: Any) -> FailuresSettings:
+    return FailuresSettings.model_validate(SETTINGS | changes, strict=False)
+
+
+def test_faults_follow_from_the_seed_and_a_run_without_comes_first() -> None:
+    names, cases = zip(
+        *settings(methods=["ddp", "gossip_cold"], kinds=["kill", "slow"], seeds=[0, 1]).cases(), strict=True
+    )
+    assert names[:3] == ("ddp/every_inf_s/seed_0", "ddp/every_10_s/seed_0", "ddp/every_10_s/seed_1")
+    assert cases[0].faults() == []
+    assert cases[1].faults() == cases[4].faults() != cases[2].faults()
+    times = [0.0, *(fault.at for fault in cases[1].faults())]
+    assert all(5 <= later - earlier <= 15 for earlier, later in itertools.pairwise(times))
+
+
+def test_what_counts(tmp_path: Path) -> None:
+    """A step that is made again counts once; what a killed rank of gossip has not sent does not."""
+    struck = [(120.0, Fault(20.0, "kill", 0)), (110.0, Fault(10.0, "freeze", 1))]
+    found = []
+    for method in ("ddp", "gossip_warm"):
+        run = failures._Supervised(settings(methods=[method]), tmp_path)
+        run._begun = {0: [(0.0, 10), (121.0, 12)], 1: [(0.0, 11)]}
+        steps_of: dict[tuple[int, int], Iterable[int]] = {(0, 10): range(1, 20), (0, 12): range(18, 22)}
+        steps_of[1, 11] = [*range(1, 21), *range(24, 40)]
+        run._notes = [
+            failures._Note((105.5 if pid == 12 else 100.5) + step, slot, pid, step, 1)
+            for (slot, pid), steps in steps_of.items()
+            for step in steps
+        ]
+        run._notes.append(failures._Note(99.0, 0, 10, 0, 1))  # before the clock
+        found.append(run._result(100.0, struck))
+    ddp, gossip = found
+    assert (ddp.batches, ddp.lost, ddp.num_faults) == (19 + 36 + 2, 2, 2)
+    assert (gossip.batches, gossip.lost) == (19 + 36 + 2 - 2, 4)
+    assert ddp.goodput == 57 / 40 / 2
+    assert ddp.back_s == [3.5]
+    assert ddp.bound == 1 - (3.5 + 5) / 80
+    assert gossip.others_s == [4.0, 1.0]
+
+
+def test_goodput_is_relative_to_the_run_without_faults(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"method": "ddp", "seed": 0, "batches": 9, "lost": 6, "others_s": [0.5], "back_s": [2.0]}
+    without = Run(every_s="never", num_faults=0, goodput=2.0, bound=1.0, **common)
+    runs = [without, *(Run(every_s=10.0, num_faults=3, goodput=each, bound=0.9, **common) for each in (1.0, 1.5))]
+    (text,) = Failures().sections(runs)
+    assert "| ddp | 10 | 6 | 0.625 (0.500 to 0.750) | 0.900 | 2.0 | 0.50 | 2.00 |" in text
+    Failures().draw(settings(methods=["ddp"]), runs, tmp_path)
+    assert "faults per minute" in (tmp_path / "failures.svg").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(seconds=6.0, every_s=[3.0], step_s=0.2)
+    (_, killed), _ = harness.run("failures", given, tmp_path)
+    assert killed.num_faults >= 1
+    assert len(killed.back_s) >= 1
+    assert 0 < killed.goodput < 1.01 / 0.2
+    assert not math.isinf(killed.others_s[0])
+    monkeypatch.setattr(harness, "run_workers", pytest.fail)
+    (_, again), _ = harness.run("failures", given, tmp_path)
+    assert again == killed
