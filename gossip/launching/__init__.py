@@ -6,5 +6,16 @@ from gossip.launching.joining import find_placement as find_placement
 from gossip.launching.joining import joined_process_group as joined_process_group
 from gossip.launching.launcher import launch as launch
 from gossip.launching.launcher import signal_workers as signal_workers
+from gossip.launching.rendezvous import GROUPS as GROUPS
+from gossip.launching.rendezvous import STORE as STORE
 
-__all__ = ["DEFAULT_TIMEOUT", "Placement", "find_placement", "joined_process_group", "launch", "signal_workers"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "GROUPS",
+    "STORE",
+    "Placement",
+    "find_placement",
+    "joined_process_group",
+    "launch",
+    "signal_workers",
+]

@@ -25,15 +25,14 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 import torch.distributed as dist
 from pydantic import BaseModel, Field, PositiveFloat
 
-from gossip.communication.training_store import STORE
-from gossip.errors import LaunchError
+from gossip import LaunchError
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
-from gossip.launching.rendezvous import GROUPS
+from gossip.launching import GROUPS, STORE
 
 NAMES = ("gossip_warm", "gossip_cold", *(name for name in METHODS if name != "gossip"))
 KINDS = ("kill", "freeze", "slow")

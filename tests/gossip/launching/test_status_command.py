@@ -40,7 +40,7 @@ def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
                 rank.kill()
                 rank.wait()
     assert shown.startswith("generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n")
-    assert re.search(r"^ +0 +\d+ +\d[\d.e+]* +0$", shown, re.MULTILINE), shown
+    assert re.search(r"^ +0 +\d+ +\d[\d.e+]* +0\b", shown, re.MULTILINE), shown
     assert "lost: rank 1: " in shown
     assert re.search("^error: .*GOSSIP_KEY", refused, re.MULTILINE), refused
 
