@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from listening import logged
 from replicas import NormalisedNet, assert_equal_states
+from small_runs import finish
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -46,9 +47,7 @@ def make_model(seed: int = 0, module: Callable[[], nn.Module] = DroppingNet, **o
 def one_step(model: GossipDataParallel, *schedulers: Any) -> None:
     """Data from the global generator: it, too, has to be resumed."""
     model(torch.randn(8, 4)).float().square().mean().backward()
-    if not model._arguments.step_in_backward:
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+    finish(model)
     for scheduler in schedulers:
         scheduler.step()
 

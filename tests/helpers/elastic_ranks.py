@@ -25,6 +25,7 @@ import torch
 import unsupervised
 from loguru import logger
 from sharded_models import make_sharded
+from small_runs import finish
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -243,9 +244,7 @@ def stay(
                     model.leave()
                 return told()
             model(target).backward()
-            if not options.get("step_in_backward", True):
-                model.optimizer.step()
-                model.optimizer.zero_grad()
+            finish(model)
         note()
         model.global_avg()
         values.append(flat(model.module))

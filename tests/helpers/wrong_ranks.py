@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from listening import logged
 from sklearn.datasets import load_digits
+from small_runs import finish
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -94,7 +95,6 @@ def train(
     unusual: list[Counter[int]] = []
     chosen: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)}
     chosen |= options
-    in_backward = chosen.get("step_in_backward", True)
     schedule = chosen.pop("schedule", None)
     with logged() as warnings, GossipDataParallel(make_module(), **chosen) as model:
         scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(model.optimizer, schedule)
@@ -111,9 +111,7 @@ def train(
                 fault(model)
             batch = own[torch.randint(len(own), (32,), generator=generator)]
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-            if not in_backward:
-                model.optimizer.step()
-                model.optimizer.zero_grad()
+            finish(model)
             if scheduler is not None:
                 scheduler.step()
             unusual.append(Counter(model.stats().unusual_by_peer))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from elastic_ranks import steps_until
 from small_runs import SGD
 from torch import nn
 
@@ -46,10 +47,8 @@ def train(library: str, once: str) -> tuple[int, dict[int, float]]:
     model, module, backward = LIBRARIES[library](nn.Linear(4, 1))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(model.optimizer, gamma=0.99)
     model.keep(scheduler=scheduler)
-    first, rates, num_steps = model.step, {}, None
-    while num_steps is None or model.step < num_steps:
-        if num_steps is None and 3 in model.members:
-            num_steps = model.step + NUM_MORE
+    first, rates = model.step, {}
+    for _ in steps_until(model, lambda: 3 in model.members, NUM_MORE):
         if model.rank == 1 and model.step == 5 and not Path(once).exists():
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from elastic_ranks import steps_until
 from examples import code, defined
 
 import gossip
@@ -23,10 +24,8 @@ def train(_: int) -> tuple[int, dict[int, float]]:
     )
     found = defined("docs/when_ranks_die.md", 2, torch=torch, model=model, num_steps=model.step + 1)
     assert found["step"] == model.step
-    rates, last = {}, None
-    while last is None or model.step < last:
-        if last is None and model.world_size > WORLD_SIZE:
-            last = model.step + NUM_MORE
+    rates = {}
+    for _ in steps_until(model, lambda: model.world_size > WORLD_SIZE, NUM_MORE):
         rates[model.step] = model.optimizer.param_groups[0]["lr"]
         model(torch.randn(16, 8)).square().mean().backward()
         found["scheduler"].step()

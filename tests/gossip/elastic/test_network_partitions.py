@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import flat, make_model, targets
+from elastic_ranks import flat, make_model, steps_until, targets
 from lab_hosts import why_no_hosts
 
 from gossip import ExchangeError
@@ -26,10 +26,7 @@ def train_until_one_is_lost(how: str) -> tuple[tuple[int, ...], torch.Tensor] | 
     rank = torch.distributed.get_rank()
     waits = 60 if how == "cut off for a while" else None
     model = make_model(64, {"topology": "ring", "timeout": TIMEOUT, "partition_timeout": waits})
-    num_steps = 30 if waits is None else None
-    while num_steps is None or model.step < num_steps:
-        if num_steps is None and 4 in model.members:  # the victim, under a new number
-            num_steps = model.step + 30
+    for _ in steps_until(model, lambda: waits is None or 4 in model.members, 30):  # the victim, under a new number
         if rank == VICTIM and model.step == 5:
             subprocess.run(["ip", "link", "set", Lab.interface, "down"], check=True)
             if waits is not None:

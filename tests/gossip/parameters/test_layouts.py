@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import TINY_BUCKETS
+from small_runs import TINY_BUCKETS, finish
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -56,9 +56,7 @@ def test_every_layout_trains_as_in_plain_torch(bucket_cap_mb: float, mode: dict)
         optimizer.step()
         optimizer.zero_grad()
         model(images(step)).backward()
-        if not model._arguments.step_in_backward:
-            model.optimizer.step()
-            model.optimizer.zero_grad()
+        finish(model)
     for (name, actual), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(actual, wanted), name
     assert [parameter.stride() for parameter in module.parameters()] == strides

@@ -13,6 +13,7 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import digest_of, make_model, targets
+from small_runs import finish
 from tiers import rest_is_slow
 
 import gossip
@@ -60,9 +61,7 @@ def train(folder: str, place: str, options: dict[str, Any]) -> End:
 
 def make_step(model: gossip.GossipDataParallel, rank: int) -> None:
     model(targets(rank, NUMEL)).backward()
-    if not model._arguments.step_in_backward:
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+    finish(model)
 
 
 def steps(model: gossip.GossipDataParallel, rank: int, last: float = float("inf")) -> None:
