@@ -168,10 +168,8 @@ class Rows(BaseModel):
 class RowsBenchmark(Benchmark[S, Rows]):
     """A benchmark whose report is what rank 0 has written: a table for each link, with a column for each key.
 
-    Rows that have other keys make a table of their own. Numbers with a fraction are shown in ``number_format``.
+    Rows that have other keys make a table of their own.
     """
-
-    number_format: ClassVar[str] = ".4g"
 
     def progress(self, case: S, number: int, record: Record) -> str | None:  # noqa: ARG002
         return ", ".join(self.cells(record))
@@ -191,4 +189,4 @@ class RowsBenchmark(Benchmark[S, Rows]):
 
     def cells(self, row: Record) -> list[str]:
         """Return the texts of a row of the table."""
-        return [f"{cell:{self.number_format}}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        return [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]

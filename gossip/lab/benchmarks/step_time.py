@@ -136,7 +136,7 @@ class Measurement:
         for step in range(case.warmup_steps):
             running.step(self._batch(step))
         # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
-        before, start_s = InterfaceBytes.read(place.interface), time.monotonic()
+        sent_before, start_s = InterfaceBytes.read(place.interface).sent, time.monotonic()
         step_s: list[float] = []
         for step in range(case.steps):
             delay_s = straggler_delay_s(case.straggler, [case.seed, repetition, place.rank, step], self._compute_s)
@@ -145,7 +145,7 @@ class Measurement:
             running.step(self._batch(case.warmup_steps + step))
             step_s.append(time.perf_counter() - step_start_s)
         end_s = time.monotonic()
-        sent_bytes = InterfaceBytes.read(place.interface).since(before).sent / place.num_sharing
+        sent_bytes = (InterfaceBytes.read(place.interface).sent - sent_before) / place.num_sharing
         peak_bytes = memory.bytes()
         dist.barrier()
         final_loss = self._final_loss(running, module) if repetition == 0 else None

@@ -158,14 +158,14 @@ class TrainingClock:
         """Agree on a starting moment, and wait for it."""
         moment = torch.tensor([time.monotonic() + _LEAD_S + self._quiet_s], dtype=torch.float64)
         dist.all_reduce(moment, dist.ReduceOp.MAX)
-        self._before = InterfaceBytes.read(self._place.interface)
+        self._sent_before = InterfaceBytes.read(self._place.interface).sent
         self._began = float(moment)
         time.sleep(max(0.0, self._began - time.monotonic()))
 
     def stop(self) -> None:
         """Wait for messages in flight, and add the seconds and bytes since the start."""
         ended = torch.tensor([self._quiet_since()], dtype=torch.float64)
-        sent = InterfaceBytes.read(self._place.interface).since(self._before).sent / self._place.num_sharing
+        sent = (InterfaceBytes.read(self._place.interface).sent - self._sent_before) / self._place.num_sharing
         total = torch.tensor([sent], dtype=torch.float64)
         dist.all_reduce(ended, dist.ReduceOp.MAX)
         dist.all_reduce(total)

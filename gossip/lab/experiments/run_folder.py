@@ -234,22 +234,9 @@ def remove_new() -> None:
     _made.clear()
 
 
-def _note(place: Any) -> None:
+def note_new(place: Any) -> None:
+    """Note which folders hydra is about to create for a section ``hydra.run`` or ``hydra.sweep``. Local."""
     _made.clear()
     with contextlib.suppress(Exception):  # hydra itself reports a path that cannot be resolved
         folder = Path(str(place.dir)).absolute()
         _made.extend(path for path in (folder, *folder.parents) if not path.exists())
-
-
-def note_callback() -> Any:
-    """Return the hydra callback that notes which folders are new. The class is defined here to import hydra lazily."""
-    from hydra.experimental.callback import Callback
-
-    class NoteCallback(Callback):
-        def on_run_start(self, config: Any, **_: Any) -> None:
-            _note(config.hydra.run)
-
-        def on_multirun_start(self, config: Any, **_: Any) -> None:
-            _note(config.hydra.sweep)
-
-    return NoteCallback()

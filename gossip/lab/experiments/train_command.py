@@ -184,7 +184,8 @@ def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: 
             )
         config = plain(hydra_config)
         if dist.is_initialized():
-            config["launch"]["world_size"] = _num_ranks()
+            num_ranks = _said_by_rank_0(lambda: str(dist.get_world_size()), "counting the ranks at the beginning")
+            config["launch"]["world_size"] = int(num_ranks)
         state = State.BEGIN
         if config.get("resume") is not None and in_sweep:
             raise ConfigurationError("resume=... goes on with one run; leave out -m")
@@ -310,13 +311,6 @@ def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
         keys.set(what, texts[0].decode())
     world.close()
     return texts[0].decode()
-
-
-def _num_ranks() -> int:
-    """Return the number of ranks at the beginning. Collective, like the above, if ranks may join."""
-    if training_store.shared_keys("") is None:
-        return dist.get_world_size()
-    return int(_said_by_rank_0(lambda: str(dist.get_world_size()), "counting the ranks"))
 
 
 def terminate(signal_number: int, _: FrameType | None) -> None:

@@ -172,6 +172,14 @@ def setting(row: Row, name: str) -> str | None:
     return str(value).replace("_", " ") if name == "algorithm" else str(value)
 
 
+def told(row: Row, name: str) -> str | None:
+    """Return a setting in words; None if there is nothing to tell."""
+    text = setting(row, name)
+    if name == "world_size":
+        return f"{text} rank{'' if text == '1' else 's'}"
+    return None if text == "none" else text
+
+
 def varying(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Return the settings in which the rows differ. A setting that does not apply to a row (null) is no difference."""
     return [name for name in names if len({setting(row, name) for row in rows} - {None}) > 1]
@@ -184,8 +192,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     for series in _named(rows, varying(rows, _TOLD_APART)):
         divided.setdefault(tuple(setting(series.row, name) for name in dividing), []).append(series)
     return [
-        Panel(", ".join(_facet_text(*pair) for pair in zip(dividing, key, strict=True) if pair[1]), tuple(members))
-        for key, members in divided.items()
+        Panel(", ".join(filter(None, (told(members[0].row, name) for name in dividing))), tuple(members))
+        for members in divided.values()
     ]
 
 
@@ -194,12 +202,7 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     numbers: dict[str, int] = {}
     series = []
     for index, row in enumerate(rows):
-        own = [setting(row, name) for name in names]
-        name = ", ".join([row.label, *(text for text in own if text is not None and text != "none")])
+        name = ", ".join(filter(None, (row.label, *(told(row, each) for each in names))))
         style = _BASELINES.get(row.method) or Style.numbered(numbers.setdefault(name, len(numbers)))
         series.append(Series(index, row, name, style))
     return series
-
-
-def _facet_text(name: str, text: str | None) -> str:
-    return f"{text} rank{'' if text == '1' else 's'}" if name == "world_size" else str(text)

@@ -6,13 +6,13 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
-from gossip.lab.report.charts import Chart, Panel, Series, charts, panels, quantity_of, setting, varying
+from gossip.lab.report.charts import Chart, Panel, Series, charts, panels, quantity_of, setting, told, varying
 from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns
 from gossip.lab.report.quantities import Scale
 from gossip.lab.report.report_document import Document, Row
@@ -100,7 +100,8 @@ def _table(document: Document) -> dict[str, Any]:
             "cells": [_cell(column, row, index in starred) for column, starred in zip(every, stars, strict=True)],
             "settings": own,
             "searched": " ".join([row.label, *own.values(), *row.reasons]).lower(),
-            "facts": list(_facts(row, settings)),
+            # These remain visible when the table is scrolled.
+            "facts": [fact for column in settings if (fact := told(row, column.name))],
         })  # fmt: skip
     return {
         "columns": every,
@@ -117,17 +118,6 @@ def _cell(column: Column, row: Row, is_best: bool) -> Cell:
         return Cell(text, text)
     note = None if value.count == len(row.seeds) else f"mean of {value.count} of {len(row.seeds)} seeds"
     return Cell(text, repr(value.mean), note, is_best)
-
-
-def _facts(row: Row, settings: Sequence[Column]) -> Iterator[str]:
-    """Yield the settings that distinguish rows of the same label; they remain visible when the table is scrolled."""
-    for column in settings:
-        text = column.text(row)
-        if column.name == "world_size":
-            yield f"{text} rank{'' if text == '1' else 's'}"
-        elif text not in (None, "none"):
-            assert text is not None
-            yield text
 
 
 def _common(document: Document) -> dict[str, str]:

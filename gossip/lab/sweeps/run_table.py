@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, read_summary
+from gossip.lab.experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, note_new, read_summary
 
 SWEEP_FILE = "sweep.csv"
 _COLUMNS = (
@@ -19,22 +19,28 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def table_callback() -> Any:
-    """Return the hydra callback (``hydra.callbacks`` in the configuration) that ends a multirun with its table.
+def callback(*, ends_with_table: bool) -> Any:
+    """Return the hydra callback (``hydra.callbacks`` in the configuration) that notes which folders are new.
 
-    The callback exits with status 1 if a run failed, because hydra itself only sees tasks that returned.
+    With ``ends_with_table`` it writes the table at the end of a multirun, and exits with status 1 if a run failed,
+    because hydra itself only sees tasks that returned. The class is defined here to import hydra lazily.
     """
     from hydra.experimental.callback import Callback
 
-    class TableCallback(Callback):
-        """Gathers the runs at the end of a multirun."""
+    class RunCallback(Callback):
+        def on_run_start(self, config: Any, **_: Any) -> None:
+            note_new(config.hydra.run)
+
+        def on_multirun_start(self, config: Any, **_: Any) -> None:
+            note_new(config.hydra.sweep)
 
         def on_multirun_end(self, config: Any, **_: Any) -> None:
-            summaries = finish_sweep(Path(config.hydra.sweep.dir))
-            if any(summary["status"] != "completed" for summary in summaries):
-                raise SystemExit(1)
+            if ends_with_table:
+                summaries = finish_sweep(Path(config.hydra.sweep.dir))
+                if any(summary["status"] != "completed" for summary in summaries):
+                    raise SystemExit(1)
 
-    return TableCallback()
+    return RunCallback()
 
 
 def finish_sweep(folder: Path) -> list[dict[str, Any]]:

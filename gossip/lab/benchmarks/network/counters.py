@@ -28,10 +28,6 @@ class InterfaceBytes:
                 return cls(received=columns[0], sent=columns[8])
         raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
 
-    def since(self, before: InterfaceBytes) -> InterfaceBytes:
-        """Return the bytes counted since an earlier reading."""
-        return InterfaceBytes(self.received - before.received, self.sent - before.sent)
-
 
 class PeakMemory:
     """The peak of this process's resident memory above its initial value, ``before``, in bytes."""

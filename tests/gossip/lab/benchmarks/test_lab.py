@@ -76,9 +76,9 @@ def test_lab_hosts_are_apart_and_count_their_own_bytes(two_hosts: Lab) -> None:
             sender.sendall(payload)
         with receiver:
             assert len(b"".join(iter(lambda: receiver.recv(1 << 16), b""))) == len(payload)
-        sent = InterfaceBytes.read("eth0").since(start_1).sent
+        sent = InterfaceBytes.read("eth0").sent - start_1.sent
     with two_hosts.entered(0):
-        received = InterfaceBytes.read("eth0").since(start_0).received
+        received = InterfaceBytes.read("eth0").received - start_0.received
     assert len(payload) < sent < 1.2 * len(payload)
     assert len(payload) < received < 1.2 * len(payload)
 
