@@ -14,9 +14,6 @@ from gossip.lab.experiments.run_folder import read_json, write_json
 MEAN = "mean"
 """What loggers call the records that they get, the means over all ranks, where they keep files of them."""
 
-STATE_FOLDER = "loggers"
-"""The sub-folder of the run folder for state that loggers need on resume, such as the id of a W&B run."""
-
 
 @dataclass(frozen=True)
 class Beginning:
@@ -37,7 +34,7 @@ class Beginning:
     wait_s: float = 30.0
 
     def read_state(self, logger: str) -> dict[str, Any]:
-        """Read the state that :meth:`write_state` wrote; empty if there is none or it cannot be read."""
+        """Read the state that :meth:`write_state` wrote, such as an id; empty if there is none or it cannot be read."""
         return read_json(self._state_file(logger))
 
     def write_state(self, logger: str, state: Mapping[str, Any]) -> None:
@@ -46,7 +43,7 @@ class Beginning:
         write_json(self._state_file(logger), state)
 
     def _state_file(self, logger: str) -> Path:
-        return self.folder / STATE_FOLDER / f"{logger}_{MEAN}.json"
+        return self.folder / "loggers" / f"{logger}_{MEAN}.json"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from gossip.lab.report.charts import Chart, Panel, Series, Style
 from gossip.lab.report.quantities import Scale
-from gossip.lab.report.report_document import Row
 
 Spec = dict[str, Any]
 
@@ -49,7 +48,8 @@ CONFIG: Spec = {
 def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share."""
     every = [series for panel in panels for series in panel.series]
-    has_band = any(_is_measured(series.row, f"{chart.y_curve}_low") for series in every)
+    known = [series.row.curves.named(f"{chart.y_curve}_low") for series in every if series.row.curves is not None]
+    has_band = any(value is not None for curve in known for value in curve)
     levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]
     named = list({series.name: series for series in every}.values())
     return {
@@ -111,10 +111,6 @@ def make_curves(every: Sequence[Series]) -> list[Spec]:
         }
         for series, curves in known
     ]
-
-
-def _is_measured(row: Row, name: str) -> bool:
-    return row.curves is not None and any(value is not None for value in row.curves.named(name))
 
 
 def _scale(scale: Scale) -> Spec:

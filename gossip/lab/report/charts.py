@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity, Scale
-from gossip.lab.report.report_document import Document, Metric, Row, Value
+from gossip.lab.report.report_document import Document, Row, Value
 
 NUM_COLOURS = 8
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
@@ -102,13 +102,13 @@ def charts(document: Document) -> list[Chart]:
     against = {"time": ("predicted time", SECONDS, "time_s"), "bytes": ("sent per rank", BYTES, "bytes")}
     against["steps"] = ("steps", NUMBER, "step")
     found = []
-    for name in sorted(_RESULTS, key=lambda name: name != metric.name):
+    for name in sorted(RESULTS, key=lambda name: name != metric.name):
         is_metric = name == metric.name
         for identifier, (x_title, x, curve) in against.items():
             title = f"{name.capitalize()} against {'bytes' if curve == 'bytes' else x_title}"
             found.append(Chart(
                 identifier if is_metric else f"{name}_{identifier}", title, x_title, f"{name} of the averaged model",
-                x, _RESULTS[name], curve, "metric" if is_metric else name, f"averaged_{name}",
+                x, RESULTS[name], curve, "metric" if is_metric else name, f"averaged_{name}",
                 metric.target if is_metric else None,
             ))  # fmt: skip
     for curve, name in (("consensus", "relative consensus distance"), ("consensus_absolute", "consensus distance")):
@@ -117,12 +117,8 @@ def charts(document: Document) -> list[Chart]:
     return found
 
 
-_RESULTS = {"accuracy": FRACTION, "loss": NUMBER}
-
-
-def quantity_of(metric: Metric) -> Quantity:
-    """Return the quantity in which a metric is measured."""
-    return _RESULTS[metric.name]
+RESULTS = {"accuracy": FRACTION, "loss": NUMBER}
+"""The quantities in which results are measured, of which one is the metric."""
 
 
 @dataclass(frozen=True)

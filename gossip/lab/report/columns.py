@@ -74,12 +74,10 @@ _COLUMNS = (
     Column("training_time_s", "Run time", "of the experiment itself", SECONDS),
 )  # fmt: skip
 
-VALUE_NAMES = tuple(column.name for column in _COLUMNS)
-
 
 def value_names(rows: Sequence[Row]) -> list[str]:
     """Return the names of all values: the known ones in order, then others in order of appearance."""
-    return list(dict.fromkeys([*VALUE_NAMES, *(name for row in rows for name in row.values)]))
+    return list(dict.fromkeys([*(column.name for column in _COLUMNS), *(name for row in rows for name in row.values)]))
 
 
 def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:

@@ -65,12 +65,8 @@ class Quantity:
     def _number(self, value: float, unit: Unit) -> str:
         if self.decimals is not None:
             return f"{value / unit.size:.{self.decimals}f}"
-        return _significant(value / unit.size)
-
-
-def _significant(number: float) -> str:
-    """Format a number with four significant digits: 0.0013, 52000, 2e-05."""
-    return f"{number:.0f}" if 1e4 <= abs(number) < 1e6 else f"{number:.4g}"
+        number = value / unit.size  # with four significant digits: 0.0013, 52000, 2e-05
+        return f"{number:.0f}" if 1e4 <= abs(number) < 1e6 else f"{number:.4g}"
 
 
 FRACTION = Quantity((Unit(" %", 0.01),), decimals=2, best=1.0)

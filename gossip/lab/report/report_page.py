@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
-from gossip.lab.report.charts import Chart, Panel, Series, charts, panels, quantity_of, setting, told, varying
+from gossip.lab.report.charts import RESULTS, Chart, Panel, Series, charts, panels, setting, told, varying
 from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns
 from gossip.lab.report.quantities import Scale
 from gossip.lab.report.report_document import Document, Row
@@ -22,15 +22,6 @@ from gossip.lab.report.verdict import verdict
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 _NOTHING = "–"  # noqa: RUF001
 _NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
-
-
-class Cell(NamedTuple):
-    """A cell of the table; the page sorts by its key, which is None if there is nothing to show."""
-
-    text: str | None
-    key: str | None
-    note: str | None = None
-    is_best: bool = False
 
 
 def render_page(document: Document) -> str:
@@ -112,12 +103,13 @@ def _table(document: Document) -> dict[str, Any]:
     }
 
 
-def _cell(column: Column, row: Row, is_best: bool) -> Cell:
+def _cell(column: Column, row: Row, is_best: bool) -> dict[str, Any]:
+    """Return a cell of the table; the page sorts by its key, which is None if there is nothing to show."""
     text, value = column.text(row), row.values.get(column.name)
     if column.quantity is None or value is None:
-        return Cell(text, text)
+        return {"text": text, "key": text, "note": None, "is_best": False}
     note = None if value.count == len(row.seeds) else f"mean of {value.count} of {len(row.seeds)} seeds"
-    return Cell(text, repr(value.mean), note, is_best)
+    return {"text": text, "key": repr(value.mean), "note": note, "is_best": is_best}
 
 
 def _common(document: Document) -> dict[str, str]:
@@ -135,7 +127,7 @@ def _common(document: Document) -> dict[str, str]:
         common.setdefault("seeds", ", ".join(map(str, shared)))
     common.setdefault("metric", f"{metric.name}, {'higher' if metric.higher_is_better else 'lower'} is better")
     if metric.target is not None:
-        common.setdefault("target", quantity_of(metric).text(metric.target))
+        common.setdefault("target", RESULTS[metric.name].text(metric.target))
     return common
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gossip.lab.report.charts import panels, quantity_of
+from gossip.lab.report.charts import RESULTS, panels
 from gossip.lab.report.columns import TO_ALL_REDUCE, best, columns
 from gossip.lab.report.quantities import BYTES, SECONDS
 from gossip.lab.report.report_document import FEWEST_SEEDS, Document, Metric, Row, Value
@@ -38,7 +38,7 @@ def _result(row: Row, metric: Metric) -> str | None:
     mean = row.mean(f"averaged_{metric.name}")
     if mean is None:
         return None
-    return f"{100 * mean:.1f} %" if metric.name == "accuracy" else f"loss {quantity_of(metric).text(mean)}"
+    return f"{100 * mean:.1f} %" if metric.name == "accuracy" else f"loss {RESULTS[metric.name].text(mean)}"
 
 
 def _difference(value: Value, metric: Metric) -> str:
