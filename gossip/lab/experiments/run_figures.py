@@ -89,19 +89,6 @@ FIGURES = {
 """The panels of each figure, by its name."""
 
 
-class _Curve(NamedTuple):
-    """One quantity over steps: mean, minimum and maximum over the ranks, float64 [P] each.
-
-    A point is the mean over ``window`` records of a rank.
-    """
-
-    steps: npt.NDArray[np.float64]
-    mean: npt.NDArray[np.float64]
-    low: npt.NDArray[np.float64]
-    high: npt.NDArray[np.float64]
-    window: int
-
-
 def draw_figures(folder: Path, summary: Mapping[str, Any], topology: Topology | None, *, form: str) -> tuple[Path, ...]:
     """Draw loss and accuracy, the consensus distance, and the rounds of the topology, as "svg" or "png".
 
@@ -130,57 +117,54 @@ def draw(name: str, records: Records, path: Path, changes: Sequence[Mapping[str,
 
     Returns whether the records hold anything that the figure shows; else nothing is written.
     """
+    everything = [record for of_rank in records for record in of_rank]
     found = [
-        (panel, {key: curve for key in panel.curves if (curve := _curve(records, key))}) for panel in FIGURES[name]
+        (panel, [key for key in panel.curves if any(record.get(key) is not None for record in everything)])
+        for panel in FIGURES[name]
     ]
-    found = [(panel, curves) for panel, curves in found if curves]
+    found = [(panel, keys) for panel, keys in found if keys]
     if not found:
         return False
     ranks = "1 rank" if len(records) == 1 else f"{len(records)} ranks"
     with drawn(path, 7.2, 2.9) as figure:
-        for number, (panel, curves) in enumerate(found, start=1):
+        for number, (panel, keys) in enumerate(found, start=1):
             axes = figure.add_subplot(1, len(found), number)
             axes.set_title(panel.title)
             axes.set_title(ranks, loc="right", fontsize=8.5, fontweight="normal", color=GREY)
             axes.set(xlabel="Step", ylabel=panel.unit)
-            for key, curve in curves.items():
-                _draw(axes, curve, *panel.curves[key])
+            means = [_draw(axes, records, key, *panel.curves[key]) for key in keys]
             axes.locator_params(axis="x", integer=True)
             axes.margins(x=0.02)
             axes.legend()
             if panel.scale == "percent":
                 axes.yaxis.set_major_formatter("{x:.0%}")
-            if panel.scale == "log" and any((curve.mean > 0).any() for curve in curves.values()):
+            if panel.scale == "log" and any((mean > 0).any() for mean in means):
                 axes.set_yscale("log", nonpositive="mask")
             _mark(axes, changes)
     return True
 
 
-def _curve(records: Records, key: str) -> _Curve | None:
-    """Collect the values of ``key`` from all ranks; None if no record holds a number for it. A null becomes NaN."""
+def _draw(axes: Axes, records: Records, key: str, label: str, colour: str, marker: str) -> npt.NDArray[np.float64]:
+    """Draw the values of ``key`` over the steps, of which a null is NaN; return the means over the ranks, [points]."""
     by_rank = [
         {record["step"]: math.nan if record[key] is None else record[key] for record in rank_records if key in record}
         for rank_records in records
     ]
     steps = sorted(set().union(*by_rank))
-    window = max(1, -(-len(steps) // _MAX_POINTS))
+    window = max(1, -(-len(steps) // _MAX_POINTS))  # a point is the mean over so many records of a rank
     padding = [math.nan] * (-len(steps) % window)
     values = np.array([[of_rank.get(step, math.nan) for step in steps] + padding for of_rank in by_rank], dtype=float)
-    if np.isnan(values).all():
-        return None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Mean of empty slice")
         rank_curves = np.nanmean(values.reshape(len(by_rank), -1, window), axis=2)
         places = np.nanmean(np.array(steps + padding, dtype=float).reshape(-1, window), axis=1)
-        means = np.nanmean(rank_curves, axis=0)
-    return _Curve(places, means, np.fmin.reduce(rank_curves, axis=0), np.fmax.reduce(rank_curves, axis=0), window)
-
-
-def _draw(axes: Axes, curve: _Curve, label: str, colour: str, marker: str) -> None:
-    marker = marker or ("o" if len(curve.steps) == 1 else "")  # a line through one point is invisible
-    label += f" (means over {curve.window} records)" if curve.window > 1 else ""
-    axes.plot(curve.steps, curve.mean, color=colour, label=label, marker=marker, markersize=4, markeredgecolor="white")
-    axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
+        means: npt.NDArray[np.float64] = np.nanmean(rank_curves, axis=0)
+    marker = marker or ("o" if len(places) == 1 else "")  # a line through one point is invisible
+    label += f" (means over {window} records)" if window > 1 else ""
+    axes.plot(places, means, color=colour, label=label, marker=marker, markersize=4, markeredgecolor="white")
+    low, high = (extreme.reduce(rank_curves, axis=0) for extreme in (np.fmin, np.fmax))
+    axes.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+    return means
 
 
 def _mark(axes: Axes, changes: Sequence[Mapping[str, Any]]) -> None:

@@ -56,7 +56,9 @@ class TensorBoardLogger:
         """Add summary and figures, and close the event file."""
         self._writer.add_text("summary", _code(ending.summary), self._next_step)
         for path in ending.figures:
-            self._writer.add_image(f"figures/{path.stem}", _pixels(path), self._next_step, dataformats="HWC")
+            from matplotlib.image import imread
+
+            self._writer.add_image(f"figures/{path.stem}", imread(path)[..., :3], self._next_step, dataformats="HWC")
         self.flush()
         self._writer.close()
 
@@ -65,11 +67,3 @@ def _code(content: Mapping[str, Any]) -> str:
     """Return Markdown that shows the content as an indented code block of JSON."""
     text = json.dumps(without_non_finite(content), indent=2, default=str)
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _pixels(path: Any) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
