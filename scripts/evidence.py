@@ -31,8 +31,8 @@ import yaml
 from pydantic import Field
 
 from gossip.compression.compiled_passes import quantized_by
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable
-from gossip.lab.experiments.validated_models import Model, read
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
+from gossip.lab.experiments.validated_models import ConfigurationError, Model, read
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(?<=<!-- evidence: )(\S+)( -->\n)(.*?)(?=<!-- /evidence -->)", re.DOTALL)
@@ -224,7 +224,7 @@ def main() -> int:
             if run.lab:
                 Lab(2).close()
             failed += [] if measure(run, arguments.folder / name) else [name]
-        except LabUnavailable as error:
+        except ConfigurationError as error:
             failed.append(f"{name} ({error})")
     for line in update(ROOT, chosen, arguments.folder):
         print(f"left as it is: {line}")

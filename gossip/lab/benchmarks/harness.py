@@ -63,7 +63,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
 
     Results, report and figures are written anew after every case. Started as one of several ranks, by torchrun or
     srun, this process is one worker. Returns the result of each case, and the report as Markdown, empty on a rank other
-    than 0. Raises LabUnavailable if the lab cannot be created on this machine, and LaunchError if a worker failed.
+    than 0. Raises ConfigurationError if the lab cannot be created on this machine, and LaunchError if a worker failed.
     """
     benchmark, placement = BENCHMARKS[name](), find_placement()
     if placement is not None and placement.rendezvous is not None:

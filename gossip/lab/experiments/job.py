@@ -92,7 +92,7 @@ def run_job(
                     run_folder.claim(folder, config, overrides)
                 run_folder.sign(folder, resuming.identities())
         if is_resumed:
-            overrides = resuming.all_overrides(folder, overrides)
+            overrides = list(dict.fromkeys([*run_folder.read_overrides(folder), *overrides]))
         return _run_in_folder(config, folder, overrides, world, started_at, on_failure)
 
 

@@ -9,7 +9,7 @@ import enum
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,8 @@ def check_resumable(folder: Path) -> None:
             "checkpoint.every=... steps"
         )
     summary.unlink(missing_ok=True)
-    if changed := run_folder.changed_versions(folder):
+    began, now = read_json(folder / run_folder.VERSIONS_FILE), run_folder.versions()
+    if changed := [f"{name} was {began.get(name)} and is {now[name]}" for name in now if began.get(name) != now[name]]:
         logger.warning("not bit for bit what it would have been: {}", ", ".join(changed))
 
 
@@ -217,12 +218,6 @@ def advice(folder: Path, config: Mapping[str, Any]) -> str:
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
     again = [f" {name}=[{','.join(config[name])}]" for name in ("imports", OPTION) if config.get(name)]
     return f"go on from step {_newest_step(folder)} with resume={shown}{''.join(again)}"
-
-
-def all_overrides(folder: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that the user has set for this run since it was started. Local."""
-    earlier = run_folder.read_overrides(folder)
-    return earlier + [option for option in overrides if option not in earlier and not option.startswith("resume=")]
 
 
 def _state_of_run(folder: Path) -> State:

@@ -170,12 +170,6 @@ def read_overrides(folder: Path) -> list[str]:
     return list(map(str, overrides))
 
 
-def changed_versions(folder: Path) -> list[str]:
-    """Describe every version that has changed since the run in ``folder`` began."""
-    began = read_json(folder / VERSIONS_FILE)
-    return [f"{name} was {began.get(name)} and is {now}" for name, now in versions().items() if began.get(name) != now]
-
-
 def write_failure(folder: Path, summary: Mapping[str, Any]) -> bool:
     """Write the summary of a failed run, and return whether this rank is the first: its failure is the cause."""
     try:

@@ -57,7 +57,8 @@ def summarise(
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
     losses = [report["test_loss"] for report in reports]
-    steps = reports[0]["steps"]
+    steps, options = reports[0]["steps"], experiment.wrapper_options
+    norm, which = options["clip_grad_norm"], "global" if settings.method == "ddp" else options["clip"]
     return {
         "status": "completed",
         "reason": "",
@@ -66,7 +67,7 @@ def summarise(
         "topology": experiment.topology.name if experiment.topology is not None else None,
         "algorithm": None if settings.method == "ddp" else experiment.algorithm.describe(),
         "compression": None if settings.method == "ddp" else experiment.compression.describe(),
-        "clipping": _clipping(settings.method, experiment.wrapper_options),
+        "clipping": None if norm is None else f"{norm:g} ({which})",
         "data": experiment.data.name,
         "data_notes": experiment.data.notes,
         "seed": settings.seed,
@@ -95,11 +96,6 @@ def summarise(
         **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
         "changes_of_ranks": list(changes),
     }
-
-
-def _clipping(method: str, options: Mapping[str, Any]) -> str | None:
-    which = "global" if method == "ddp" else options["clip"]
-    return None if options["clip_grad_norm"] is None else f"{options['clip_grad_norm']:g} ({which})"
 
 
 def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -108,15 +108,11 @@ def bits_per_second(rate: str) -> int:
     return bits
 
 
-class LabUnavailable(ConfigurationError):
-    """The lab cannot be created on this machine or by this user; the text says why in one line."""
-
-
 class Lab:
     """Hosts on a bridge; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
     The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory.
-    Raises LabUnavailable if the lab cannot be created here.
+    A ConfigurationError says in one line why the lab cannot be created on this machine or by this user.
     """
 
     interface = "eth0"
@@ -125,12 +121,14 @@ class Lab:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts must be from 1 to {MAX_HOSTS}, got {num_hosts}")
         if missing := what_is_missing():
-            raise LabUnavailable(f"no lab: {missing}")
+            raise ConfigurationError(f"no lab: {missing}")
         with contextlib.ExitStack() as stack:
             try:
                 namespaces = [stack.enter_context(contextlib.closing(Namespace())) for _ in range(1 + num_hosts)]
             except OSError as error:
-                raise LabUnavailable(f"no lab: network namespaces are not permitted here ({error.strerror})") from error
+                raise ConfigurationError(
+                    f"no lab: network namespaces are not permitted here ({error.strerror})"
+                ) from error
             self._bridge, *self._hosts = namespaces
             to_bridge = f"address add {_BRIDGE_ADDRESS}/24 dev bridge"
             _batch(self._bridge, "ip", "link set lo up", "link add bridge type bridge", to_bridge, "link set bridge up")
@@ -223,6 +221,6 @@ def _batch(namespace: Namespace, program: str, *lines: str) -> None:
             )
         except subprocess.CalledProcessError as error:
             said = error.stderr.strip().replace("\n", " ")
-            raise LabUnavailable(f"`{program} {'; '.join(lines)}` failed: {said}") from error
+            raise ConfigurationError(f"`{program} {'; '.join(lines)}` failed: {said}") from error
         except subprocess.TimeoutExpired as error:
-            raise LabUnavailable(f"`{program}` did not end within {_COMMAND_TIMEOUT_S} s") from error
+            raise ConfigurationError(f"`{program}` did not end within {_COMMAND_TIMEOUT_S} s") from error

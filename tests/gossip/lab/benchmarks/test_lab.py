@@ -16,7 +16,8 @@ from running import Running, running
 
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import InterfaceBytes
-from gossip.lab.benchmarks.network.shaped_hosts import Lab, LabUnavailable, Namespace
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, Namespace
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 PATIENCE_S = 20
 
@@ -160,9 +161,9 @@ def ports(bridge: int) -> list[str]:
 
 def test_lab_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LabUnavailable, match="network namespaces need root"):
+    with pytest.raises(ConfigurationError, match="network namespaces need root"):
         Lab(2)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shaped_hosts.shutil, "which", lambda _: None)
-    with pytest.raises(LabUnavailable, match="ip and tc not found: install iproute2"):
+    with pytest.raises(ConfigurationError, match="ip and tc not found: install iproute2"):
         Lab(2)
