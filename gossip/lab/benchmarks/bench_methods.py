@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -154,12 +154,13 @@ class AllReduce(Method):
 class FullSharding(Method):
     """torch's fully_shard over all ranks, which hold a single replica together."""
 
-    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
-        shard_parts(self._module, self._mesh(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])))
-        return self._module
+    _dimensions: ClassVar[tuple[str, ...] | None] = None
 
-    def _mesh(self, world_size: int, local_size: int) -> DeviceMesh:  # noqa: ARG002
-        return init_device_mesh("cpu", (world_size,))
+    def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
+        world_size, local_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        shape = (world_size,) if self._dimensions is None else (world_size // local_size, local_size)
+        shard_parts(self._module, init_device_mesh("cpu", shape, mesh_dim_names=self._dimensions))
+        return self._module
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -170,8 +171,7 @@ class FullSharding(Method):
 class HybridSharding(FullSharding):
     """torch's fully_shard on a 2-D mesh: sharded over the ranks of each host, all-reduced between hosts."""
 
-    def _mesh(self, world_size: int, local_size: int) -> DeviceMesh:
-        return init_device_mesh("cpu", (world_size // local_size, local_size), mesh_dim_names=("all", "one"))
+    _dimensions = ("all", "one")
 
 
 class DecentDP(Method):

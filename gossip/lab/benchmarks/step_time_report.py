@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, computed_field
+from pydantic import BaseModel
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Records
@@ -26,7 +26,8 @@ class Row(BaseModel):
 
     ``step_s`` is the time of single steps, over all ranks and repetitions. For each repetition there are the median
     step time over steps and ranks, and the time from the last rank's start to the last rank's end, divided by the
-    number of steps. ``compute_s`` is the median step time of the method "local" in the same run, if the run has it, and
+    number of steps, which gives the throughput. ``compute_s`` is the median step time of the method "local" in the same
+    run, if the run has it, ``exposed_s`` what a step takes longer, and
     ``peak_memory_bytes`` the highest peak of any rank above its process's previous memory, the median over the
     repetitions. A ``final_loss`` that is not finite is None.
     """
@@ -37,23 +38,13 @@ class Row(BaseModel):
     step_s: Spread
     step_s_by_repetition: list[float]
     whole_s_by_repetition: list[float]
+    steps_per_s: Spread
     compute_s: float | None
+    exposed_s: float | None
     sent_bytes: float
     efficiency: float | None
     peak_memory_bytes: float
     final_loss: float | None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def exposed_s(self) -> float | None:
-        """What a step takes longer than its computation."""
-        return None if self.compute_s is None else self.step_s.median - self.compute_s
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def steps_per_s(self) -> Spread:
-        """The throughput, determined by the last rank."""
-        return Spread.over([1 / whole_s for whole_s in self.whole_s_by_repetition])
 
 
 class StepTimeResult(BaseModel):
@@ -94,17 +85,20 @@ def _row(method: MethodSpecification, repetitions: Records, compute_s: float | N
     everything = [record for of_all in repetitions for record in of_all]
     step_s, num_steps = Spread.quartiles(_step_times(everything)), len(everything[0]["step_s"])
     sent_bytes = statistics.mean(record["sent_bytes"] for record in everything) / num_steps
+    whole_s = [
+        (max(record["end_s"] for record in of_all) - max(record["start_s"] for record in of_all)) / num_steps
+        for of_all in repetitions
+    ]
     return Row(
         label=method.label,
         kind=method.kind,
         options=method.options,
         step_s=step_s,
         step_s_by_repetition=[statistics.median(_step_times(of_all)) for of_all in repetitions],
-        whole_s_by_repetition=[
-            (max(record["end_s"] for record in of_all) - max(record["start_s"] for record in of_all)) / num_steps
-            for of_all in repetitions
-        ],
+        whole_s_by_repetition=whole_s,
+        steps_per_s=Spread.over([1 / each_s for each_s in whole_s]),
         compute_s=compute_s,
+        exposed_s=None if compute_s is None else step_s.median - compute_s,
         sent_bytes=sent_bytes,
         efficiency=max(compute_s, sent_bytes / goodput) / step_s.median if compute_s and goodput else None,
         peak_memory_bytes=statistics.median(

@@ -107,7 +107,6 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
         probed, *trained = records[0]
         references = [case.methods[0].label, *(each.label for each in case.methods if each.kind == "decent_dp")]
         curves = [Curve.model_validate(record) for record in trained]
-        probe = TypeAdapter(Measured).validate_python(probed["probe"])
         ends = [curve.points[-1] for curve in curves if curve.method == references[0]]
         return LossResult(
             task=case.tasks[0],
@@ -115,8 +114,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
             curves=curves,
             references=references,
             step_s=statistics.fmean(end.seconds / end.step for end in ends),
-            compute_s=probe.workload.compute_s,
-            probe=probe,
+            probe=TypeAdapter(Measured).validate_python(probed["probe"]),
             advice=probed["advice"],
         )
 

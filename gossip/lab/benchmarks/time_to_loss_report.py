@@ -49,8 +49,8 @@ class LossResult(BaseModel):
     """The results of one task on one kind of link.
 
     The references are methods with which seconds are compared, all-reduce first. ``step_s`` is the mean step time of
-    all-reduce, ``compute_s`` the probed time of a step without communication while all ranks compute; the advice of the
-    probe is empty if it was not asked.
+    all-reduce; the probe has that of a step without communication while all ranks compute. Its advice is empty if it was
+    not asked.
     """
 
     task: str
@@ -58,7 +58,6 @@ class LossResult(BaseModel):
     curves: list[Curve]
     references: list[str]
     step_s: float
-    compute_s: float
     probe: Measured
     advice: str
 
@@ -74,7 +73,7 @@ def target_of(reference: Sequence[Point]) -> float:
 
 def section(result: LossResult) -> list[str]:
     """Return the heading, what a step takes, the advice of the probe, and the table of a result."""
-    targets = result.targets()
+    targets, compute_s = result.targets(), result.probe.workload.compute_s
     found: dict[str, dict[int, Point]] = {curve.method: {} for curve in result.curves}
     for curve in result.curves:
         if (point := curve.reached(targets[curve.seed])) is not None:
@@ -98,7 +97,7 @@ def section(result: LossResult) -> list[str]:
     return [
         f"## {result.task}, {result.link}",
         f"All-reduce's step: {1e3 * result.step_s:.0f} ms; computing alone, on all ranks at once: "
-        f"{1e3 * result.compute_s:.0f} ms ({result.compute_s / result.step_s:.0%}).",
+        f"{1e3 * compute_s:.0f} ms ({compute_s / result.step_s:.0%}).",
         f"The probe: {result.advice}" if result.advice else "",
         table(titles, cells),
     ]

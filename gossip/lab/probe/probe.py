@@ -15,8 +15,7 @@ from torch import nn
 
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.probe.cluster_measuring import Measured, measure
-from gossip.lab.probe.probe_advice import advise
-from gossip.lab.probe.probe_choice import DataKind
+from gossip.lab.probe.probe_advice import DataKind, advise
 from gossip.launching import DEFAULT_TIMEOUT
 
 NUM_LAYERS = 8

@@ -47,7 +47,6 @@ def result_of(curves: list[Curve]) -> LossResult:
         curves=curves,
         references=["ddp"],
         step_s=1.0,
-        compute_s=0.05,
         probe=Measured(Cluster(2), Workload(0.02, 0.03, (8,)), is_regular=True),
         advice="",
     )
