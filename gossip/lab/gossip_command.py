@@ -60,11 +60,8 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else FLAGS[0]
     if name in FLAGS:
         rows = [f"  gossip {application}  {what}" for application, what in APPLICATIONS.items()]
-        print(
-            "\n".join(
-                ["gossip COMMAND [world_size=N] [option ...]; --help after a command shows its options", "", *rows]
-            )
-        )
+        head = "gossip COMMAND [world_size=N] [option ...]; --help after a command shows its options\n"
+        print(head, *rows, sep="\n")
         return 0
     if name not in APPLICATIONS:
         names = ", ".join(APPLICATIONS)

@@ -33,7 +33,8 @@ from gossip.lab.benchmarks.time_to_loss_report import (
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, loss_of
 from gossip.lab.experiments.evaluation import evaluate_together
 from gossip.lab.experiments.validated_models import OneOf
-from gossip.lab.probe import Measured, advise, measure
+from gossip.lab.probe.cluster_measuring import Measured, measure
+from gossip.lab.probe.probe_advice import advise
 
 _POLL_S = 0.01
 _NOISE_BYTES = 2000  # traffic of an interface that does not belong to training, such as keep-alives

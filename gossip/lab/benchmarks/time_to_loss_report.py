@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.experiments.run_figures import drawn
-from gossip.lab.probe import Measured
+from gossip.lab.probe.cluster_measuring import Measured
 
 TOLERANCE = 0.01
 _WAY = np.linspace(0, 1, 51)
@@ -49,8 +49,8 @@ class LossResult(BaseModel):
     """The results of one task on one kind of link.
 
     The references are methods with which seconds are compared, all-reduce first. ``step_s`` is the mean step time of
-    all-reduce; the probe has that of a step without communication while all ranks compute. Its advice is empty if it was
-    not asked.
+    all-reduce; the probe has that of a step without communication while all ranks compute. Its advice is empty unless
+    asked for.
     """
 
     task: str

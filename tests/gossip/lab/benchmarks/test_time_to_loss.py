@@ -17,7 +17,7 @@ from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
 from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, section, target_of
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.records import read_jsonl
-from gossip.lab.probe import Measured
+from gossip.lab.probe.cluster_measuring import Measured
 
 TINY = ("tasks=[digits_cnn]", "world_size=2", "seeds=[0]", "steps=2", "evaluate_every=1")
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 import topologies
-from gossip.lab.probe import Measured, advise
+from gossip.lab.probe.cluster_measuring import Measured
+from gossip.lab.probe.probe_advice import advise
 from gossip.simulation import Cluster, SlowRank, Workload
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises

@@ -3,7 +3,7 @@
 import pytest
 
 import topologies
-from gossip.lab.probe import Measured
+from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.probe_advice import DRIFT, MANY_RANKS, Choice, DataKind, choose
 from gossip.simulation import Cluster, Workload
 
