@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gossip.lab.report.charts import Chart, Panel, Series, Style
+from gossip.lab.report.charts import Chart, Series, Style
 from gossip.lab.report.quantities import Scale
 
 Spec = dict[str, Any]
@@ -45,9 +45,8 @@ CONFIG: Spec = {
 }  # fmt: skip
 
 
-def make_spec(chart: Chart, panels: Sequence[Panel], x: Scale, y: Scale) -> Spec:
-    """Return the specification that all panels of a chart share."""
-    every = [series for panel in panels for series in panel.series]
+def make_spec(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> Spec:
+    """Return the specification that all panels of a chart share, over all of their rows."""
     known = [series.row.curves.named(f"{chart.y_curve}_low") for series in every if series.row.curves is not None]
     has_band = any(value is not None for curve in known for value in curve)
     levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]

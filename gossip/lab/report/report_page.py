@@ -35,6 +35,7 @@ def render_page(document: Document) -> str:
     # A label may wrap after an underscore and before a bracket.
     environment.filters["breakable"] = lambda label: Markup(re.sub(r"(?<=_)(?=.)|(?=\()", "<wbr>", escape(label)))
     divided = panels(document.rows)
+    every = [series for panel in divided for series in panel.series]
     drawn = draw_charts(document, divided)
     template = environment.get_template("report.html.jinja")
     return template.render(
@@ -46,8 +47,8 @@ def render_page(document: Document) -> str:
         nothing=_NOTHING,
         drawn=drawn,
         num_panels=len(divided),
-        legend=legend_of(divided, drawn),
-        chart_data=pack(chart_data(divided, drawn)) if drawn else "",
+        legend=legend_of(every, drawn),
+        chart_data=pack(chart_data(every, drawn)) if drawn else "",
         libraries=pack(";\n".join(_asset("vendored", name) for name in _LIBRARIES)) if drawn else "",
         common=_common(document),
         cluster={
@@ -150,38 +151,34 @@ def draw_charts(document: Document, divided: Sequence[Panel]) -> list[Drawn]:
     """Return the charts in which there is anything to draw."""
     drawn = []
     for chart in charts(document):
-        scales = chart.scales([series.row for panel in divided for series in panel.series])
+        scales = chart.scales(document.rows)
         if scales is not None:
             members = (panel for panel in divided if any(chart.end(series.row) for series in panel.series))
             drawn.append(Drawn(chart, *scales, tuple(members)))
     return drawn
 
 
-def legend_of(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> dict[str, list[Series]]:
+def legend_of(every: Sequence[Series], drawn: Sequence[Drawn]) -> dict[str, list[Series]]:
     """Return the rows that an entry of the legend controls, by their name, which they share with their style."""
     entries: dict[str, list[Series]] = {}
-    for series in _every(divided):
+    for series in every:
         if any(each.chart.end(series.row) for each in drawn):
             entries.setdefault(series.name, []).append(series)
     return entries
 
 
-def _every(divided: Sequence[Panel]) -> list[Series]:
-    return [series for panel in divided for series in panel.series]
-
-
-def chart_data(divided: Sequence[Panel], drawn: Sequence[Drawn]) -> str:
+def chart_data(every: Sequence[Series], drawn: Sequence[Drawn]) -> str:
     """Return the data of the charts as JSON, with each curve and each chart specification once."""
     # Baselines come last, so that they are drawn on top of the rows that are compared with them.
-    every = sorted(_every(divided), key=lambda series: series.row.method != "gossip")
+    in_order = sorted(every, key=lambda series: series.row.method != "gossip")
     data = {
         "config": CONFIG,
-        "curves": make_curves(every),
+        "curves": make_curves(in_order),
         "charts": [
             {
                 "identifier": each.chart.identifier,
-                "spec": make_spec(each.chart, divided, each.x, each.y),
-                "ends": make_ends(each.chart, every, each.x, each.y),
+                "spec": make_spec(each.chart, every, each.x, each.y),
+                "ends": make_ends(each.chart, in_order, each.x, each.y),
                 "panels": [
                     {
                         "description": f"{', '.join(filter(None, (each.chart.title, panel.title)))}: "

@@ -109,7 +109,7 @@ def test_the_specification_has_the_axes_in_units_and_every_name() -> None:
     chart = charts(whole)[1]
     scales = chart.scales(whole.rows)
     assert scales is not None
-    spec = make_spec(chart, divided, *scales)
+    spec = make_spec(chart, [series for panel in divided for series in panel.series], *scales)
     x, y = spec["encoding"]["x"], spec["encoding"]["y"]
     assert (x["axis"]["title"], y["axis"]["title"]) == ("sent per rank, MiB", "accuracy of the averaged model, %")
     assert (x["scale"]["type"], x["scale"]["domain"][0]) == ("log", scales[0].low / 2**20)
