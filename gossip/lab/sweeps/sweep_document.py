@@ -17,8 +17,7 @@ from gossip.lab.experiments.records import read_jsonl, record_files
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.validated_models import read, value_of
 from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Document, Metric, Row, Setting, Value
-from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job
-from gossip.lab.sweeps.sweep_plan import Plan
+from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job, Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 
 _MOST_NAMED = 4

@@ -18,8 +18,7 @@ from gossip.lab.report.report_files import DOCUMENT_FILE, LEGEND, PAGE_FILE, tex
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
-from gossip.lab.sweeps.sweep_jobs import Job
-from gossip.lab.sweeps.sweep_plan import Plan, make_plan, read_variants
+from gossip.lab.sweeps.sweep_jobs import Job, Plan, make_plan, read_variants
 from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import topologies
 from gossip.lab.experiments.experiment_build import check, make_topology
 from gossip.lab.loggers.logger_choice import make_loggers
 from gossip.lab.sweeps import sweeper
-from gossip.lab.sweeps.sweep_plan import read_variants
+from gossip.lab.sweeps.sweep_jobs import read_variants
 from gossip.lab.sweeps.sweep_tuning import read_tuning
 
 pytestmark = pytest.mark.xdist_group("configs")  # what its fixtures make is made once

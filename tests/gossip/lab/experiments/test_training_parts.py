@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossip.communication.world import World
 from gossip.lab.experiments import evaluation, lr_schedules
-from gossip.lab.experiments.elastic_shards import ElasticShards
 from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_replicas, evaluate_together
 from gossip.lab.experiments.experiment_build import build
 from gossip.lab.experiments.partition import Shards
+from gossip.lab.experiments.run_state import ElasticShards
 
 HISTORY = [(0, 1, 2), (0, 2), (0, 2, 3), (2, 3, 4)]
 

@@ -7,8 +7,7 @@ import pytest
 from composing import composed
 
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.sweeps.sweep_jobs import Run, expand
-from gossip.lab.sweeps.sweep_plan import make_plan, read_variants, why_not_served
+from gossip.lab.sweeps.sweep_jobs import Run, expand, make_plan, read_variants, why_not_served
 
 
 def axes(**values: str) -> dict[str, list[str]]:
