@@ -16,7 +16,7 @@ from torch import nn
 
 from gossip.lab.benchmarks.bench_methods import Method, MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
-from gossip.lab.benchmarks.network.counters import InterfaceBytes, PeakMemory
+from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
 from gossip.lab.benchmarks.step_time_report import EXPLANATION, StepTimeResult, result_of, section
 from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
 from gossip.lab.experiments.validated_models import OneOf
@@ -136,7 +136,7 @@ class Measurement:
         for step in range(case.warmup_steps):
             running.step(self._batch(step))
         # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
-        sent_before, start_s = InterfaceBytes.read(place.interface).sent, time.monotonic()
+        (_, sent_before), start_s = interface_bytes(place.interface), time.monotonic()
         step_s: list[float] = []
         for step in range(case.steps):
             delay_s = straggler_delay_s(case.straggler, [case.seed, repetition, place.rank, step], self._compute_s)
@@ -145,7 +145,7 @@ class Measurement:
             running.step(self._batch(case.warmup_steps + step))
             step_s.append(time.perf_counter() - step_start_s)
         end_s = time.monotonic()
-        sent_bytes = (InterfaceBytes.read(place.interface).sent - sent_before) / place.num_sharing
+        sent_bytes = (interface_bytes(place.interface)[1] - sent_before) / place.num_sharing
         peak_bytes = memory.bytes()
         dist.barrier()
         final_loss = self._final_loss(running, module) if repetition == 0 else None

@@ -20,7 +20,7 @@ from gossip import World
 from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
-from gossip.lab.benchmarks.network.counters import InterfaceBytes
+from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.time_to_loss_report import (
     EXPLANATION,
     Curve,
@@ -157,14 +157,14 @@ class TrainingClock:
         """Agree on a starting moment, and wait for it."""
         moment = torch.tensor([time.monotonic() + _LEAD_S + self._quiet_s], dtype=torch.float64)
         dist.all_reduce(moment, dist.ReduceOp.MAX)
-        self._sent_before = InterfaceBytes.read(self._place.interface).sent
+        _, self._sent_before = interface_bytes(self._place.interface)
         self._began = float(moment)
         time.sleep(max(0.0, self._began - time.monotonic()))
 
     def stop(self) -> None:
         """Wait for messages in flight, and add the seconds and bytes since the start."""
         ended = torch.tensor([self._quiet_since()], dtype=torch.float64)
-        sent = (InterfaceBytes.read(self._place.interface).sent - self._sent_before) / self._place.num_sharing
+        sent = (interface_bytes(self._place.interface)[1] - self._sent_before) / self._place.num_sharing
         total = torch.tensor([sent], dtype=torch.float64)
         dist.all_reduce(ended, dist.ReduceOp.MAX)
         dist.all_reduce(total)
@@ -173,16 +173,12 @@ class TrainingClock:
 
     def _quiet_since(self) -> float:
         began = changed = time.monotonic()
-        seen = self._num_bytes()
+        seen = sum(interface_bytes(self._place.interface))
         while (now := time.monotonic()) - changed < self._quiet_s and now - began < self._timeout_s:
             time.sleep(_POLL_S)
-            if (num_bytes := self._num_bytes()) - seen > _NOISE_BYTES:
+            if (num_bytes := sum(interface_bytes(self._place.interface))) - seen > _NOISE_BYTES:
                 seen, changed = num_bytes, time.monotonic()
         return changed
-
-    def _num_bytes(self) -> int:
-        counted = InterfaceBytes.read(self._place.interface)
-        return counted.received + counted.sent
 
 
 class _Training:

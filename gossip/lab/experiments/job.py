@@ -78,7 +78,12 @@ def run_job(
             "engine=processes"
         )
     if training_store.shared_keys("") is not None:
-        _check_can_be_joined(config)
+        method, on_peer_loss = config.get("method"), value_of(config, "wrapper").get("on_peer_loss")
+        if (method, on_peer_loss) != ("gossip", "continue"):
+            raise ConfigurationError(
+                f"ranks that meet in a store, since {training_store.STORE} is set, come and go; set method=gossip and "
+                f"wrapper.on_peer_loss=continue, got method={method} and wrapper.on_peer_loss={on_peer_loss}"
+            )
     is_resumed = config.get("resume") is not None
     with contextlib.ExitStack() as until_the_end:
         with _refused_by_all(world):
@@ -181,15 +186,6 @@ def _run_in_folder(
 def _leads(world: World) -> bool:
     """Whether this process cares for the run folder: rank 0 of those that begin."""
     return world.rank == 0 and training_store.joined() is None
-
-
-def _check_can_be_joined(config: Mapping[str, Any]) -> None:
-    on_peer_loss = value_of(config, "wrapper").get("on_peer_loss")
-    if config.get("method") != "gossip" or on_peer_loss != "continue":
-        raise ConfigurationError(
-            f"ranks that meet in a store, since {training_store.STORE} is set, come and go; set method=gossip and "
-            f"wrapper.on_peer_loss=continue, got method={config.get('method')} and wrapper.on_peer_loss={on_peer_loss}"
-        )
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -58,6 +58,7 @@ def summarise(
     accuracies = [report["test_accuracy"] for report in reports]
     losses = [report["test_loss"] for report in reports]
     steps, options = reports[0]["steps"], experiment.wrapper_options
+    waits = [report["wait_by_peer_s"] for report in reports]  # of the ranks that receive messages from a peer
     norm, which = options["clip_grad_norm"], "global" if settings.method == "ddp" else options["clip"]
     return {
         "status": "completed",
@@ -90,7 +91,7 @@ def summarise(
         "training_time_s": max(report["training_time_s"] for report in reports),
         "evaluation_s": max(report["evaluation_s"] for report in reports),
         **{name: _mean(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
-        "wait_by_peer_s": _wait_by_peer(reports),
+        "wait_by_peer_s": {peer: _mean(waits, peer) for peer in sorted(set().union(*waits), key=int)},
         "parameter_bytes": parameter_bytes,
         "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] / report["steps"] for report in reports),
         **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
@@ -102,9 +103,3 @@ def _mean(reports: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return the mean of a cost over the ranks; None if the method does not measure it."""
     values = [report[name] for report in reports if name in report]
     return statistics.fmean(values) if values else None
-
-
-def _wait_by_peer(reports: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the time spent waiting for each peer, as the mean over the ranks that receive messages from it."""
-    waits = [report["wait_by_peer_s"] for report in reports]
-    return {peer: _mean(waits, peer) for peer in sorted(set().union(*waits), key=int)}

@@ -184,7 +184,7 @@ def _steps(
                 is_evaluated |= every(settings.training.evaluate_every_epochs, epoch + 1)
             if is_evaluated or every(settings.training.consensus_every_steps, state.step):
                 start = time.perf_counter()
-                record |= _consensus(method)
+                record["consensus_distance"], record["consensus_distance_relative"] = method.consensus_distance()
                 if is_evaluated:
                     if len(method.ranks) == 1:  # evaluating many replicas takes long
                         record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
@@ -229,7 +229,7 @@ def _finish(
     after = method.consensus_distance()
     average = _evaluate_average(experiment, method)
     last |= _mean(local).named("test") | average.named("averaged_test")
-    last |= {"consensus_distance": before[0], "consensus_distance_relative": before[1]}
+    last["consensus_distance"], last["consensus_distance_relative"] = before
     last["evaluation_s"] = time.perf_counter() - start
     costs = step_costs(folder, f"{method.name}.jsonl", last)
     own = [costs | evaluation.named("test") for evaluation in local]
@@ -249,8 +249,3 @@ def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
 def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
     losses, accuracies = zip(*((evaluation.loss, evaluation.accuracy) for evaluation in evaluations), strict=True)
     return Evaluation(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
-
-
-def _consensus(method: Method) -> dict[str, float]:
-    distance, relative = method.consensus_distance()
-    return {"consensus_distance": distance, "consensus_distance_relative": relative}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,13 @@ class LogForwarding:
     def __init__(self, config: Mapping[str, Any], folder: Path, step: int) -> None:
         settings = logging_settings(config)
         self._wait_s, self._keeps_model = settings.wait_s, settings.model
+        num_parts = 2 if folder.name.isdecimal() else 1  # a numbered run of a sweep is called after that, too
         beginning = Beginning(
             folder=folder,
             world_size=config["launch"]["world_size"],
             step=step,
             config={key: value for key, value in config.items() if key not in SECTIONS},
-            name=settings.name or _name_of(folder),
+            name=settings.name or "/".join(folder.resolve().parts[-num_parts:]),
             group=settings.group or "",
             tags=tuple(settings.tags),
             wait_s=settings.wait_s,
@@ -144,9 +145,3 @@ class LogForwarding:
             forwarder.finish(ending)
         for forwarder in self._forwarders:
             forwarder.wait(deadline)
-
-
-def _name_of(folder: Path) -> str:
-    """Return the name of a run: its folder name, preceded by that of the sweep for numbered runs of a sweep."""
-    parts: Sequence[str] = folder.resolve().parts
-    return "/".join(parts[-2:]) if folder.name.isdecimal() else parts[-1]

@@ -5,28 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from dataclasses import dataclass
 from pathlib import Path
 
 _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
-@dataclass(frozen=True)
-class InterfaceBytes:
-    """Bytes received and sent by an interface since its creation, including link-layer headers."""
+def interface_bytes(interface: str) -> tuple[int, int]:
+    """Return the bytes that an interface has received and sent since its creation, including link-layer headers.
 
-    received: int
-    sent: int
-
-    @classmethod
-    def read(cls, interface: str) -> InterfaceBytes:
-        """Read the counters of an interface in this thread's network namespace; a ValueError says that it has none."""
-        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-            name, colon, counts = line.partition(":")
-            if colon and name.strip() == interface:
-                columns = [int(count) for count in counts.split()]
-                return cls(received=columns[0], sent=columns[8])
-        raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
+    It is one of this thread's network namespace; a ValueError says that there is none.
+    """
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, colon, counts = line.partition(":")
+        if colon and name.strip() == interface:
+            columns = [int(count) for count in counts.split()]
+            return columns[0], columns[8]
+    raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
 
 
 class PeakMemory:

@@ -15,7 +15,7 @@ from lone_ranks import wait_until
 from running import Running, running
 
 from gossip.lab.benchmarks.network import shaped_hosts
-from gossip.lab.benchmarks.network.counters import InterfaceBytes
+from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, Namespace
 from gossip.lab.experiments.validated_models import ConfigurationError
 
@@ -64,22 +64,22 @@ def test_lab_hosts_are_apart_and_count_their_own_bytes(two_hosts: Lab) -> None:
         assert here() != before
         listener = socket.create_server((two_hosts.address(0), 0))
         listener.settimeout(PATIENCE_S)
-        start_0 = InterfaceBytes.read("eth0")
+        received_before, _ = interface_bytes("eth0")
     assert here() == before
     with pytest.raises(RuntimeError, match="inside"), two_hosts.entered(1):
         raise RuntimeError("inside")
     assert here() == before
     with two_hosts.entered(1), listener:
-        start_1 = InterfaceBytes.read("eth0")
+        _, sent_before = interface_bytes("eth0")
         with socket.create_connection(listener.getsockname(), timeout=PATIENCE_S) as sender:
             receiver = listener.accept()[0]
             receiver.settimeout(PATIENCE_S)
             sender.sendall(payload)
         with receiver:
             assert len(b"".join(iter(lambda: receiver.recv(1 << 16), b""))) == len(payload)
-        sent = InterfaceBytes.read("eth0").sent - start_1.sent
+        sent = interface_bytes("eth0")[1] - sent_before
     with two_hosts.entered(0):
-        received = InterfaceBytes.read("eth0").received - start_0.received
+        received = interface_bytes("eth0")[0] - received_before
     assert len(payload) < sent < 1.2 * len(payload)
     assert len(payload) < received < 1.2 * len(payload)
 

@@ -12,7 +12,6 @@ from running import run_here
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss
 from gossip.lab.benchmarks.benchmark import Place
-from gossip.lab.benchmarks.network.counters import InterfaceBytes
 from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
 from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, section, target_of
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
@@ -154,8 +153,8 @@ class Wire:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def read(self, _: str) -> InterfaceBytes:
-        return InterfaceBytes(received=round(1e6 * min(self.now, self._until)), sent=round(20 * self.now))
+    def interface_bytes(self, _: str) -> tuple[int, int]:
+        return round(1e6 * min(self.now, self._until)), round(20 * self.now)
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     """Busy for two seconds; signs of life go on."""
     made = Wire(until=2.0)
     monkeypatch.setattr(time_to_loss, "time", made)
-    monkeypatch.setattr(time_to_loss, "InterfaceBytes", made)
+    monkeypatch.setattr(time_to_loss, "interface_bytes", made.interface_bytes)
     return made
 
 
