@@ -135,11 +135,6 @@ def test_all_who_are_left_agree(members: Members) -> None:
     assert members.told_after(0, [0, 1, 3, 4]) == {(1, (0, 1, 3, 4), 5)}
 
 
-def test_it_is_enough_that_one_of_them_notices(members: Members) -> None:
-    members.die(3, seen_by=[1])
-    assert members.told_after(0, [0, 1, 2, 4]) == {(1, (0, 1, 2, 4), 1)}
-
-
 def test_an_alarm_about_what_nobody_has_proposed_is_dismissed() -> None:
     with in_memory() as members:
         members.wires[0].handlers[Kind.ALARM](1, Frame(Key(Kind.ALARM, 2**40), torch.empty(0)))
@@ -230,25 +225,6 @@ class Held:
         return getattr(self._store, name)
 
 
-@pytest.mark.parametrize("second", [0, 1, 4])
-def test_a_second_one_is_lost_during_the_agreement(second: int) -> None:
-    with in_memory() as members:
-        never = threading.Event()
-        members[second]._consensus_store.store = Held(members[second]._consensus_store.store, never)
-        members.die(2, seen_by=[member for member in range(SIZE) if member != second])
-        for member, wires in enumerate(members.wires):
-            if member not in (2, second):
-                wires.lose(second)
-        left = [member for member in range(SIZE) if member not in (2, second)]
-        assert {generation.members for generation in members.generations_after(0, left)} <= {
-            tuple(left),
-            tuple(sorted({*left, second})),
-        }
-        while members[left[0]].latest.members != tuple(left):
-            members.generations_after(members[left[0]].latest.number, left)
-        never.set()
-
-
 def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
     with in_memory(5, min_ranks=3) as members:
         for member in (0, 1):
@@ -291,35 +267,6 @@ def test_who_has_failed_cuts_its_connections_without_proposing_anything() -> Non
         members[0]._attempt(1)  # as its thread would
         members.die(0, seen_by=[2])
         assert members.told_after(0, [1, 2, 3, 4]) == {(1, (1, 2, 3, 4), 1)}
-
-
-def test_who_does_not_answer_is_given_up() -> None:
-    with in_memory(4, timeout=timedelta(seconds=2)) as members:
-        never = threading.Event()
-        members[3]._consensus_store.store = Held(members[3]._consensus_store.store, never)
-        members.die(0, seen_by=[1, 2])
-        left: set[tuple[int, ...]] = set()
-        number = 0
-        while left != {(1, 2)}:
-            generations = members.generations_after(number, [1, 2])
-            left, number = (
-                {generation.members for generation in generations},
-                max(generation.number for generation in generations),
-            )
-        never.set()
-        with pytest.raises(ExchangeError, match="the others continued without this rank"):
-            members[3].wait_for_generation_after(number)
-
-
-def test_what_one_has_ended_all_have_ended() -> None:
-    with in_memory() as members:
-        start = members[0].latest
-        assert members[0].commit(start, start.members)
-        members.die(4)
-        (generation,) = members.generations_after(0, [0, 1, 2, 3])
-        assert dict(generation.positions)[0] == (0, 0, 1)
-        assert [members[member].commit(start, start.members) for member in (1, 2, 3)] == [True] * 3  # as member 0 did
-        assert [members[member].position for member in (0, 1, 2, 3)] == [(0, 0, 1)] * 4
 
 
 def test_what_none_has_ended_is_done_again() -> None:
