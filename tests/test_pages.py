@@ -44,8 +44,7 @@ def test_the_examples_of_a_page(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((REPOSITORY / page).read_text())
     script = tmp_path / "session.py"
     script.write_text("\n".join(block for block, _ in blocks))
-    done = run(str(script), tmp_path)
-    assert done.status == 0, done.stderr
+    done = run(str(script), tmp_path).succeeded()
     assert done.stdout == "".join(printed for _, printed in blocks)
 
 
@@ -57,8 +56,7 @@ def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
         text = text.replace("model.close()", "os.write(1, f'{model.members}\\n'.encode())\n    model.close()")
     script.write_text(f"import os\n{text}")
     for _ in range(1 + (PRINTED[page, number] == CHECKPOINTS)):  # what the first run left must not disturb the second
-        done = run(str(script), tmp_path)
-        assert done.status == 0, done.stderr
+        done = run(str(script), tmp_path).succeeded()
         assert PRINTED[page, number] in done.stdout
 
 
@@ -74,8 +72,7 @@ def test_a_data_set_a_model_and_a_logger_of_a_users_modules(tmp_path: Path, monk
         )
         (command,) = (command for command in commands if module in command)
         arguments += shlex.split(command)
-    done = train(tmp_path, *arguments, fresh=True)
-    assert done.status == 0, done.stderr
+    done = train(tmp_path, *arguments, fresh=True).succeeded()
     (folder,) = run_folders(tmp_path)
     assert (folder / "model.safetensors").exists()
     config = OmegaConf.load(folder / "config.yaml")

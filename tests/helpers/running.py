@@ -35,6 +35,10 @@ class Finished:
     stderr: str
     left_running: tuple[int, ...]
 
+    def succeeded(self) -> "Finished":
+        assert self.status == 0, self.stderr
+        return self
+
     @property
     def last_line(self) -> str:
         """The last thing that it said on stderr."""

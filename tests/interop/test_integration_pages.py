@@ -33,8 +33,7 @@ EXAMPLES = {
 def test_an_example_of_a_page(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # where Lightning starts ranks itself
     (tmp_path / "example.py").write_text(code(page, number))
-    finished = run(str(tmp_path / "example.py"), tmp_path)
-    assert finished.status == 0, finished.stderr
+    finished = run(str(tmp_path / "example.py"), tmp_path).succeeded()
     assert re.search(EXAMPLES[page, number], finished.stdout), finished.stdout
 
 

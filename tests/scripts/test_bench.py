@@ -27,8 +27,7 @@ def test_bench_without_a_lab_says_so_and_on_loopback_leaves_a_table(
     refused = run_here("bench.py", *TINY, *ONE_ROW, "bench.network=lab")
     why = "network namespaces need root" if os.geteuid() != 0 else "ip and tc not found: install iproute2"
     assert (refused.status, refused.last_line) == (2, f"error: no lab: {why}")
-    done = run_here("bench.py", *TINY, *ONE_ROW, "bench.straggler=exponential")
-    assert done.status == 0, done.stderr
+    done = run_here("bench.py", *TINY, *ONE_ROW, "bench.straggler=exponential").succeeded()
     (folder,) = (tmp_path / "outputs").iterdir()
     text = (folder / "bench.md").read_text()
     assert text in done.stdout

@@ -25,8 +25,7 @@ from gossip.lab.benchmarks.large_model import WAYS
     ],
 )
 def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: list[str], tmp_path: Path) -> None:
-    done = run(script, tmp_path, *options)
-    assert done.status == 0, done.stderr
+    done = run(script, tmp_path, *options).succeeded()
     for start in rows:
         assert f"\n| {start} |" in done.stdout
 
@@ -35,8 +34,7 @@ def test_scripts_print_a_row_for_each(script: str, options: list[str], rows: lis
 def test_a_large_model_has_the_same_losses_however_it_is_sharded(tmp_path: Path) -> None:
     folder, ways = tmp_path / "run", [name for name, way in WAYS.items() if way.num_replicas == 2]
     sizes = ["--width=32", "--depth=1", "--vocabulary=128", "--tokens=8", "--dtype=float64", "--steps=6"]
-    done = run("large_model.py", tmp_path, str(folder), *sizes, "--ways", *ways)
-    assert done.status == 0, done.stderr
+    run("large_model.py", tmp_path, str(folder), *sizes, "--ways", *ways).succeeded()
     results = json.loads((folder / "results.json").read_text())["results"]
     losses = {row["way"]: row["losses"] for result in results for row in result["rows"]}
     for name in ways:
@@ -69,8 +67,7 @@ def test_gossip_is_drawn_above_ddp_over_the_same_time(tmp_path: Path) -> None:
     if missing := why_no_hosts():
         pytest.skip(missing)
     options = (f"--num-layers={NUM_LAYERS}", "--width=40", "--batch-size=2")
-    done = run("overlap_figure.py", tmp_path, "found", *options, fresh=True)
-    assert done.status == 0, done.stderr
+    run("overlap_figure.py", tmp_path, "found", *options, fresh=True).succeeded()
     svg = (tmp_path / "found" / "overlap_200mbit.svg").read_text()
     gossip, ddp = re.split(r'id="axes_\d"', svg.partition('id="legend_1"')[0])[1:]
     assert re.search(r"<!-- GossipDataParallel, one_peer_hypercube: 3 steps in \d+ ms -->", gossip)
@@ -85,8 +82,7 @@ def test_both_distances_of_a_sweep_are_drawn_if_both_are_known(tmp_path: Path) -
     del older["curves"]["consensus_absolute"]
     for known, num_expected in ((row("ring"), 1), (older, 0)):
         (tmp_path / "results.json").write_text(json.dumps(document([known])), encoding="utf-8")
-        done = run_here("comparison_figure.py", tmp_path, tmp_path / "figure.svg")
-        assert done.status == 0, done.stderr
+        run_here("comparison_figure.py", tmp_path, tmp_path / "figure.svg").succeeded()
         drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
         assert drawn.count("<!-- relative consensus distance -->") == 1
         assert drawn.count("<!-- consensus distance -->") == num_expected

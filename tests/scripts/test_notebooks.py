@@ -41,11 +41,9 @@ def test_notebook_runs_and_prints_what_is_written(path: Path) -> None:
     if path.stem == FRESH:
         command = [sys.executable, str(SCRIPT), *arguments]
         fresh = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        status, stderr = fresh.returncode, fresh.stderr
+        assert fresh.returncode == 0, fresh.stderr
     else:
-        checked = run_here(SCRIPT.name, *arguments)
-        status, stderr = checked.status, checked.stderr
-    assert status == 0, stderr
+        run_here(SCRIPT.name, *arguments).succeeded()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -75,8 +73,7 @@ def test_writing_makes_the_same_file_again(tmp_path: Path) -> None:
     script.write_text("# %% [markdown]\n# Two\n\n# %%\nprint(1)\nprint(2, flush=True)\n1 + 2\n")
     files = []
     for _ in range(2):
-        found = run_here("notebooks.py", script)
-        assert found.status == 0, found.stderr
+        run_here("notebooks.py", script).succeeded()
         files.append(written.read_bytes())
     assert files[0] == files[1]
     printed, value = nbformat.read(written, as_version=4).cells[1].outputs

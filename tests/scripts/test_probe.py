@@ -11,8 +11,7 @@ TINY = ("--parameters-mb=0.05", "--batch-size=2", "--steps=2", "--message-mb=0.1
 
 @pytest.mark.slow
 def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
-    done = run("probe.py", tmp_path, "found", *TINY, "--world-size=2", "--bucket-cap-mb=0.01", fresh=True)
-    assert done.status == 0, done.stderr
+    done = run("probe.py", tmp_path, "found", *TINY, "--world-size=2", "--bucket-cap-mb=0.01", fresh=True).succeeded()
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Measured on 2 ranks")
     assert lines[-1].startswith(("Gossip helps here: take ", "Gossip does not help here: ", "Cannot tell "))
@@ -28,6 +27,5 @@ def test_probe_measures_predicts_and_says_one_sentence(tmp_path: Path) -> None:
 
 
 def test_probe_joins_torchrun_and_prints_once(tmp_path: Path) -> None:
-    done = run("probe.py", tmp_path, *TINY, torchrun=2)
-    assert done.status == 0, done.stderr
+    done = run("probe.py", tmp_path, *TINY, torchrun=2).succeeded()
     assert done.stdout.count("Measured on 2 ranks, 1 node") == 1

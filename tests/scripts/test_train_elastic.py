@@ -38,8 +38,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 )
 def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, on_loss: str, text: str) -> None:
     options = (f"+model.rank={rank}", "+model.step=40", f"data.on_loss={on_loss}", "training.epochs=3")
-    run = train(tmp_path, *MORTAL, *options)
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, *MORTAL, *options).succeeded()
     assert "2 ranks train in the place of 3; " + text in run.stderr
     summary = summary_of(tmp_path)
     left = [other for other in range(3) if other != rank]
@@ -69,8 +68,7 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(tmp_path: Path, rank: int, 
 def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None:
     options = ("+model.rank=1", "+model.step=40", "training.steps=1500", "wrapper.max_difference=clip")
     wrong = [text.replace("killed", "wrong") for text in MORTAL]
-    run = train(tmp_path, *wrong, *options, "training.evaluate_every_epochs=0")
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, *wrong, *options, "training.evaluate_every_epochs=0").succeeded()
     assert "do not come back by being mixed" in run.stderr
     summary = summary_of(tmp_path)
     assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
@@ -85,9 +83,9 @@ def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None
 def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     once = tmp_path / "once"
     scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={once}")
-    options = ("+model.rank=1", "+model.step=5", f"+model.once={once}", "training.steps=4000")
-    run = train(tmp_path, *MORTAL, *options, *scheduler, "launch.restart=1", "training.evaluate_every_epochs=0")
-    assert run.status == 0, run.stderr
+    dies = ("+model.rank=1", "+model.step=5", f"+model.once={once}", "training.steps=4000")
+    options = (*MORTAL, *dies, *scheduler, "launch.restart=1", "training.evaluate_every_epochs=0")
+    run = train(tmp_path, *options).succeeded()
     assert "it is restarted (1 of 1 restarts)" in run.stderr
     summary = summary_of(tmp_path)
     assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 2], [0, 2, 3]]
@@ -106,8 +104,7 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
 def test_a_shard_group_of_which_a_rank_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     groups = ("launch.world_size=6", "launch.local_size=2", "shard=optimizer", "launch.restart=1")
     options = ("+model.rank=3", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=2000")
-    run = train(tmp_path, *MORTAL, *groups, *options, "training.evaluate_every_epochs=0")
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, *MORTAL, *groups, *options, "training.evaluate_every_epochs=0").succeeded()
     assert "its shard group, ranks 2 to 3, is restarted (1 of 1 restarts)" in run.stderr
     summary = summary_of(tmp_path)
     assert [change["members"] for change in summary["changes_of_ranks"]] == [[0, 1, 4, 5], [0, 1, 4, 5, 6, 7]]

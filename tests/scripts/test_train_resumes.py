@@ -66,8 +66,7 @@ def test_train_terminated_run_saves_first_and_goes_on_under_torchrun(tmp_path: P
     step = newest_step(tmp_path / "run")
     assert step > STOPS_AT, run.stderr
     assert run.last_line == f"go on from step {step} with resume=run {TRUSTED}"
-    run = train(tmp_path, "resume=run", TRUSTED, torchrun=2)
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, "resume=run", TRUSTED, torchrun=2).succeeded()
     assert result(tmp_path / "run") == whole
 
 
@@ -106,8 +105,7 @@ def test_train_of_which_all_processes_get_usr1_saves_first(tmp_path: Path) -> No
 def test_train_resume_auto_goes_on_with_the_newest_run_of_this_configuration(tmp_path: Path, whole: list[Any]) -> None:
     stops = ("+model.how=terminate", f"+model.once={tmp_path}/stopped")
     assert train(tmp_path, *RUN, *stops, "resume=auto").status == 143  # there is none: it begins
-    run = train(tmp_path, *RUN, *stops, "resume=auto", "checkpoint.every=6")
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, *RUN, *stops, "resume=auto", "checkpoint.every=6").succeeded()
     assert " is restored from " in run.stderr
     (folder,) = run_folders(tmp_path)
     assert result(folder) == whole

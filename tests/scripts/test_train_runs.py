@@ -20,8 +20,7 @@ TINY = ("training.epochs=2", "launch.world_size=2")
 
 @pytest.mark.slow
 def test_train_default_run_leaves_everything(tmp_path: Path) -> None:
-    run = train(tmp_path, *TINY, "logger=tensorboard", fresh=True)
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, *TINY, "logger=tensorboard", fresh=True).succeeded()
     (folder,) = run_folders(tmp_path)
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
@@ -81,8 +80,7 @@ def test_train_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_train_under_torchrun_shares_one_folder(tmp_path: Path) -> None:
-    run = train(tmp_path, "training.epochs=1", "topology=ring", "logger=tensorboard", torchrun=2)
-    assert run.status == 0, run.stderr
+    run = train(tmp_path, "training.epochs=1", "topology=ring", "logger=tensorboard", torchrun=2).succeeded()
     (folder,) = run_folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("completed", 2)
