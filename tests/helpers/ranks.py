@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -82,6 +83,13 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int) -> list
     except BaseException:
         _end_all()
         raise
+
+
+def error_of(kind: Any, call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What the error says that this raises, of that kind or one of those: for a rank to return."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)
 
 
 def _stand_ready(world_size: int) -> Sequence[_Standing]:

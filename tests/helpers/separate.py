@@ -101,6 +101,11 @@ def train(workers: VirtualWorkers, inputs: torch.Tensor, loss: Loss = mean_squar
     loss(workers, inputs).backward()
 
 
+def train_both(workers: VirtualWorkers, separate: Separate, inputs: torch.Tensor, loss: Loss = mean_square) -> None:
+    train(workers, inputs, loss)
+    separate.train(inputs, loss)
+
+
 def trained_alike(
     module: nn.Module,
     world_size: int = 3,
@@ -119,8 +124,7 @@ def trained_alike(
     workers = make_workers(module, world_size, optimizer, topology, **arguments)
     separate = Separate(module, world_size, optimizer, topology, combines_first=combines_first, clip=clip_separate)
     for step in range(num_steps):
-        train(workers, inputs(step), loss)
-        separate.train(inputs(step), loss)
+        train_both(workers, separate, inputs(step), loss)
     assert workers.step == num_steps
     assert_same(workers, separate, atol)
     return workers

@@ -4,9 +4,9 @@ import contextlib
 import os
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
+from ranks import error_of
 
 import topologies
 from gossip import BucketShape, DistributedTransport, ExchangeError, Uncompressed, World, launch
@@ -27,9 +27,7 @@ def hand_out_to_nobody() -> str:
             places.add(transport.memory(message, step=step, bucket=0).data_ptr())
             transport.shared_messages[0].publish((1,))
         assert len(places) == 3  # nothing that is not read is overwritten
-        with pytest.raises(ExchangeError) as caught:
-            transport.memory(message, step=3, bucket=0)
-        text = str(caught.value)
+        text = error_of(ExchangeError, transport.memory, message, step=3, bucket=0)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
 
@@ -54,22 +52,16 @@ def wait_for_what_is_not_sent() -> list[str]:
     if world.rank == 0:
         conversation = Uncompressed().codec(shape, 0).exchange(torch.zeros(NUMEL), topology.round(0), 0)
         exchange = transport.start(conversation, topology.round(0), step=0, bucket=0)
-
-        def error_of_waiting() -> str:
-            with pytest.raises(ExchangeError) as caught:
-                exchange.wait()
-            return str(caught.value)
-
         reader, writer = os.pipe()
         if os.fork() == 0:
             with contextlib.suppress(BaseException):
-                os.write(writer, error_of_waiting().encode())
+                os.write(writer, error_of(ExchangeError, exchange.wait).encode())
             os._exit(0)
         os.close(writer)
         with open(reader, "rb") as pipe:
             texts.append(pipe.read().decode())
         os.wait()
-        texts.append(error_of_waiting())
+        texts.append(error_of(ExchangeError, exchange.wait))
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return texts
 

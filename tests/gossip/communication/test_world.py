@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from replicas import SGD, TINY_BUCKETS, rank_module
 from torch import nn
 
@@ -61,9 +61,7 @@ def outsiders() -> list[str]:
     texts = []
     for given in (group, object()):
         if dist.get_rank() == 2 or given is not group:
-            with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the texts are looked at below
-                GossipDataParallel(nn.Linear(2, 1), None, process_group=given)
-            texts.append(str(caught.value))
+            texts.append(error_of(ValueError, GossipDataParallel, nn.Linear(2, 1), None, process_group=given))
     return texts
 
 
@@ -159,9 +157,7 @@ def construct_without(absent: tuple[int, ...]) -> str:
     text = "absent"
     dist.barrier()
     if dist.get_rank() not in absent:
-        with pytest.raises(ExchangeError) as caught:
-            World(SHORT)
-        text = str(caught.value)
+        text = error_of(ExchangeError, World, SHORT)
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text
 
@@ -204,9 +200,7 @@ def absent_from_collectives() -> list[str]:
         model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=1)
         model.world.timeout = SHORT  # once all are there
         if model.rank != 1:
-            with pytest.raises(ExchangeError) as caught:
-                call(model)
-            texts.append(str(caught.value))
+            texts.append(error_of(ExchangeError, call, model))
         dist.monitored_barrier(timeout=timedelta(seconds=60))
     return texts
 
@@ -227,9 +221,7 @@ def survive_a_peer() -> str:
     world.sum_(torch.ones(1), "the first sum")
     text = "gone"
     if world.rank == 0:
-        with pytest.raises(ExchangeError) as caught:
-            world.sum_(torch.ones(1), "the second sum")
-        text = str(caught.value)
+        text = error_of(ExchangeError, world.sum_, torch.ones(1), "the second sum")
     world.close()
     dist.monitored_barrier(timeout=timedelta(seconds=60))
     return text

@@ -16,7 +16,7 @@ import unsupervised
 from elastic_ranks import flat, make_model, make_steps, targets
 from fault_places import injected
 from free_ports import free_port
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from small_runs import SGD
 from torch import nn
 
@@ -61,15 +61,10 @@ def test_a_world_of_one_has_nobody_to_lose() -> None:
         assert (model.rank, model.world_size, model.members) == (0, 1, (0,))
 
 
-def min_ranks_of(number: int) -> str:
-    with pytest.raises(ValueError, match="min_ranks") as caught:
-        make_model(4, {"topology": "ring", "min_ranks": number})
-    return str(caught.value)
-
-
 def test_min_ranks_is_a_number_of_the_ranks() -> None:
     text = "min_ranks must be from 1 to the number of ranks, 3, got 4"
-    assert launch(min_ranks_of, 4, world_size=3) == [text] * 3
+    options = {"topology": "ring", "min_ranks": 4}
+    assert launch(error_of, ValueError, make_model, 4, options, world_size=3) == [text] * 3
 
 
 def error_with(make_group: Callable[[int], None]) -> str:
@@ -78,9 +73,7 @@ def error_with(make_group: Callable[[int], None]) -> str:
     dist.barrier()  # else a rank that leaves could take the other's connection with it
     dist.destroy_process_group()
     make_group(rank)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the text is looked at below
-        make_model(4, {"topology": "ring"})
-    return str(caught.value)
+    return error_of(ValueError, make_model, 4, {"topology": "ring"})
 
 
 def group_with_the_store_in_a_rank(port: int, rank: int) -> None:

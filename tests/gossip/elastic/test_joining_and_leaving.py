@@ -25,6 +25,7 @@ from elastic_ranks import (
     steps_until,
     targets,
 )
+from ranks import error_of
 from tiers import rest_is_slow
 
 import gossip
@@ -228,12 +229,6 @@ def test_a_rank_that_fails_again_and_again_is_left_out_in_the_end(tmp_path: Path
 # ---------------------------------------------------------------------- what cannot be joined
 
 
-def build_another(numel: int, options: dict[str, Any]) -> str:
-    with pytest.raises((ManifestError, ValueError)) as caught:
-        make_model(numel, options)
-    return str(caught.value)
-
-
 def test_what_is_built_otherwise_cannot_join() -> None:
     refused = [
         (NUMEL + 1, {"topology": "ring"}, r"rank \d cannot join: parameter 1 is 'first' float64 \[65\].* \[64\]"),
@@ -246,7 +241,7 @@ def test_what_is_built_otherwise_cannot_join() -> None:
         unsupervised.started(stay, folder, NUMEL, (0, 1, 6), {}, (), {"topology": "ring"}, world_size=2) as ranks,
     ):
         for numel, options, _ in refused:
-            ranks.join(build_another, numel, options)
+            ranks.join(error_of, (ManifestError, ValueError), make_model, numel, options)
         texts = ranks.results(silent={0, 1})
     for text, (_, _, expected) in zip(texts[2:], refused, strict=True):
         assert re.search(expected, text)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpointing import log_of
 from covering import covering
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from replicas import SGD, gathered
 from separate import Separate, mean_square
 from small_runs import MODES, finish
@@ -126,9 +126,7 @@ def unfreezing_what_the_others_do_not() -> str:
     model.module[2].weight.requires_grad_(True)
     if model.rank == 1:
         model.module[2].bias.requires_grad_(True)
-    with pytest.raises(ManifestError) as caught:
-        step_of(model, 1)
-    return str(caught.value)
+    return error_of(ManifestError, step_of, model, 1)
 
 
 def test_ranks_that_unfreeze_different_parameters_are_refused_everywhere() -> None:
@@ -223,9 +221,7 @@ def converting_on_one_rank() -> str:
     model = make_model(topology="ring")
     if model.rank == 1:
         model.module[2].weight.data = model.module[2].weight.data.float()
-    with pytest.raises(ManifestError) as caught:
-        model.global_avg()
-    return str(caught.value)
+    return error_of(ManifestError, model.global_avg)
 
 
 def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -41,9 +41,8 @@ def odd_one_out(what: str) -> str:
     if is_odd and what == "buffer":
         module.register_buffer("mean", torch.zeros(2))
     options: dict[str, Any] = {"optimizer": SGD, "topology": three_phases(is_odd) if what == "phases" else "ring"}
-    with pytest.raises((ManifestError, ValueError)) as caught:
-        GossipDataParallel(module, **options | (ODD.get(what, {}) if is_odd else {}))
-    return str(caught.value)
+    options |= ODD.get(what, {}) if is_odd else {}
+    return error_of((ManifestError, ValueError), GossipDataParallel, module, **options)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from sharded_models import ADAMW, make_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -106,16 +106,14 @@ UNEQUAL: dict[Callable[[DeviceMesh], None], str] = {
 }
 
 
-def error_of(make: Callable[[DeviceMesh], None]) -> str:
-    with pytest.raises((ValueError, ManifestError, ExchangeError)) as caught:
-        make(make_mesh(2, 2))
-    return str(caught.value)
+def make_unequally(make: Callable[[DeviceMesh], None]) -> str:
+    return error_of((ValueError, ManifestError, ExchangeError), make, make_mesh(2, 2))
 
 
 @pytest.mark.parametrize("make", UNEQUAL)
 def test_ranks_that_are_built_unequally_all_get_an_error(make: Callable[[DeviceMesh], None]) -> None:
     """Those of other groups, and of the same group, too; within the time-out."""
-    texts = run_ranks(error_of, make, world_size=4)
+    texts = run_ranks(make_unequally, make, world_size=4)
     assert UNEQUAL[make] in texts[ODD_RANK]
     for rank, text in enumerate(texts):
         assert "\n" not in text

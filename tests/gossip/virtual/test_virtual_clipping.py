@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import ADAM, Separate, assert_same, batch, make_module, make_workers, train, trained_alike
+from separate import ADAM, Separate, assert_same, batch, make_module, make_workers, train, train_both, trained_alike
 from torch import nn
 
 from gossip import GossipError
@@ -44,8 +44,7 @@ def test_clipping_equals_torchs(dtype: torch.dtype, clip: str, reference: Callab
 def test_gradients_that_are_not_finite_are_not_applied(value: float, clipping: dict[str, Any]) -> None:
     module = make_module()
     workers, separate = make_workers(module, 3, ADAM, **clipping), Separate(module, 3, ADAM)
-    train(workers, batch(6))
-    separate.train(batch(6))
+    train_both(workers, separate, batch(6))
     inputs = batch(6, seed=1)
     inputs[2:4] = value
     train(workers, inputs)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import Separate, assert_same, batch, make_workers, stacked, train, trained_alike
+from separate import Separate, assert_same, batch, make_workers, stacked, train, train_both, trained_alike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -160,8 +160,7 @@ def test_evaluation_uses_each_replicas_own_statistics(case: str) -> None:
     module = make().double()
     workers, separate = make_workers(module, 3), Separate(module, 3)
     for step in range(3):
-        train(workers, inputs(6, step))
-        separate.train(inputs(6, step))
+        train_both(workers, separate, inputs(6, step))
     workers.eval()
     wanted = [each.eval()(inputs(5, 9)) for each in separate.modules]
     torch.testing.assert_close(workers.every(inputs(5, 9)), torch.stack(wanted), rtol=1e-9, atol=1e-9)
@@ -249,12 +248,7 @@ def test_a_checkpoint_around_the_workers_makes_one_step() -> None:
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    workers, separate = make_workers(module, 3), Separate(module, 3)
-    for step in range(2):
-        train(workers, batch(6, seed=step), loss)
-        separate.train(batch(6, seed=step))
-    assert workers.step == 2
-    assert_same(workers, separate)
+    trained_alike(module, loss=loss)
 
 
 def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> None:
@@ -270,8 +264,7 @@ def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> No
             workers.module[1].train(step != 1)  # type: ignore[index]
             for each in separate.modules:
                 each[1].train(step != 1)  # type: ignore[index]
-            train(workers, batch(6, seed=step))
-            separate.train(batch(6, seed=step))
+            train_both(workers, separate, batch(6, seed=step))
         assert_same(workers, separate)
     assert len(warnings_told) == 1
 

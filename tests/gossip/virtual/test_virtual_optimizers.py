@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import Separate, assert_same, batch, make_module, make_workers, train, trained_alike
+from separate import Separate, assert_same, batch, make_module, make_workers, train, train_both, trained_alike
 from torch import nn
 
 from gossip import AccumAdamW, VirtualWorkers
@@ -93,8 +93,7 @@ def test_an_optimizer_that_has_trained_goes_on(name: str) -> None:
     workers = VirtualWorkers(module, 3, built, devices=["cpu"])
     assert workers.optimizer is built
     for step in range(3):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
+        train_both(workers, separate, batch(6, seed=step))
     assert_same(workers, separate, atol=1e-9)
 
 

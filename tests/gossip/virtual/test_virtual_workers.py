@@ -9,7 +9,18 @@ import pytest
 import torch
 from covering import covering
 from replicas import Awkward
-from separate import ADAM, SGD, Separate, assert_same, batch, make_module, make_workers, train, trained_alike
+from separate import (
+    ADAM,
+    SGD,
+    Separate,
+    assert_same,
+    batch,
+    make_module,
+    make_workers,
+    train,
+    train_both,
+    trained_alike,
+)
 from torch import nn
 
 from gossip import GossipError, VirtualWorkers
@@ -69,8 +80,7 @@ def test_no_sync_accumulates() -> None:
         separate.backward(batch(6, seed=step))
         separate.backward(batch(2, seed=step + 10))
         assert workers.step == step
-        train(workers, batch(6, seed=step + 20))
-        separate.train(batch(6, seed=step + 20))
+        train_both(workers, separate, batch(6, seed=step + 20))
     assert_same(workers, separate)
 
 
@@ -94,8 +104,7 @@ def test_calls_of_the_optimizer_that_no_backward_pass_precedes_do_nothing_and_ar
 def test_idle_step_mixes_and_applies_what_was_accumulated() -> None:
     module = make_module()
     workers, separate = make_workers(module, 3, topology="ring"), Separate(module, 3, topology="ring")
-    train(workers, batch(6))
-    separate.train(batch(6))
+    train_both(workers, separate, batch(6))
     workers.idle_step()
     separate.update(())
     with workers.no_sync():
@@ -120,8 +129,7 @@ def test_a_backward_pass_that_dies_is_forgotten() -> None:
         train(workers, inputs)
     assert workers.step == 0
     for step in range(2):
-        train(workers, batch(4, seed=step))
-        separate.train(batch(4, seed=step))
+        train_both(workers, separate, batch(4, seed=step))
     assert workers.step == 2
     assert_same(workers, separate)
 
@@ -145,8 +153,7 @@ def test_awkward_parameters(optimizer: Any, bucket_cap_mb: float, dtype: torch.d
                 each.get_parameter(name).add_(rank)
     for step in range(2 if dtype == torch.bfloat16 else 4):
         inputs = 0.3 * batch(7, seed=step).to(dtype)
-        train(workers, inputs)
-        separate.train(inputs)
+        train_both(workers, separate, inputs)
     assert_same(workers, separate, atol={torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
     replica = workers.replica(1)
     assert isinstance(replica, Awkward)
@@ -163,8 +170,7 @@ def test_schedulers_drive_the_optimizer_without_warnings() -> None:
     optimizers = [workers.optimizer, *(own for (own,) in separate.optimizers)]
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=5) for each in optimizers]
     for step in range(4):
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
+        train_both(workers, separate, batch(6, seed=step))
         for scheduler in schedulers:
             scheduler.step()
     assert_same(workers, separate)
@@ -181,8 +187,7 @@ def test_a_group_that_is_added_is_trained_from_then_on() -> None:
             workers.optimizer.add_param_group({"params": list(workers.module[2].named_parameters()), "lr": 0.5})
             for each, (optimizer,) in zip(separate.modules, separate.optimizers, strict=True):
                 optimizer.add_param_group({"params": list(each[2].named_parameters()), "lr": 0.5})
-        train(workers, batch(6, seed=step))
-        separate.train(batch(6, seed=step))
+        train_both(workers, separate, batch(6, seed=step))
         assert_same(workers, separate)
     assert workers.optimizer.param_groups[1]["params"][0].shape == (3, 2, 4)
 
@@ -272,10 +277,9 @@ def test_inside_averaged_nothing_is_trained() -> None:
     workers = make_workers(make_module(), 3)
     loss = workers(batch(6)).square().mean()
     with workers.averaged():
-        with pytest.raises(GossipError, match=r"inside averaged\(\)"):
-            loss.backward()
-        with pytest.raises(GossipError, match=r"inside averaged\(\)"):
-            workers.idle_step()
+        for refused in (loss.backward, workers.idle_step):
+            with pytest.raises(GossipError, match=r"inside averaged\(\)"):
+                refused()
         workers.module(batch(6)).sum().backward()
     assert workers.step == 0
     train(workers, batch(6))
@@ -285,8 +289,7 @@ def test_inside_averaged_nothing_is_trained() -> None:
 def test_global_avg_makes_replicas_equal_and_drops_what_is_in_flight() -> None:
     module = make_module()
     workers, separate = make_workers(module, 3, topology="ring"), Separate(module, 3, topology="ring")
-    train(workers, batch(6))
-    separate.train(batch(6))
+    train_both(workers, separate, batch(6))
     workers.global_avg()
     assert workers.consensus_distance() == (0.0, 0.0)
     for own in zip(*(each.parameters() for each in separate.modules), strict=True):
@@ -296,7 +299,6 @@ def test_global_avg_makes_replicas_equal_and_drops_what_is_in_flight() -> None:
     assert_same(workers, separate)
     for one, other in zip(workers.module.parameters(), workers.replica(2).parameters(), strict=True):
         assert torch.equal(one, other)
-    train(workers, batch(6, seed=1))
-    separate.train(batch(6, seed=1))  # replicas are equal: mixing them changes nothing
+    train_both(workers, separate, batch(6, seed=1))  # replicas are equal: mixing them changes nothing
     assert_same(workers, separate)
     assert workers.step == 2
