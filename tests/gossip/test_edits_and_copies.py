@@ -81,7 +81,6 @@ def edit_between_steps(algorithm: str) -> None:
         train(model, range(2, 4), model.rank)
         assert len(list(model.module.parameters())) == 6
         results.append(copy.deepcopy(model.state_dict()))
-        model.close()
     for other, edit in zip(results[1:], EDITS, strict=True):
         assert_equal_states(other, results[0], edit.__name__)
 
@@ -136,8 +135,6 @@ def copy_and_go_on(algorithm: str) -> None:
         with pytest.raises(GossipError, match="detached copy"):
             call()
     detached.close()
-    model.close()
-    undisturbed.close()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -59,9 +59,7 @@ def train_on(
         model(inputs.to(device)).square().mean().backward()
     distance, _ = model.consensus_distance()
     model.global_avg()
-    state = [tensor.cpu() for tensor in model.state_dict().values()]
-    model.close()
-    return state, distance
+    return [tensor.cpu() for tensor in model.state_dict().values()], distance
 
 
 @pytest.mark.parametrize("topology", ["complete", "star", "directed_ring"])
@@ -205,7 +203,6 @@ def steps_without_synchronisation(compression: str | None) -> int:
             model(inputs).square().mean().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    model.close()
     return model.step
 
 

@@ -110,6 +110,18 @@ class Contract:
                 setattr(self, name, lambda *_, value=value, **__: value)
 
 
+def assert_views_agree(round_: topologies.Round) -> None:
+    """What each rank sees of a round is what the whole matrix says."""
+    matrix = round_.matrix()
+    for i in range(round_.world_size):
+        reads = [j for j in range(round_.world_size) if j != i and matrix[i, j]]
+        read_by = [j for j in range(round_.world_size) if j != i and matrix[j, i]]
+        assert list(round_.neighbours(i).items()) == [(j, matrix[i, j]) for j in reads]
+        assert round_.targets(i) == tuple(read_by)
+        assert round_.peers(i) == tuple(sorted({*reads, *read_by}))
+        assert round_.self_weight(i) == matrix[i, i]
+
+
 def up_to(limit: int) -> Callable[..., Any]:
     return lambda n, **_: 1 if n <= limit else UNPROMISED
 

@@ -134,15 +134,13 @@ def train(accelerator: Accelerator, folder: Path, steps: range, *, resumes: bool
         average = flat(module)
     state = optimizer.optimizer.state_dict()["state"]
     model.global_avg()
-    found = {
+    return {
         "average": average,
         "in the end": flat(module),
         "moments": [each["exp_avg"].clone() for each in state.values()],
         "rate": optimizer.param_groups[0]["lr"],
         "step": model.step,
     }
-    model.close()
-    return found
 
 
 def interrupted(folder: str) -> tuple[dict[str, Any], ...]:
@@ -182,9 +180,7 @@ def uneven() -> tuple[int, int]:
     with model.averaged(), torch.no_grad():
         outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in accelerator.prepare(DataLoader(samples(2)))]
     assert sum(map(len, outputs)) == 6
-    steps = model.step
-    model.close()
-    return num_batches, steps
+    return num_batches, model.step
 
 
 def test_uneven_inputs() -> None:
@@ -202,7 +198,6 @@ def test_in_one_process_accumulated_passes_make_no_steps() -> None:
             accelerator.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum())
             optimizer.step()
             assert model.step == (number + 1) // 2
-    model.close()
 
 
 class Tied(nn.Module):
@@ -231,8 +226,6 @@ def test_two_models_are_saved_beside_each_other_and_tied_weights_once(tmp_path: 
     assert all(map(torch.equal, map(flat, models), saved))
     assert models[1].module.last.weight is models[1].module.first.weight
     assert len(load_file(tmp_path / "model_1.safetensors")) == 1
-    for model in models:
-        model.close()
 
 
 def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) -> None:
@@ -242,7 +235,7 @@ def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) ->
 def load_at_once(folder: Path) -> None:
     """Rank 0 writes its files after the other one has left ``save_state``."""
     accelerator = accelerator_of()
-    model = prepare(accelerator, network(), SGD, topology="ring")[0]
+    prepare(accelerator, network(), SGD, topology="ring")
     store = dist.PrefixStore("left", dist.distributed_c10d._get_default_store())
     written = accelerate.checkpointing.save
 
@@ -256,7 +249,6 @@ def load_at_once(folder: Path) -> None:
     if not accelerator.is_main_process:
         store.set("rank 1", "")
     accelerator.load_state(str(folder))
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -296,7 +288,6 @@ def test_what_cannot_be_prepared_is_refused() -> None:
     model, _ = prepare(accelerator, module, SGD, topology="ring")
     with pytest.raises(ValueError, match="already been prepared or wrapped"):
         prepare(accelerator, model, SGD)
-    model.close()
 
 
 def test_clipping_that_finds_no_gradients_is_refused() -> None:
@@ -314,4 +305,3 @@ def test_clipping_that_finds_no_gradients_is_refused() -> None:
     other = nn.Linear(1, 1)
     other(torch.ones(1, 1)).sum().backward()
     assert float(accelerator.clip_grad_norm_(other.parameters(), 1.0)) > 1, "of others it is as ever"
-    model.close()

@@ -43,7 +43,6 @@ def run_with_and_without_saving(folder: str, names: Sequence[str], num_steps: in
         for _ in range(num_steps):
             one_step(model, scheduler)
         undisturbed = everything(model)
-        model.close()
 
         model, scheduler = start(name)
         for step in range(num_steps):
@@ -59,7 +58,6 @@ def run_with_and_without_saving(folder: str, names: Sequence[str], num_steps: in
             one_step(model, scheduler)
         assert_same(everything(model), undisturbed)
         torch.save(undisturbed, f"{folder}/{name}.{model.rank}")
-        model.close()
 
 
 def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> None:
@@ -76,8 +74,6 @@ def resume_at_every_step(folder: str, names: Sequence[str], num_steps: int) -> N
             for _ in range(step, num_steps):
                 one_step(model, scheduler)
             assert_same(everything(model), undisturbed)
-            if step % 2:
-                model.close()
 
 
 @pytest.mark.slow

@@ -69,7 +69,6 @@ def export_while_training(folder: str) -> None:
             assert "calls" not in load_file(path)
             with safetensors.safe_open(path, "pt") as file:
                 assert file.metadata() == {"format": "pt", "third.weight": "second.weight"}
-    model.close()
 
     model = make_model(module=Everything, topology="exponential")
     for _ in range(5):

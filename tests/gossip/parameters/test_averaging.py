@@ -172,7 +172,6 @@ def average_while_one_leaves(number: int, staging_bytes: int, how: str) -> tuple
         assert (is_own | values.isclose(mean, rtol=1e-5, atol=1e-6)).all(), name
         num_changed += int((~is_own).sum())
         num_values += values.numel()
-    model.close()
     return num_changed, num_values, str(caught.value)
 
 
@@ -226,7 +225,6 @@ def average_in_pieces() -> None:
         with mock.patch.object(staged_collectives, "STAGING_BYTES", staging_bytes):
             model.global_avg()
         assert torch.equal(module[0], whole[:numel].to(dtype))
-        model.close()
 
 
 def test_average_in_pieces_has_the_bits_of_the_whole() -> None:

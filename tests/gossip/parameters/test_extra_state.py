@@ -84,7 +84,6 @@ def save_and_load(folder: str, shard: str | None) -> None:
     train(model, 1)
     gossip.load(model, folder)
     assert states(model.module) == mine, "in place"
-    model.close()
     model = make_model(start=0, shard=shard)
     with log_of() as lines:
         gossip.load(model, folder)

@@ -165,7 +165,6 @@ def overflow_in_one_bucket(outside: bool) -> None:
                 model.optimizer.zero_grad()
             assert scaler.get_scale() == (512.0 if step >= 3 else 1024.0)
             assert_rows(model, rows_after(range(step + 1), model.world_size, loss=skipping_loss))
-        model.close()
 
 
 @pytest.mark.parametrize("outside", [False, True])

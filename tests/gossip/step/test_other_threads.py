@@ -111,7 +111,6 @@ def test_step_or_average_in_another_thread_while_backward_runs_is_refused() -> N
         module.meanwhile = lambda name=name: in_another_thread(lambda: call(name))
         model(batch(0, 0)).square().mean().backward()
     assert (model.step, len(refused)) == (3, 3)
-    model.close()
 
 
 def divide_by_zero() -> None:
