@@ -23,10 +23,6 @@ def family(name: str, n: int = 4) -> Topology:
     return topologies.variants(name, n)[0]
 
 
-def matrices(topology: Topology) -> Schedule:
-    return lambda t: topology.round(t).matrix()
-
-
 def every(schedule: Schedule, k: int, n: int) -> Schedule:
     return lambda t: schedule((t + 1) // k - 1) if (t + 1) % k == 0 else np.eye(n)
 
@@ -57,7 +53,7 @@ def expression(seed: int) -> tuple[Topology, Schedule]:
     def grow(depth: int) -> tuple[Topology, Schedule]:
         if depth == 0:
             leaf = family(str(generator.choice(names)))
-            return leaf, matrices(leaf)
+            return leaf, lambda t: leaf.round(t).matrix()
         topology, schedule = grow(depth - 1)
         if generator.random() < 0.4:
             k = int(generator.integers(1, 4))

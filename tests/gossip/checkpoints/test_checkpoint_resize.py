@@ -147,16 +147,12 @@ class DoubleBuffer(DroppingNet):
         self.level = self.level.double()
 
 
-def reversed_order(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters[::-1])
-
-
 MISFITS = {
     "parameter": ({"module": Wider}, r"parameter 'first\.bias' is float32 \[6\] in the checkpoint, but nothing here"),
     "dtype": ({"module": DoubleBuffer}, r"buffer 'level' is bfloat16 \[5\] in the checkpoint, but float64 \[5\] here"),
     "type": ({"optimizer": functools.partial(torch.optim.Adam)}, "optimizer is AdamW in the checkpoint, but Adam here"),
     "order": (
-        {"optimizer": reversed_order},
+        {"optimizer": lambda named: torch.optim.AdamW(named[::-1])},
         r"optimizer, group 1, parameter 1 is 'frozen' in the checkpoint, but 'narrow\.bias' here",
     ),
 }

@@ -42,19 +42,15 @@ def hide_the_state(model: GossipDataParallel) -> None:
     model.optimizer.state_dict = Part().state_dict
 
 
-def lack_memory(_: Any) -> Any:
-    raise MemoryError("no more")
-
-
-def lacking_memory(module: Any, what: str) -> Callable[[GossipDataParallel], object]:
-    return lambda _: mock.patch.object(module, what, lack_memory).start()
+def lack_memory(_: GossipDataParallel) -> None:
+    mock.patch.object(engine, "algorithm_state", side_effect=MemoryError("no more")).start()
 
 
 # What is wrong with rank 1, what it raises, and why.
 CASES: dict[str, tuple[Callable[[GossipDataParallel], object], type[Exception], str]] = {
     "object": (keep_an_object, TypeError, "the state of parameter 'weight' in AdamW['mark'] is a builtins.object"),
     "state_dict": (hide_the_state, ValueError, "the state_dict() of AdamW failed: KeyError: 'position'"),
-    "copying": (lacking_memory(engine, "algorithm_state"), CheckpointError, "rank 1: MemoryError: no more"),
+    "copying": (lack_memory, CheckpointError, "rank 1: MemoryError: no more"),
 }
 
 

@@ -31,14 +31,6 @@ JOINS_AS = 3
 TOO_MUCH = "DefaultCPUAllocator: can't allocate memory"
 
 
-def lack_memory(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(TOO_MUCH)
-
-
-def flatten_to_too_much(*_: Any) -> tuple[str, torch.Tensor]:
-    return "null", torch.zeros(1, dtype=torch.uint8).expand(2**60)
-
-
 def send_only_the_first(
     self: StateSource, member: int, piece: int, content: torch.Tensor, part: int, *, send: Any
 ) -> None:
@@ -55,9 +47,10 @@ def broken(where: str) -> Any:
         failing = functools.partialmethod(send_only_the_first, send=StateSource._send)
         return mock.patch.object(StateSource, "_send", failing)
     if where == "loading":
-        return mock.patch.object(generation_change, "restore_replica", lack_memory)
+        return mock.patch.object(generation_change, "restore_replica", side_effect=RuntimeError(TOO_MUCH))
     assert where == "too large"
-    return mock.patch.object(generation_change, "serialize", flatten_to_too_much)
+    too_large = "null", torch.zeros(1, dtype=torch.uint8).expand(2**60)
+    return mock.patch.object(generation_change, "serialize", return_value=too_large)
 
 
 class Keeping(torch.optim.SGD):

@@ -1,6 +1,7 @@
 """Workers start, report, fail and leave as a caller can rely on."""
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -178,19 +179,11 @@ def test_launch_refuses_a_function_that_workers_cannot_import() -> None:
         launch(lambda: None, world_size=1)
 
 
-def unpicklable_result() -> object:
-    return threading.Lock()
-
-
-def launch_again() -> None:
-    launch(process_id, world_size=1)
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (unpicklable_result, "rank 0 failed: TypeError: its result cannot be pickled"),
-        (launch_again, "gossip.launch was called inside a worker"),
+        (threading.Lock, "rank 0 failed: TypeError: its result cannot be pickled"),
+        (functools.partial(launch, process_id, world_size=1), "gossip.launch was called inside a worker"),
     ],
 )
 def test_launch_says_what_a_worker_did_wrong(function: Callable[[], object], text: str) -> None:

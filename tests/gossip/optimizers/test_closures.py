@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -163,11 +163,10 @@ def test_optimizer_that_evaluates_its_closure_elsewhere_is_refused_with_the_reme
     assert "in a subclass: def step(self, closure): return super().step(closure)" in str(caught.value)
 
 
-def lbfgs(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=3)
-
-
-@pytest.mark.parametrize("factory", [functools.partial(SharpnessAwareByItself, lr=0.1), lbfgs])
+@pytest.mark.parametrize(
+    "factory",
+    [functools.partial(SharpnessAwareByItself, lr=0.1), functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3)],
+)
 def test_optimizer_that_requires_a_closure_evaluates_it_itself(factory: Callable[..., torch.optim.Optimizer]) -> None:
     model, plain = wrap(make_module(), factory), make_module()
     optimizer = factory(list(plain.named_parameters()))

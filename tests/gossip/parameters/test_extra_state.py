@@ -53,14 +53,10 @@ class Odd(nn.Linear):
         self.held = state
 
 
-def make_module(start: int) -> nn.Sequential:
-    return nn.Sequential(Counting(start), nn.Tanh(), Counting(10 * start))
-
-
 def make_model(start: int = 100, shard: str | None = None) -> GossipDataParallel:
     """Rank r begins to count at ``start + r``."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    module, options = make_module(start + rank), {}
+    first = start + (dist.get_rank() if dist.is_initialized() else 0)
+    module, options = nn.Sequential(Counting(first), nn.Tanh(), Counting(10 * first)), {}
     if shard is not None:
         module, options = make_sharded(module, (2, 2), shard)
     return GossipDataParallel(module, SGD, "ring", **options)
