@@ -233,12 +233,6 @@ def test_a_module_that_was_changed_after_wrapping_is_refused(how: str, divided: 
     run_ranks(change_module, how, divided, world_size=2)
 
 
-def over_all(mesh: DeviceMesh) -> nn.Module:
-    module = nn.Linear(4, 4)
-    fully_shard(module, mesh=mesh)
-    return module
-
-
 def in_part(mesh: DeviceMesh) -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(module[0], mesh=mesh["shard"])
@@ -250,7 +244,7 @@ def whole(mesh: DeviceMesh, **dtypes: torch.dtype) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]] = {
-    "hybrid": (over_all, {}, "hybrid sharding"),
+    "hybrid": (lambda mesh: fully_shard(nn.Linear(4, 4), mesh=mesh), {}, "hybrid sharding"),
     "plain": (lambda _: nn.Linear(4, 4), {}, "the module is not sharded; apply torch.distributed.fsdp.fully_shard"),
     "a scalar": (
         lambda _: nn.ParameterDict({"scale": nn.Parameter(torch.ones(()))}),
