@@ -27,8 +27,7 @@ from gossip.lab.experiments.run_settings import every
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.run_summary import step_costs, summarise
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
-from gossip.lab.experiments.training_methods import GossipMethod, Method, make_method
-from gossip.lab.experiments.virtual_method import VirtualMethod
+from gossip.lab.experiments.training_methods import GossipMethod, Method, VirtualMethod, make_method
 from gossip.private_torch import profile_all_threads
 
 MODEL_FILE = "model.safetensors"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.step_time_report import Row, StepTimeResult, ratios_of, references_of, result_of, section
+from gossip.lab.benchmarks.step_time import Row, StepTimeResult, ratios_of, references_of, result_of, section
 from gossip.lab.benchmarks.summaries import Spread
 
 METHODS = [

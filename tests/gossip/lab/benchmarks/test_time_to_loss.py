@@ -12,8 +12,15 @@ from running import run_here
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss
 from gossip.lab.benchmarks.benchmark import Place
-from gossip.lab.benchmarks.time_to_loss import reaches_or_ends
-from gossip.lab.benchmarks.time_to_loss_report import Curve, LossResult, Point, loss_figure, section, target_of
+from gossip.lab.benchmarks.time_to_loss import (
+    Curve,
+    LossResult,
+    Point,
+    loss_figure,
+    reaches_or_ends,
+    section,
+    target_of,
+)
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.probe.cluster_measuring import Measured

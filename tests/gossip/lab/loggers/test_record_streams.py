@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gossip.lab.loggers import record_streams
+from gossip.lab.loggers import log_forwarding
+from gossip.lab.loggers.log_forwarding import RecordStream
 from gossip.lab.loggers.logger import Beginning
-from gossip.lab.loggers.record_streams import RecordStream
 
 
 def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) -> None:
@@ -102,7 +102,7 @@ def test_mean_takes_what_there_is_once_the_run_is_whole(tmp_path: Path) -> None:
 def test_streams_begin_at_a_step_and_keep_little_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(record_streams, "AHEAD", 4)
+    monkeypatch.setattr(log_forwarding, "AHEAD", 4)
     for rank in range(2):
         write(tmp_path, rank, range(100))
     stream = RecordStream(Beginning(tmp_path, 2), first)

@@ -11,7 +11,7 @@ import pytest
 
 from gossip.lab.experiments import training
 from gossip.lab.experiments.run_folder import claim
-from gossip.lab.experiments.virtual_method import VirtualMethod
+from gossip.lab.experiments.training_methods import VirtualMethod
 from gossip.lab.sweeps.sweep_jobs import Job
 from gossip.lab.sweeps.sweeper import GridSweeper
 
