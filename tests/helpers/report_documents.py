@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.report.report_document import Document
-from gossip.lab.report.report_files import write_report
+from gossip.lab.report.report_page import write_report
 
 TOPOLOGIES = {
     # messages sent per step; how fast disagreements shrink with 16 ranks, and with what power of their number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from gossip.lab.benchmarks.bench_methods import Method, MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
 from gossip.lab.benchmarks.summaries import Spread, table
-from gossip.lab.benchmarks.workloads import WORKLOADS, Batch, loss_of
+from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.link_probe import measure_links
 
@@ -178,8 +179,9 @@ class Measurement:
         module = self._workload.initial_module(case.seed)
         running = method.start(module, self._optimizer, case.timeout_s)
         dist.barrier()
-        for step in range(case.warmup_steps):
-            running.step(self._batch(step))
+        batches = itertools.cycle(self._batches)
+        for _ in range(case.warmup_steps):
+            running.step(next(batches))
         # No barrier here: messages in flight would arrive meanwhile, and their bytes and waits would not be counted.
         (_, sent_before), start_s = interface_bytes(place.interface), time.monotonic()
         step_s: list[float] = []
@@ -187,7 +189,7 @@ class Measurement:
             delay_s = straggler_delay_s(case.straggler, [case.seed, repetition, place.rank, step], self._compute_s)
             step_start_s = time.perf_counter()
             time.sleep(delay_s)
-            running.step(self._batch(case.warmup_steps + step))
+            running.step(next(batches))
             step_s.append(time.perf_counter() - step_start_s)
         end_s = time.monotonic()
         sent_bytes = (interface_bytes(place.interface)[1] - sent_before) / place.num_sharing
@@ -207,9 +209,6 @@ class Measurement:
             "peak_memory_bytes": peak_bytes,
             "final_loss": final_loss,
         }
-
-    def _batch(self, step: int) -> Batch:
-        return self._batches[step % len(self._batches)]
 
     @torch.no_grad()
     def _final_loss(self, running: Method, module: nn.Module) -> float:

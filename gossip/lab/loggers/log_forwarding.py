@@ -2,7 +2,7 @@
 
 They run in the process that manages the run folder: the one that starts the ranks, or rank 0 under torchrun and SLURM.
 No training step waits for them, and they do not wait for each other. The means are computed from the files of the ranks
-as these grow: records that a logger has not taken yet are on disk anyway, and at most ``AHEAD`` of each rank are held in
+as these grow: records that a logger has not taken yet are on disk anyway, and at most ``AHEAD`` of a rank are held in
 memory, however long a logger is unreachable.
 """
 

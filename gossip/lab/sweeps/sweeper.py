@@ -1,7 +1,11 @@
-"""The hydra sweeper: it turns the command line into runs for hydra's launchers, and reports on all of them."""
+"""The hydra sweeper: it turns the command line into runs for hydra's launchers, and reports on all of them.
+
+The table over the runs of a multirun (``-m``) with hydra's own sweeper is written here, too, as sweep.csv.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -14,9 +18,8 @@ from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report.report_document import Document
-from gossip.lab.report.report_files import DOCUMENT_FILE, LEGEND, PAGE_FILE, texts, write_report
+from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, PAGE_FILE, texts, write_report
 from gossip.lab.report.verdict import verdict
-from gossip.lab.sweeps.run_table import SWEEP_FILE, write_csv
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job, Plan, make_plan, read_variants
 from gossip.lab.sweeps.sweep_tuning import read_tuning
@@ -25,6 +28,15 @@ if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
+
+SWEEP_FILE = "sweep.csv"
+_COLUMNS = (
+    "job", "overrides", "status", "reason", "method", "engine", "topology", "algorithm", "compression", "clipping",
+    "data", "seed", "world_size", "averaged_test_accuracy", "averaged_test_loss", "local_test_accuracy_mean",
+    "local_test_accuracy_worst", "local_test_accuracy_best", "consensus_distance_before",
+    "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
+    "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
+)  # fmt: skip
 
 
 class GridSweeper:
@@ -192,3 +204,57 @@ def register() -> None:
     known: dict[str, Any] = Plugins.instance().class_name_to_class
     known[name] = GridSweeper
     ConfigStore.instance().store(group="hydra/sweeper", name="grid", node={"_target_": name, "params": {}})
+
+
+def callback(*, ends_with_table: bool) -> Any:
+    """Return the hydra callback (``hydra.callbacks`` in the configuration) that notes which folders are new.
+
+    With ``ends_with_table`` it writes the table at the end of a multirun, and exits with status 1 if a run failed,
+    because hydra itself only sees tasks that returned. The class is defined here to import hydra lazily.
+    """
+    from hydra.experimental.callback import Callback
+
+    class RunCallback(Callback):
+        def on_run_start(self, config: Any, **_: Any) -> None:
+            run_folder.note_new(config.hydra.run)
+
+        def on_multirun_start(self, config: Any, **_: Any) -> None:
+            run_folder.note_new(config.hydra.sweep)
+
+        def on_multirun_end(self, config: Any, **_: Any) -> None:
+            if ends_with_table:
+                summaries = finish_sweep(Path(config.hydra.sweep.dir))
+                if any(summary["status"] != "completed" for summary in summaries):
+                    raise SystemExit(1)
+
+    return RunCallback()
+
+
+def finish_sweep(folder: Path) -> list[dict[str, Any]]:
+    """Write sweep.csv over the runs under ``folder``, print its path and why runs failed, and return the summaries.
+
+    Each has the path of its run, relative to ``folder``, as ``job``.
+    """
+    found = {path.parent for name in (run_folder.CONFIG_FILE, run_folder.SUMMARY_FILE) for path in folder.rglob(name)}
+    jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
+    summaries = [{**run_folder.read_summary(job), "job": str(job.relative_to(folder))} for job in jobs]
+    write_csv(summaries, folder / SWEEP_FILE)
+    for summary in summaries:
+        if summary["status"] != "completed":
+            print(f"job {summary['job']} {summary['status']}: {summary['reason']}")
+    print(f"{len(summaries)} runs: {folder / SWEEP_FILE}")
+    return summaries
+
+
+def write_csv(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write one row per run as CSV; missing values are left empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS, restval="", extrasaction="ignore")
+        writer.writeheader()
+        for summary in summaries:
+            writer.writerow({**summary, "overrides": " ".join(summary["overrides"])})
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """Return a natural sort key, by which 10 comes after 9."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.parts)

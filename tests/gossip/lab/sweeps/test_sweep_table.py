@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gossip.lab.sweeps.run_table import finish_sweep
+from gossip.lab.sweeps.sweeper import finish_sweep
 
 COMPLETED = {
     "status": "completed",
