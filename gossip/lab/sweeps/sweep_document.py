@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from gossip.lab.experiments import run_folder
-from gossip.lab.experiments.records import read_jsonl, record_files
-from gossip.lab.experiments.run_settings import Settings
-from gossip.lab.experiments.validated_models import read, value_of
+from gossip.lab.experiments.records import leaves, read_jsonl, record_files
+from gossip.lab.experiments.targets import TARGET
+from gossip.lab.experiments.validated_models import read, shown, value_of
 from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Document, Metric, Row, Setting, Value
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job, Plan
 from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
 
 _MOST_NAMED = 4
+_SHOWN = ("engine", "model", "data", "optimizer", "scheduler", "training")
+"""The config sections of which a report says what all runs share."""
+_IN_PLACE_OF = {"training.epochs": "training.steps", "training.batch_size": "training.total_batch_size"}
+"""The options that mean nothing where another one has a value."""
 
 
 def make_document(plan: Plan, folder: Path) -> Document:
@@ -69,38 +73,14 @@ def make_metric(config: Mapping[str, Any]) -> Metric:
 
 
 def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the settings that all runs share, which the rows do not show."""
-    texts = [_settings(config) for config in configs]
-    common = {
-        part: _common_text([each[part] for each in configs]) for part in ("model", "data", "optimizer", "scheduler")
-    }
-    common |= {name: text for name, text in texts[0].items() if all(other[name] == text for other in texts)}
-    return {name: text for name, text in common.items() if text}
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    settings = read(Settings, config)
-    training, world_size = settings.training, settings.launch.world_size
+    """Return the options that all runs share, which the rows do not show, as they are written on the command line."""
+    first, *others = (dict(leaves({part: config[part] for part in _SHOWN})) for config in configs)
+    common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     return {
-        "samples per rank and step": str(settings.batch_size),
-        "samples per step": str(training.total_batch_size or settings.batch_size * world_size),
-        "length": f"{training.epochs} epochs" if training.steps is None else f"{training.steps} steps",
-        "engine": settings.engine,
+        key.removesuffix(f".{TARGET}"): shown(value).rpartition(".")[2] if key.endswith(TARGET) else shown(value)
+        for key, value in common.items()
+        if value is not None and not key.startswith("data.partition.") and first.get(_IN_PLACE_OF.get(key, "")) is None
     }
-
-
-def _common_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Format a config section as a call with the options that all runs share; empty if the targets differ."""
-    first = parts[0]
-    if any(part["_target_"] != first["_target_"] for part in parts):
-        return ""
-    name = str(first["_target_"]).rpartition(".")[2]
-    options = [
-        f"{key}={value}"
-        for key, value in first.items()
-        if key not in ("_target_", "partition") and all(key in part and part[key] == value for part in parts)
-    ]
-    return f"{name}({', '.join(options)})"
 
 
 def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
