@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, model_validator
-from torch import nn
 
-from gossip.lab.benchmarks.bench_methods import Method, MethodSpecification, sgd
+from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
 from gossip.lab.benchmarks.summaries import Spread, table
@@ -195,7 +194,10 @@ class Measurement:
         sent_bytes = (interface_bytes(place.interface)[1] - sent_before) / place.num_sharing
         peak_bytes = memory.bytes()
         dist.barrier()
-        final_loss = self._final_loss(running, module) if repetition == 0 else None
+        final_loss = None  # of the mean of the replicas, on the held-out batch
+        if repetition == 0:
+            with torch.no_grad(), running.averaged():
+                final_loss = float(loss_of(module.eval(), self._workload.held_out(case.seed)))
         running.close()
         del running
         gc.collect()
@@ -209,13 +211,6 @@ class Measurement:
             "peak_memory_bytes": peak_bytes,
             "final_loss": final_loss,
         }
-
-    @torch.no_grad()
-    def _final_loss(self, running: Method, module: nn.Module) -> float:
-        """Return the loss of the mean of the replicas on the held-out batch. Collective."""
-        with running.averaged():
-            module.eval()
-            return float(loss_of(module, self._workload.held_out(self._case.seed)))
 
 
 def result_of(rate: str | None, methods: Sequence[MethodSpecification], records: Records) -> StepTimeResult:

@@ -37,10 +37,10 @@ from gossip.private_torch import profile_all_threads
 MODEL_FILE = "model.safetensors"
 _FIRST_PROFILED, _NUM_PROFILED = 5, 5  # the first steps allocate and warm up
 
-_SUMMED = ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s", "bytes_sent", "num_refused")
-_TOTALS = {"step_time_s": "training_time_s", **{name: name for name in (*_SUMMED, "num_skipped", "evaluation_s")}}
+_AVERAGED = ("exposed_wait_s", "overlapped_s", "forward_s", "backward_s", "update_s")
+_SUMMED = (*_AVERAGED, "bytes_sent", "num_refused", "num_skipped", "evaluation_s")
+_TOTALS = {"step_time_s": "training_time_s", **dict(zip(_SUMMED, _SUMMED, strict=True))}
 """The keys of a record that are summed over the steps, and the name of each sum."""
-_PARTS_OF_A_STEP = ("forward_s", "backward_s", "update_s")
 
 
 class _EndTogether(Exception):
@@ -327,7 +327,7 @@ def summarise(
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
         "evaluation_s": max(report["evaluation_s"] for report in reports),
-        **{name: _mean_cost(reports, name) for name in ("exposed_wait_s", "overlapped_s", *_PARTS_OF_A_STEP)},
+        **{name: _mean_cost(reports, name) for name in _AVERAGED},
         "wait_by_peer_s": {peer: _mean_cost(waits, peer) for peer in sorted(set().union(*waits), key=int)},
         "parameter_bytes": parameter_bytes,
         "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] / report["steps"] for report in reports),

@@ -133,11 +133,6 @@ class Style:
     dash: tuple[int, ...]
     shape: str
 
-    @classmethod
-    def numbered(cls, number: int) -> Style:
-        dash = DASHES[number // NUM_COLOURS % len(DASHES)]
-        return cls(f"var(--c{number % NUM_COLOURS})", dash, SHAPES[number % len(SHAPES)])
-
 
 _BASELINES = {"ddp": Style("var(--ink)", (), "square"), "local": Style("var(--ink)", (5, 4), "circle")}
 
@@ -199,6 +194,10 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     series = []
     for index, row in enumerate(rows):
         name = ", ".join(filter(None, (row.label, *(told(row, each) for each in names))))
-        style = _BASELINES.get(row.method) or Style.numbered(numbers.setdefault(name, len(numbers)))
+        style = _BASELINES.get(row.method)
+        if style is None:
+            number = numbers.setdefault(name, len(numbers))
+            dash = DASHES[number // NUM_COLOURS % len(DASHES)]
+            style = Style(f"var(--c{number % NUM_COLOURS})", dash, SHAPES[number % len(SHAPES)])
         series.append(Series(index, row, name, style))
     return series

@@ -211,23 +211,18 @@ def chart_data(every: Sequence[Series], drawn: Sequence[Drawn]) -> str:
 
 
 def write_report(document: Document, folder: Path) -> None:
-    """Write report.html, results.csv, results.json and results.md of a sweep into a new or an old folder."""
+    """Write report.html, results.json, results.md and results.csv of a sweep into a new or an old folder.
+
+    The latter has one line per row: its settings, each value as ``name`` and ``name_spread``, seeds and commands. If a
+    value has an interval, its ends are ``name_low`` and ``name_high``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAGE_FILE).write_text(render_page(document), encoding="utf-8")
     (folder / DOCUMENT_FILE).write_text(document.model_dump_json(indent=1, exclude_unset=True) + "\n", encoding="utf-8")
     (folder / MARKDOWN_FILE).write_text(markdown(document), encoding="utf-8")
-    _write_table(document, folder / TABLE_FILE)
-
-
-def _write_table(document: Document, path: Path) -> None:
-    """Write one CSV line per row: its settings, each value as ``name`` and ``name_spread``, its seeds and commands.
-
-    If a value has an interval, its ends are ``name_low`` and ``name_high``.
-    """
     lines = [_cells(row, value_names(document.rows)) for row in document.rows]
-    columns = dict.fromkeys(name for line in lines for name in line)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+    with (folder / TABLE_FILE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line), restval="")
         writer.writeheader()
         writer.writerows(lines)
 

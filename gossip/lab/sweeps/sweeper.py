@@ -153,10 +153,12 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
     summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
     write_csv(summaries, folder / SWEEP_FILE)
     document = make_document(plan, folder)
-    if num_left_out := _num_left_out(document, folder):
+    earlier = run_folder.read_json(folder / DOCUMENT_FILE).get("rows", ())
+    had = {command for row in earlier for command in row["commands"]}
+    if left_out := had.difference(*(row.commands for row in document.rows)):
         logger.warning(
             "the report leaves out {} runs of the earlier one, which this command does not ask for; their folders stay "
-            "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", num_left_out, folder,
+            "in {}, and hydra.sweep.dir=... chooses another folder for a report of its own", len(left_out), folder,
         )  # fmt: skip
     write_report(document, folder)
     _print(document, folder)
@@ -181,13 +183,6 @@ def _print(document: Document, folder: Path) -> None:
     for sentence in verdict(document):
         print(sentence)
     print(f"report: {folder / PAGE_FILE}")
-
-
-def _num_left_out(document: Document, folder: Path) -> int:
-    """Return the number of runs in the existing report that are not in the new one."""
-    earlier = run_folder.read_json(folder / DOCUMENT_FILE).get("rows", ())
-    had = {command for row in earlier for command in row["commands"]}
-    return len(had.difference(*(row.commands for row in document.rows)))
 
 
 def register() -> None:

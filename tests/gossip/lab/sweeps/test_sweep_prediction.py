@@ -9,7 +9,7 @@ from composing import composed
 import gossip
 import topologies
 from gossip.lab.experiments.validated_models import ConfigurationError
-from gossip.lab.sweeps.sweep_prediction import make_cluster, predict_step_time_s
+from gossip.lab.sweeps.sweep_document import make_cluster, predict_step_time_s
 
 SUMMARY: dict[str, Any] = {
     "steps": 12,
