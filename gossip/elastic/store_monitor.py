@@ -54,9 +54,8 @@ class StoreMonitor:
         """Ask once and wait; return whether to continue."""
         self._asked_at = time.monotonic()
         try:
-            if self.status is None:
-                self._consensus_store.is_proposed(0)
-            else:
+            self._consensus_store.is_proposed(0)  # which waits for a reply
+            if self.status is not None:
                 self._consensus_store.note_status(self._member, self.status())
         except StoreLost as error:
             self._lose(str(error))
