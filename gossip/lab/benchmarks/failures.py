@@ -356,10 +356,10 @@ class _Supervised:
         return min((note.at for note in self._notes if note.pid in begun), default=None)
 
     def _others_s(self, at: float, slot: int) -> float:
-        """Return how long the longest of the next steps of the others took."""
+        """Return how long the longest of the next steps took of the others that trained then."""
         longest = 0.0
-        for other in set(range(self._case.world_size)) - {slot}:
-            times = sorted(note.at for note in self._notes if note.slot == other)
+        for process in {note.pid for note in self._notes if note.slot != slot}:
+            times = sorted(note.at for note in self._notes if note.pid == process)
             first = bisect.bisect_right(times, at)
             around = times[max(0, first - 1) : first + _NEXT_STEPS]
             longest = max([longest, *(later - earlier for earlier, later in itertools.pairwise(around))])
