@@ -1,4 +1,4 @@
-"""The command ``gossip train | sweep | bench | probe | store | status``: which application it starts, and how."""
+"""The command ``gossip``: which application its first argument names, and how that is started."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ APPLICATIONS = {
     "probe": "measure this cluster, and predict whether gossip helps on it",
     "store": "serve the key-value store in which ranks meet that are started on their own",
     "status": "show a training while it runs: who trains, how fast, who waits for whom",
+    "chaos": "run a program of your own while its ranks are killed, frozen and told to leave",
 }
 
 PROBE = """\
@@ -78,7 +79,7 @@ def run(name: str) -> int:
 
     Returns the exit status: 2 if the extra is not installed, 130 after Ctrl-C, else the application's.
     """
-    if name in ("store", "status"):
+    if name in ("store", "status", "chaos"):
         return int(importlib.import_module(f"gossip.launching.{name}_command").main(sys.argv[1:]))
     try:
         missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]

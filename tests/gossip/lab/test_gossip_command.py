@@ -66,7 +66,8 @@ def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
     assert command("trian", "seed=1") == (
         2,
         "",
-        "error: there is no gossip trian; did you mean train? Available: train, sweep, bench, probe, store, status\n",
+        "error: there is no gossip trian; did you mean train? "
+        "Available: train, sweep, bench, probe, store, status, chaos\n",
     )
     hint = "error: there is no nproc; the number of ranks is given as world_size=8\n"
     assert command("train", "nproc=4") == (2, "", hint)
