@@ -280,8 +280,7 @@ class _Supervised:
             return {}
         if importlib.util.find_spec("torchft") is None:
             raise ConfigurationError(f"{self._method} needs torchft; install the extra: pip install '.[rivals]'")
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = _free_port()
         program = self._folder / "lighthouse.py"  # which reads the process's second and later arguments
         program.write_text("from torchft._torchft import lighthouse_main as main\n\nmain()\n")
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
@@ -371,6 +370,11 @@ def _cost_s(fault: Fault) -> float:
     if fault.kind == "kill":
         return 0.0
     return LASTS_S[fault.kind] * (1 - 1 / SLOWER if fault.kind == "slow" else 1)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _is_there(pid: int) -> bool:
