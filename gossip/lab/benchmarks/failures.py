@@ -284,6 +284,7 @@ class _Supervised:
         program = self._folder / "lighthouse.py"  # which reads the process's second and later arguments
         program.write_text("from torchft._torchft import lighthouse_main as main\n\nmain()\n")
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
+        options += ["--heartbeat_timeout_ms", "1000"]
         command = [sys.executable, str(program), *options, "--bind", f"127.0.0.1:{port}"]
         lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log())
         stack.callback(lighthouse.wait)

@@ -22,6 +22,7 @@ from gossip.lab.benchmarks.workloads import LOSS_TASKS, Batch, loss_of
 
 TIMEOUT = timedelta(seconds=4)
 _LONG = timedelta(seconds=60)
+_OF_TORCHFT = timedelta(seconds=10)
 SLOWER = 4
 CHECKPOINT = "checkpoint.pt"
 
@@ -113,9 +114,9 @@ def _manager(paced: Paced, states: dict[str, Any], **options: Any) -> Any:
         load_state_dict=lambda state: [each.load_state_dict(state[name]) for name, each in states.items()],
         state_dict=lambda: {name: each.state_dict() for name, each in states.items()},
         replica_id=f"slot{paced.slot}",
-        timeout=_LONG,
+        timeout=_OF_TORCHFT,
         quorum_timeout=_LONG,
-        connect_timeout=_LONG,
+        connect_timeout=_OF_TORCHFT,
         **options,
     )
 
