@@ -82,7 +82,11 @@ def gossip_of_case(case: dict[str, Any]) -> None:
 
 def averages_gradients(paced: Paced) -> None:
     """Train with DistributedDataParallel and checkpoints, from which torchrun's restarts go on."""
-    dist.init_process_group("gloo", timeout=_LONG)
+    # torchrun's store still has the addresses of the ranks before the restart, and gloo's ranks would connect to these.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_LONG)
+    keys = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=keys, rank=rank, world_size=num_ranks, timeout=_LONG)
     module, path = paced.module, paced.folder / CHECKPOINT
     optimizer = paced.make_optimizer(list(module.named_parameters()))
     step = 0
