@@ -19,7 +19,7 @@ import gossip
 import topologies
 from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
-SESSIONS = ("docs/modes.md", "docs/module_state.md", "docs/schedules.md")
+SESSIONS = ("docs/goodput.md", "docs/modes.md", "docs/module_state.md", "docs/schedules.md")
 """Pages whose examples are one session."""
 
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
