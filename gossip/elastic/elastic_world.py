@@ -314,7 +314,8 @@ class ElasticWorld(RepeatedOperations):
         store: Any = self._guarded(innermost(self._store), "")
         found = read(within(self.timeout, store.compare_set, where, "", json.dumps(content)))
         if found != content:
-            raise ExchangeError(f"rank {self.member}: constructing the model: {found['failed']}")
+            why = "another training is announced in its place; construct the same models in the same order on all ranks"
+            raise ExchangeError(f"rank {self.member}: constructing the model: {found.get('failed', why)}")
 
     def published(self) -> dict[str, str]:
         """Return what a joining rank must build. Local."""

@@ -84,6 +84,8 @@ def check(*names: str) -> None:
             if options["shard"] is None:
                 fully_shard(module, mesh=options["mesh"]["shard"])
         with GossipDataParallel(module, **options) as model:
+            if model.algorithm.weighted:
+                model.weigh(2)
             before = model.memory()
             for _ in range(6):  # of what is exchanged every three steps too
                 model(torch.ones(2, 400)).square().sum().backward()

@@ -92,7 +92,9 @@ def train(case: Case) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         **MODES[case.mode],
     ) as model:
         group, place = divmod(dist.get_rank(), case.shape[1])
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
+            if model.algorithm.weighted:
+                model.weigh(problem.samples(step)[group])
             model(*batch(problem, group, place, case.shape[1])).backward()
             if case.mode == "optimizer":
                 model.optimizer.step()
