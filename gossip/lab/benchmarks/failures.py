@@ -37,6 +37,7 @@ from gossip.launching import GROUPS, STORE
 NAMES = ("gossip_warm", "gossip_cold", *(name for name in METHODS if name != "gossip"))
 KINDS = ("kill", "freeze", "slow")
 LASTS_S = {"freeze": 5.0, "slow": 20.0}
+_COSTS_S = {"kill": 0.0, "freeze": 5.0, "slow": 20.0 * (1 - 1 / SLOWER)}  # of its time a rank
 _WORKER = "gossip.lab.benchmarks.failures_worker"
 _SAVING_S = 0.05  # of a checkpoint of DDP, by which it chooses how often to save
 _NEXT_STEPS = 3
@@ -336,7 +337,7 @@ class _Supervised:
         lost = _NUM_UNSENT * len(kills) if self._method.startswith("gossip") else 0
         batches = sum(counted.values()) - lost
         back = [after - at for at, fault in kills if (after := self._back_at(at, fault.slot)) is not None]
-        lost_s = sum(back) + sum(_cost_s(fault) for _, fault in struck)
+        lost_s = sum(back) + sum(_COSTS_S[fault.kind] for _, fault in struck)
         return Run(
             method=self._method,
             every_s=case.every_s[0] if math.isfinite(case.every_s[0]) else "never",
@@ -364,13 +365,6 @@ class _Supervised:
             around = times[max(0, first - 1) : first + _NEXT_STEPS]
             longest = max([longest, *(later - earlier for earlier, later in itertools.pairwise(around))])
         return longest
-
-
-def _cost_s(fault: Fault) -> float:
-    """Return the seconds of its time that a temporary fault costs a rank."""
-    if fault.kind == "kill":
-        return 0.0
-    return LASTS_S[fault.kind] * (1 - 1 / SLOWER if fault.kind == "slow" else 1)
 
 
 def _free_port() -> int:
