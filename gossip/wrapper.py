@@ -32,7 +32,6 @@ from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from topologies import Topology
-from topologies.validation import check_real
 
 if TYPE_CHECKING:
     from gossip.step.generation_change import GenerationChange
@@ -344,30 +343,6 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
             yield
         finally:
             engine.synchronise = outer
-
-    @torch.inference_mode(False)
-    def weigh(self, samples: float) -> None:
-        """Say how many samples, or tokens, each update of this rank counts from now on. Local.
-
-        Call it before the backward pass whose gradients are applied, with the samples of all batches that are
-        accumulated in it; what has been said holds for later updates too. Ranks with larger batches then count more in
-        exchanges and averages over ranks. Steps without gradients, such as those at the end of :meth:`join`, count no
-        samples.
-
-        Parameters
-        ----------
-        samples : float
-            Above 0 and finite.
-
-        Raises
-        ------
-        GossipError
-            The algorithm counts all ranks equally.
-        """
-        engine = self._live()
-        engine.check_usable()
-        engine.exchanges.algorithm.check_weighted()
-        engine.exchanges.weigh(check_real("samples", samples, "above 0 and finite", example=32))
 
     @torch.inference_mode(False)
     def idle_step(self) -> None:

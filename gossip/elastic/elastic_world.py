@@ -74,8 +74,6 @@ class ElasticWorld(RepeatedOperations):
 
     Attributes
     ----------
-    progress : callable
-        Returns the part of :class:`gossip.elastic.training_status.RankStatus` that the model knows.
     on_end : callable
         Called in place of a collective operation, or of its repetition, once ranks end together.
     on_enter : callable
@@ -102,7 +100,7 @@ class ElasticWorld(RepeatedOperations):
     ) -> None:
         self.is_in_step, self._authenticate = is_in_step, authenticate
         self._ends_if_preempted = ends_if_preempted
-        self.progress: Callable[[], dict[str, Any]] = dict
+        self._progress: Callable[[], dict[str, Any]] | None = None
         self._num_notes = 0
         self.on_end: Callable[[], None] = lambda: None
         self.shard_group = shard_group
@@ -201,7 +199,15 @@ class ElasticWorld(RepeatedOperations):
             is_in_step=self.is_in_step,
             ends_if_preempted=self._ends_if_preempted,
         )
-        if training_status.is_wanted():
+        self._tell_status()
+
+    def tell_status(self, progress: Callable[[], dict[str, Any]]) -> None:
+        """Write every second what this rank does, if the environment wants it; ``progress`` is of its model."""
+        self._progress = progress
+        self._tell_status()
+
+    def _tell_status(self) -> None:
+        if self._progress is not None and not self.is_alone and training_status.is_wanted():
             world = weakref.proxy(self)
             self.consensus.store_monitor.status = lambda: world.status()
 
@@ -218,7 +224,7 @@ class ElasticWorld(RepeatedOperations):
             waits_for=waits_for,
             waited_s=waited_s,
             lost=[(member, reason) for member, reason in lost.items() if member not in self.mesh.left],
-            **self.progress(),
+            **(self._progress() if self._progress is not None else {}),
         )._asdict()
 
     def _least(self) -> int:

@@ -16,6 +16,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.global_average import average_module_, consensus_distance, recalibrate_, snapshot
 from gossip.step.building.construction import make_flag
 from gossip.step.engine import StepEngine, do_nothing
+from topologies.validation import check_real
 
 if TYPE_CHECKING:
     from gossip.step.generation_change import GenerationChange
@@ -24,12 +25,36 @@ _Result = TypeVar("_Result")
 
 
 class CollectiveOperations:
-    """The calls of the wrapper that every rank must make, between two steps."""
+    """The calls of the wrapper that every rank must make, between two steps, and by how much it counts in them."""
 
     module: nn.Module
     _world: World
     _generations: GenerationChange | None
     _live: Callable[[], StepEngine]
+
+    @torch.inference_mode(False)
+    def weigh(self, samples: float) -> None:
+        """Say how many samples, or tokens, each update of this rank counts from now on. Local.
+
+        Call it before the backward pass whose gradients are applied, with the samples of all batches that are
+        accumulated in it; what has been said holds for later updates too. Ranks with larger batches then count more in
+        exchanges and averages over ranks. Steps without gradients, such as those at the end of :meth:`join`, count no
+        samples.
+
+        Parameters
+        ----------
+        samples : float
+            Above 0 and finite.
+
+        Raises
+        ------
+        GossipError
+            The algorithm counts all ranks equally.
+        """
+        engine = self._live()
+        engine.check_usable()
+        engine.exchanges.algorithm.check_weighted()
+        engine.exchanges.weigh(check_real("samples", samples, "above 0 and finite", example=32))
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

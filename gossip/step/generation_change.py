@@ -71,11 +71,9 @@ class GenerationChange:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
         engine, kept = weakref.proxy(self._engine), self._kept
-        self._world.progress = lambda: {
-            "step": engine.step,
-            "num_late": engine.num_late,
-            "saved_step": kept.newest_saved,
-        }
+        self._world.tell_status(
+            lambda: {"step": engine.step, "num_late": engine.num_late, "saved_step": kept.newest_saved}
+        )
         self._engine.on_step_end = self.begin_step
         self._engine.exchanges.on_astray = self._note_astray
         self._engine.on_step_begin = self._end_pause

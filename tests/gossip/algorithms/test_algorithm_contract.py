@@ -221,6 +221,24 @@ def test_weighted_push_sum_trains_as_on_the_pooled_batch(topology: str) -> None:
     assert workers.consensus_distance()[0] > 1e-3
 
 
+def test_steps_without_gradients_count_no_samples() -> None:
+    diloco = gossip.DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, weighted=True)
+    workers = VirtualWorkers(nn.Linear(1, 1, bias=False), 2, SGD, "complete", algorithm=diloco, loss_reduction="sum")
+    ((_, weight),) = workers.named_parameters()
+    begun = weight.detach().clone()
+    workers.weigh([1, 3])
+    for inputs in ([[1.0], [2.0]], [[5.0]]):  # replica 1 has no sample in the second step
+        workers(torch.tensor(inputs)).sum().backward()
+    moved = LEARNING_RATE * torch.tensor([1.0 + 5.0, 2.0])
+    mean = torch.tensor([1.0 + 1.0, 3.0]) @ moved / 5
+    torch.testing.assert_close(weight.detach(), begun - mean)
+    with GossipDataParallel(nn.Linear(1, 1), SGD, "complete", algorithm=gossip.DiLoCo(weighted=True)) as model:
+        model.weigh(4)
+        model(torch.ones(2, 1)).sum().backward()
+        model.idle_step()
+        assert float(model._engine.exchanges.views(0)[0].numbers["samples"]) == pytest.approx(4)
+
+
 def test_ranks_are_weighed_only_where_they_can_be_and_then_always() -> None:
     def workers(algorithm: Algorithm) -> VirtualWorkers:
         return VirtualWorkers(nn.Linear(3, 2), 2, SGD, "complete", algorithm=algorithm)
