@@ -21,6 +21,7 @@ from torch import nn
 import gossip
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.step.state.algorithm_state import regroup
 
 WORLD_SIZE = 5
 NUM_STEPS = 9
@@ -237,6 +238,21 @@ def test_steps_without_gradients_count_no_samples() -> None:
         model(torch.ones(2, 1)).sum().backward()
         model.idle_step()
         assert float(model._engine.exchanges.views(0)[0].numbers["samples"]) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kept"), [(gossip.DiLoCo(weighted=True), [1, 3]), (gossip.PushSum(weighted=True), [2, 5])]
+)
+def test_when_ranks_change_masses_begin_anew_and_samples_that_were_counted_stay(
+    algorithm: Algorithm, kept: list[float]
+) -> None:
+    workers = VirtualWorkers(nn.Linear(3, 2), 2, SGD, "complete", algorithm=algorithm)
+    workers.weigh([1, 3])
+    workers(torch.ones(2, 3)).sum().backward()
+    workers.weigh([2, 5])
+    regroup(workers._exchanges)
+    (view,) = workers._exchanges.views(0)
+    torch.testing.assert_close(view.numbers["samples"].flatten(), torch.tensor(kept, dtype=torch.float64))
 
 
 def test_ranks_are_weighed_only_where_they_can_be_and_then_always() -> None:
