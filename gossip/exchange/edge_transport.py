@@ -38,12 +38,19 @@ class EdgeTransport(Transport):
     num_buffers = BUFFERS_PER_ROW
 
     def __init__(
-        self, world: ElasticWorld, members: Sequence[int], *, follows_up: bool, soft_deadline_s: SoftDeadline
+        self,
+        world: ElasticWorld,
+        members: Sequence[int],
+        *,
+        follows_up: bool,
+        soft_deadline_s: SoftDeadline,
+        before: Transport | None = None,
     ) -> None:
         self.world, self.members = world, members
         self._place = members.index(world.member)
         self._finisher = Finisher(world) if follows_up else None
-        self.late_messages = LateMessages(world, soft_deadline_s)
+        known = before.late_messages if isinstance(before, EdgeTransport) else None
+        self.late_messages: LateMessages = LateMessages(world, soft_deadline_s, known)
         # With a soft deadline steps must not wait for readers of shared memory either.
         self.shared = world.shared if soft_deadline_s is None else None
 
@@ -275,4 +282,4 @@ def make_generation_transport(
         averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)
         return PairTransport(world, members, averager, algorithm.max_staleness)
     follows_up = (algorithm.compression or compression).follows_up
-    return EdgeTransport(world, members, follows_up=follows_up, soft_deadline_s=soft_deadline_s)
+    return EdgeTransport(world, members, follows_up=follows_up, soft_deadline_s=soft_deadline_s, before=before)

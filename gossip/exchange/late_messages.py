@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -39,29 +40,34 @@ class LateMessages:
 
     With "auto" an exchange waits for its messages until they usually are there: counted from when this rank has sent
     its own, the median of the last 64 of that peer and bucket, and five times their median absolute deviation; of peers
-    with fewer than 8, as long as it takes. What a peer sends late counts as well, so one that is always late is waited
-    for.
+    with fewer than 8 those of all peers, and as long as it takes while these are fewer. What a peer sends late counts
+    as well, so one that is always late is waited for. What is known of the peers outlives a generation: it is that of
+    the late messages ``before``.
     """
 
-    def __init__(self, world: ElasticWorld, soft_deadline_s: SoftDeadline) -> None:
+    def __init__(self, world: ElasticWorld, soft_deadline_s: SoftDeadline, before: LateMessages | None = None) -> None:
         self._world = world
         self._soft_deadline_s = soft_deadline_s
         self._awaited: defaultdict[int, list[_Awaited]] = defaultdict(list)
-        self._delays: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_DELAYS))
+        self._delays: defaultdict[tuple[int, int | None], deque[float]]  # by bucket and member, None for all of them
+        self._delays = before._delays if before is not None else defaultdict(partial(deque, maxlen=_NUM_DELAYS))
 
     def ends_at(self, bucket: int, sent_at: float, members: Sequence[int]) -> float | None:
         """Return until when (``time.monotonic()``) an exchange that is needed now waits; None for any time."""
         if not isinstance(self._soft_deadline_s, str):
             return None if self._soft_deadline_s is None else time.monotonic() + self._soft_deadline_s
-        recent = [self._delays[bucket, member] for member in members]
-        if not recent or min(map(len, recent)) < _LEAST_DELAYS:
+        of_all = self._delays[bucket, None]
+        if not members or len(of_all) < _LEAST_DELAYS:
             return None
-        return sent_at + max(map(_usual, recent))
+        recent = (self._delays[bucket, member] for member in members)
+        return sent_at + max(_usual(delays if len(delays) >= _LEAST_DELAYS else of_all) for delays in recent)
 
     def note_arrival(self, bucket: int, member: int, sent_at: float) -> None:
         """Note that a member's message is there, to which this rank has sent its own at that time."""
         if self._soft_deadline_s == "auto":
-            self._delays[bucket, member].append(time.monotonic() - sent_at)
+            delay = time.monotonic() - sent_at
+            self._delays[bucket, member].append(delay)
+            self._delays[bucket, None].append(delay)
 
     def await_later(self, bucket: int, member: int, key: Key, weight: float, own: torch.Tensor, sent_at: float) -> bool:
         """Mix in a message when it arrives, relative to a copy of ``own``; return False if too many of it are late."""

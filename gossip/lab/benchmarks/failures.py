@@ -1,4 +1,4 @@
-"""Goodput: what of the samples that ranks could train on is in the model, while ranks are killed, frozen and slowed."""
+"""Goodput: what of the samples that ranks could train on is in the model, when some are killed, frozen or cut off."""
 
 from __future__ import annotations
 
@@ -19,62 +19,81 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch.distributed as dist
-from pydantic import BaseModel, Field, PositiveFloat
+from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from gossip import LaunchError
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
-from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Write
+from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER, TIMEOUT
+from gossip.lab.benchmarks.network.shaped_hosts import BRIDGE_ADDRESS, Lab, bits_per_second, store_at
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.launching import GROUPS, STORE
 
-NAMES = ("gossip_warm", "gossip_cold", *(name for name in METHODS if name != "gossip"))
-KINDS = ("kill", "freeze", "slow")
-LASTS_S = {"freeze": 5.0, "slow": 20.0}
-_COSTS_S = {"kill": 0.0, "freeze": 5.0, "slow": 20.0 * (1 - 1 / SLOWER)}  # of its time a rank
+WARM = "gossip_warm"
+NAMES = (WARM, "gossip_cold", *(name for name in METHODS if name != "gossip"))
+KINDS = ("kill", "freeze", "slow", "cut")
+MIXTURE = "mixture"
+LASTS_S = {"freeze": 5.0, "slow": 20.0, "cut": 5.0}
+_LOST = {"kill": 1.0, "freeze": 1.0, "slow": 1 - 1 / SLOWER, "cut": 1.0}  # of the time of a rank, while it lasts
 _WORKER = "gossip.lab.benchmarks.failures_worker"
 _SAVING_S = 0.05  # of a checkpoint of DDP, by which it chooses how often to save
 _NEXT_STEPS = 3
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE, GROUPS)
 _FIRST_STEPS = 5  # of every rank, before the clock starts
-_NUM_UNSENT = 2  # updates of a killed rank that no other has
+_NUM_UNSENT = 2  # updates of a rank that is lost to the others, which no other has
 _BEGINNING_S = 120.0
 _POLL_S = 0.02
+Row = tuple[str | None, str, str, Any]
+"""The link, method, kind of faults and seconds between them of a row of the table."""
 
 
 class FailuresSettings(BenchmarkSettings):
-    """The settings of the benchmark; a case has one method, seconds between faults and seed."""
+    """The settings of the benchmark; a case has one method, kind of faults, seconds between them, and seed."""
 
     world_size: int = Field(6, ge=2, description="ranks that train")
+    network: Literal["loopback", "lab"] = Field("loopback", description="or lab: each rank is a host; needs root")
+    links: Links = Field(("200mbit",), description="of the hosts of the lab")
     methods: tuple[Annotated[str, OneOf(NAMES)], ...] = Field(NAMES, description="of training")
-    kinds: tuple[Annotated[str, OneOf(KINDS)], ...] = Field(("kill",), description="of faults, drawn at random")
+    kinds: tuple[Annotated[str, OneOf((*KINDS, MIXTURE))], ...] = Field(
+        ("kill",), description=f"of faults, a run for each: {', '.join(KINDS)} (in the lab), or a {MIXTURE}"
+    )
     every_s: tuple[PositiveFloat, ...] = Field((30.0, 10.0), description="seconds between two faults of any rank")
     seconds: PositiveFloat = Field(120.0, description="that are counted in each run")
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), description="of the faults and of the training")
     step_s: PositiveFloat = Field(0.4, description="how long a step lasts, by a sleep at its end")
     period: int = Field(10, ge=1, description="steps between synchronisations of local steps")
+    loss: PositiveFloat = Field(1.0, description="on held-out samples, whose time is told")
     task: Annotated[str, OneOf(LOSS_TASKS)] = Field("digits_cnn", description="what is trained")
 
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        if "cut" in self.kinds and self.network != "lab":
+            raise ValueError("kinds: links are cut in the lab only; leave cut out, or pass --network lab")
+        return self
+
     def cases(self) -> Iterator[tuple[str, Self]]:
-        for method in self.methods:
-            for every_s in (math.inf, *self.every_s):
-                for seed in self.seeds if every_s < math.inf else self.seeds[:1]:
-                    update = {"methods": (method,), "every_s": (every_s,), "seeds": (seed,)}
-                    yield f"{method}/every_{every_s:g}_s/seed_{seed}", self.model_copy(update=update)
+        for (link, case), method in itertools.product(super().cases(), self.methods):
+            runs = itertools.product(self.kinds, self.every_s, self.seeds)
+            for kind, every_s, seed in ("none", math.inf, self.seeds[0]), *runs:
+                if method != WARM or case.link is None:
+                    update = {"methods": (method,), "kinds": (kind,), "every_s": (every_s,), "seeds": (seed,)}
+                    yield f"{link}/{method}/{kind}_every_{every_s:g}_s/seed_{seed}", case.model_copy(update=update)
 
     def faults(self) -> list[Fault]:
         """Return the faults of a run, the same for every method."""
         every_s, drawn = self.every_s[0], random.Random(self.seeds[0])
+        kinds = self.kinds if self.kinds != (MIXTURE,) else KINDS if self.link else KINDS[: KINDS.index("cut")]
         found: list[Fault] = []
         at = 0.0
         while (at := at + every_s * drawn.uniform(0.5, 1.5)) < self.seconds:
-            found.append(Fault(at, drawn.choice(self.kinds), drawn.randrange(self.world_size)))
+            found.append(Fault(at, drawn.choice(kinds), drawn.randrange(self.world_size)))
         return found
 
 
@@ -89,7 +108,9 @@ class Fault(NamedTuple):
 class Run(BaseModel):
     """One run: ``goodput`` are batches of updates that count, per second and rank."""
 
+    link: str | None
     method: str
+    kind: str
     every_s: float | Literal["never"]
     seed: int
     num_faults: int
@@ -98,7 +119,14 @@ class Run(BaseModel):
     goodput: float
     bound: float
     others_s: list[float]
+    started_s: list[float]
     back_s: list[float]
+    loss_s: float | None
+
+    @property
+    def row(self) -> Row:
+        """What a row of the table is about; runs of several seeds share one."""
+        return self.link, self.method, self.kind, self.every_s
 
 
 class Failures(Benchmark[FailuresSettings, Run]):
@@ -107,21 +135,24 @@ class Failures(Benchmark[FailuresSettings, Run]):
     settings = FailuresSettings
     title = "Goodput under faults"
     resumes: ClassVar[bool] = True
+    starts_ranks: ClassVar[bool] = True
     explanation = (
         "Goodput: batches per second whose updates are in the model, over those of the same method without faults. Of "
-        f"a rank that is killed gossip loses its newest {_NUM_UNSENT} updates, DDP and torchft what was not committed. "
-        "The bound is what remains if nothing is lost but the time of the struck ranks themselves: of a killed one "
-        "until its next step, of a frozen one 5 s, of a slow one three quarters of 20 s."
+        f"a rank that is killed, frozen or cut off the newest {_NUM_UNSENT} updates count as lost with gossip, and "
+        "else what was not committed. The bound is what remains if nothing is lost but the time of the struck ranks "
+        "themselves: of a killed one until its next step, of one that is frozen or cut off 5 s, of a slow one three "
+        "quarters of 20 s."
     )
-
-    def launch_options(self, case: FailuresSettings) -> dict[str, Any]:  # noqa: ARG002
-        """Start one process, which starts the ranks."""
-        return {"world_size": 1}
 
     def work(self, case: FailuresSettings, place: Place, write: Write) -> None:  # noqa: ARG002
         """Run the case's method under its faults, and write what became of it."""
-        with tempfile.TemporaryDirectory() as folder:
-            write(_Supervised(case, Path(folder)).run().model_dump())
+        with contextlib.ExitStack() as stack:
+            lab = None
+            if case.link is not None:
+                lab = stack.enter_context(contextlib.closing(Lab(case.num_hosts, bits_per_second(case.link))))
+                stack.enter_context(lab.on_bridge())
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            write(_Supervised(case, Path(folder), lab).run().model_dump())
 
     def result(self, case: FailuresSettings, records: Records) -> Run:  # noqa: ARG002
         return Run.model_validate(records[0][0])
@@ -129,73 +160,81 @@ class Failures(Benchmark[FailuresSettings, Run]):
     def facts(self, settings: FailuresSettings) -> list[str]:
         return [
             f"{settings.world_size} ranks train {settings.task}, {settings.seconds:g} s a run; each step lasts "
-            f"{settings.step_s:g} s by a sleep. Faults: {', '.join(settings.kinds)}; seeds "
-            f"{', '.join(map(str, settings.seeds))}.",
+            f"{settings.step_s:g} s by a sleep. Seeds: {', '.join(map(str, settings.seeds))}.",
             f"DDP saves at the period of Young and Daly; local steps are synchronised every {settings.period} steps.",
+            *([f"{WARM}: not in the lab, as one launcher starts all ranks."] if settings.network == "lab" else []),
         ]
 
     def sections(self, results: Sequence[Run]) -> list[str]:
-        rows = []
-        for (method, every_s), runs in _by_case(results).items():
-            shares = _shares(results, method, every_s)
-            if every_s != "never" and shares:
+        tables: defaultdict[str | None, list[list[str]]] = defaultdict(list)
+        for row in dict.fromkeys(run.row for run in results):
+            (link, method, kind, every_s), runs = row, [run for run in results if run.row == row]
+            if shares := _shares(results, row):
                 others = _seconds([each for run in runs for each in run.others_s])
+                started = _seconds([each for run in runs for each in run.started_s])
                 back = _seconds([each for run in runs for each in run.back_s])
                 lost = statistics.fmean(run.lost / max(1, run.num_faults) for run in runs)
                 bound = statistics.fmean(run.bound for run in runs)
-                row = [method, f"{every_s:g}", str(sum(run.num_faults for run in runs))]
-                rows.append([*row, Spread.over(shares).shown(".3f"), f"{bound:.3f}", f"{lost:.1f}", others, back])
-        titles = ("method", "s between faults", "faults", "goodput", "bound", "batches lost per fault")
-        return [table((*titles, "others step again after, s", "back after, s"), rows)]
+                cells = [method, kind, every_s if every_s == "never" else f"{every_s:g}"]
+                cells += [str(sum(run.num_faults for run in runs)), Spread.over(shares).shown(".3f"), f"{bound:.3f}"]
+                to_loss = [run.loss_s for run in runs if run.loss_s is not None]
+                tables[link].append([*cells, f"{lost:.1f}", others, started, back, _seconds(to_loss, ".0f")])
+        titles = ("method", "faults", "every, s", "number", "goodput", "bound", "batches lost per fault")
+        times = ("others step again after, s", "started after, s", "back after, s", "to the loss, s")
+        return [
+            part
+            for link, rows in tables.items()
+            for part in (f"## {link}" if link else "", table((*titles, *times), rows))
+        ]
 
     def draw(self, settings: FailuresSettings, results: Sequence[Run], folder: Path) -> None:
-        with drawn(folder / "failures.svg", 7, 4) as figure:
-            axes = figure.subplots()
-            for number, method in enumerate(settings.methods):
-                shares = {60 / every: _shares(results, method, every) for every in settings.every_s}
-                known = {0.0: 1.0, **{rate: statistics.fmean(found) for rate, found in shares.items() if found}}
-                axes.plot(sorted(known), [known[rate] for rate in sorted(known)], label=method, **look(number))
-            axes.set(xlabel="faults per minute", ylabel="goodput", ylim=(0, 1.05))
-            axes.legend()
+        link = results[0].link
+        with drawn(folder / "failures.svg", 3 + 4 * len(settings.kinds), 4) as figure:
+            all_axes = figure.subplots(1, len(settings.kinds), sharey=True, squeeze=False)[0]
+            for axes, kind in zip(all_axes, settings.kinds, strict=True):
+                for number, method in enumerate(settings.methods):
+                    shares = {60 / each: _shares(results, (link, method, kind, each)) for each in settings.every_s}
+                    known = {0.0: 1.0, **{rate: statistics.fmean(found) for rate, found in shares.items() if found}}
+                    axes.plot(sorted(known), [known[rate] for rate in sorted(known)], label=method, **look(number))
+                axes.set(title=kind, xlabel="faults per minute", ylim=(0, 1.05))
+            all_axes[0].set_ylabel("goodput")
+            all_axes[-1].legend()
 
 
-def _by_case(results: Sequence[Run]) -> dict[tuple[str, Any], list[Run]]:
-    found: defaultdict[tuple[str, Any], list[Run]] = defaultdict(list)
-    for run in results:
-        found[run.method, run.every_s].append(run)
-    return found
+def _shares(results: Sequence[Run], row: Row) -> list[float]:
+    """Return the goodput of the runs of a row, over that of the run without faults."""
+    without = [run.goodput for run in results if run.row == (*row[:2], "none", "never")]
+    return [run.goodput / without[0] for run in results if without and run.row == row]
 
 
-def _shares(results: Sequence[Run], method: str, every_s: Any) -> list[float]:
-    without = [run.goodput for run in results if (run.method, run.every_s) == (method, "never")]
-    return [run.goodput / without[0] for run in results if without and (run.method, run.every_s) == (method, every_s)]
-
-
-def _seconds(values: Sequence[float]) -> str:
-    return Spread.over(values).shown(".2f") if values else "-"
+def _seconds(values: Sequence[float], form: str = ".2f") -> str:
+    return Spread.over(values).shown(form) if values else "-"
 
 
 class _Note(NamedTuple):
-    """Steps that count of the rank in a slot, in a process, up to ``step``."""
+    """Steps that count of the rank in a slot, in a process, up to ``step``, and at times the loss of its replica."""
 
     at: float
     slot: int
     pid: int
     step: int
     num: int
+    loss: float | None = None
 
 
 class _Supervised:
     """The processes of one run: started, struck and started again by this one."""
 
-    def __init__(self, case: FailuresSettings, folder: Path) -> None:
-        self._case, self._folder, self._method = case, folder, case.methods[0]
-        self._is_one = self._method in ("gossip_warm", "ddp")  # process that starts all ranks again
+    def __init__(self, case: FailuresSettings, folder: Path, lab: Lab | None = None) -> None:
+        self._case, self._folder, self._lab, self._method = case, folder, lab, case.methods[0]
+        self._address = BRIDGE_ADDRESS if lab else "127.0.0.1"  # of this process, which serves the stores
+        self._is_one = self._method in (WARM, "ddp")  # process that starts all ranks again
         every_s = case.every_s[0] if math.isfinite(case.every_s[0]) else case.seconds
         saving = max(1, round(math.sqrt(2 * _SAVING_S * every_s) / case.step_s))
         period = saving if self._method == "ddp" else case.period
         content = {"ranks": case.world_size, "step_s": case.step_s, "seed": case.seeds[0], "task": case.task}
-        self._content = json.dumps({**content, "period": period, "folder": str(folder), "restarts": True})
+        content |= {"period": period, "folder": str(folder), "hosts": lab.namespaces() if lab else None}
+        self._content = json.dumps(content)
         self._environment: dict[str, str] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._stores: list[dist.TCPStore] = []
@@ -222,30 +261,36 @@ class _Supervised:
     def _train(self, began: float) -> list[tuple[float, Fault]]:
         """Make the faults when they are due, and return them with the times at which they were made."""
         due, struck = self._case.faults(), list[tuple[float, Fault]]()
-        ends: list[tuple[float, Callable[[], object]]] = []  # of temporary faults
+        ends: dict[int, tuple[float, Callable[[], object]]] = {}  # of temporary faults, by slot
         while (now := time.time()) < began + self._case.seconds:
             self._look()
-            for at, end in [each for each in ends if each[0] <= now]:
-                ends.remove((at, end))
+            for slot in [slot for slot, (at, _) in ends.items() if at <= now]:
+                _, end = ends.pop(slot)
                 end()
             if due and now >= began + due[0].at:
                 fault = due.pop(0)
-                if (pid := self._pid_of(fault.slot)) is not None:  # else it is about to come back
+                pid = self._pid_of(fault.slot)
+                if pid is not None and fault.slot not in ends:  # else it is about to come back
                     struck.append((now, fault))
-                    ends += self._strike(fault, pid, now)
+                    if (undo := self._strike(fault, pid)) is not None:
+                        ends[fault.slot] = now + LASTS_S[fault.kind], undo
         return struck
 
-    def _strike(self, fault: Fault, pid: int, now: float) -> list[tuple[float, Callable[[], object]]]:
+    def _strike(self, fault: Fault, pid: int) -> Callable[[], object] | None:
+        """Make a fault, and return what ends it if it is temporary."""
         if fault.kind == "kill":
             os.kill(pid, signal.SIGKILL)
-            return []
-        until = now + LASTS_S[fault.kind]
+            return None
         if fault.kind == "freeze":
             os.kill(pid, signal.SIGSTOP)
-            return [(until, lambda: os.kill(pid, signal.SIGCONT) if _is_there(pid) else None)]
+            return lambda: os.kill(pid, signal.SIGCONT) if _is_there(pid) else None
+        if fault.kind == "cut":
+            assert self._lab is not None
+            self._lab.set_link(fault.slot, "down")
+            return partial(self._lab.set_link, fault.slot, "up")
         mark = self._folder / f"slow{fault.slot}"
         mark.touch()
-        return [(until, lambda: mark.unlink(missing_ok=True))]
+        return partial(mark.unlink, missing_ok=True)
 
     def _pid_of(self, slot: int) -> int | None:
         """Return the process of a slot that trains, if there is one."""
@@ -267,7 +312,7 @@ class _Supervised:
                 self._places[path] = self._places.get(path, 0) + len(line)
                 note = json.loads(line)
                 if "step" in note:
-                    self._notes.append(_Note(note["at"], slot, pid, note["step"], note["count"]))
+                    self._notes.append(_Note(note["at"], slot, pid, note["step"], note["count"], note["loss"]))
                 else:
                     self._begun[slot].append((note["at"], pid))
         for slot, process in self._processes.items():
@@ -276,39 +321,37 @@ class _Supervised:
 
     def _meeting_place(self, stack: contextlib.ExitStack) -> dict[str, str]:
         if self._method == "gossip_cold":
-            return {STORE: f"127.0.0.1:{self._serve()}", GROUPS: str(self._case.world_size)}
+            return {STORE: f"{self._address}:{self._serve()}", GROUPS: str(self._case.world_size)}
         if not self._method.startswith("torchft"):
             return {}
         if importlib.util.find_spec("torchft") is None:
             raise ConfigurationError(f"{self._method} needs torchft; install the extra: pip install '.[rivals]'")
-        port = _free_port()
+        with socket.create_server((self._address, 0)) as server:
+            address = f"{self._address}:{server.getsockname()[1]}"
         program = self._folder / "lighthouse.py"  # which reads the process's second and later arguments
         program.write_text("from torchft._torchft import lighthouse_main as main\n\nmain()\n")
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
         options += ["--heartbeat_timeout_ms", "1000"]
-        command = [sys.executable, str(program), *options, "--bind", f"127.0.0.1:{port}"]
+        command = [sys.executable, str(program), *options, "--bind", address]
         lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log())
         stack.callback(lighthouse.wait)
         stack.callback(lighthouse.kill)
-        return {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        return {"TORCHFT_LIGHTHOUSE": f"http://{address}", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
     def _serve(self) -> int:
-        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        self._stores.append(store_at(self._address, TIMEOUT))
         return self._stores[-1].port
 
     def _start(self, slot: int) -> None:
         more = {} if self._is_one else {"SLOT": str(slot)}
         if self._method.startswith("torchft"):  # a store for each life of a replica
-            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._serve())}
+            more |= {"MASTER_ADDR": self._address, "MASTER_PORT": str(self._serve())}
         command = [sys.executable, "-m"]
         if self._method == "ddp":
-            command += ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-            command += [
-                f"--nproc-per-node={self._case.world_size}",
-                "--max-restarts=100000",
-                "--monitor-interval=0.1",
-                "-m",
-            ]
+            command += ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-conf=is_host=1"]
+            command += [f"--rdzv-endpoint={self._address}:0", f"--local-addr={self._address}"]
+            command += [f"--nproc-per-node={self._case.world_size}", "--max-restarts=100000"]
+            command += ["--monitor-interval=0.1", "-m"]
         command += [_WORKER, self._method, self._content]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
         environment = {**inherited, "OMP_NUM_THREADS": "1", **self._environment, **more}
@@ -331,15 +374,23 @@ class _Supervised:
 
     def _result(self, began: float, struck: Sequence[tuple[float, Fault]]) -> Run:
         case = self._case
-        made = [note for note in self._notes if began <= note.at < began + case.seconds]
+        end = began + case.seconds
+        made = [note for note in self._notes if began <= note.at < end]
         counted = {(note.slot, note.step): note.num for note in made}
         kills = [(at, fault) for at, fault in struck if fault.kind == "kill"]
-        lost = _NUM_UNSENT * len(kills) if self._method.startswith("gossip") else 0
+        leave = sum(fault.kind != "slow" for _, fault in struck)
+        lost = _NUM_UNSENT * leave if self._method.startswith("gossip") else 0
         batches = sum(counted.values()) - lost
         back = [after - at for at, fault in kills if (after := self._back_at(at, fault.slot)) is not None]
-        lost_s = sum(back) + sum(_COSTS_S[fault.kind] for _, fault in struck)
+        started = [min((when for when, _ in self._begun[fault.slot] if when > at), default=end) for at, fault in kills]
+        lost_s = 0.0
+        for at, fault in struck:
+            last = self._back_at(at, fault.slot) or end if fault.kind == "kill" else at + LASTS_S[fault.kind]
+            lost_s += (min(last, end) - at) * _LOST[fault.kind]
         return Run(
+            link=case.link,
             method=self._method,
+            kind=case.kinds[0],
             every_s=case.every_s[0] if math.isfinite(case.every_s[0]) else "never",
             seed=case.seeds[0],
             num_faults=len(struck),
@@ -348,8 +399,20 @@ class _Supervised:
             goodput=batches / case.seconds / case.world_size,
             bound=1 - lost_s / (case.seconds * case.world_size),
             others_s=[self._others_s(at, fault.slot) for at, fault in struck],
+            started_s=[when - at for when, (at, _) in zip(started, kills, strict=True)],
             back_s=back,
+            loss_s=self._loss_s(began),
         )
+
+    def _loss_s(self, began: float) -> float | None:
+        """Return after how long the mean of the replicas' newest losses was small enough, if it was."""
+        newest: dict[int, float] = {}
+        for note in sorted(self._notes, key=lambda note: note.at):
+            if note.loss is not None:
+                newest[note.slot] = note.loss
+                if len(newest) == self._case.world_size and statistics.fmean(newest.values()) <= self._case.loss:
+                    return note.at - began
+        return None
 
     def _back_at(self, at: float, slot: int) -> float | None:
         """Return when the rank in a slot that was killed makes a step that counts again."""
@@ -365,11 +428,6 @@ class _Supervised:
             around = times[max(0, first - 1) : first + _NEXT_STEPS]
             longest = max([longest, *(later - earlier for earlier, later in itertools.pairwise(around))])
         return longest
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _is_there(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossip
 from gossip.lab.benchmarks.bench_methods import sgd
+from gossip.lab.benchmarks.network.shaped_hosts import Lab, enter
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, Batch, loss_of
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=10)  # longer than a rank is frozen or cut off
 _LONG = timedelta(seconds=60)
-_OF_TORCHFT = timedelta(seconds=10)
+_OF_GLOO = timedelta(seconds=4)  # in torchft
+_MAX_STALENESS = 20  # steps of 0.4 s, which last longer than a rank is frozen or cut off
 SLOWER = 4
 CHECKPOINT = "checkpoint.pt"
+_STEPS_BETWEEN_LOSSES = 10
+_NUM_HELD_OUT = 64
 
 
 class Paced:
@@ -32,11 +37,11 @@ class Paced:
 
     def __init__(self, case: dict[str, Any]) -> None:
         torch.set_num_threads(1)
-        self.case, self.folder = case, Path(case["folder"])
-        self.slot = int(os.environ.get("SLOT") or os.environ["RANK"])
+        self.case, self.folder, self.slot = case, Path(case["folder"]), _slot()
         task = LOSS_TASKS[case["task"]]
         data = task.make_data()
         self.module = task.initial_module(data, case["seed"])
+        self._held_out = data.test_inputs[:_NUM_HELD_OUT], data.test_targets[:_NUM_HELD_OUT]
         self.make_optimizer = sgd(task.learning_rate)
         self.batches: Iterator[Batch] = task.batches(data, case["ranks"], case["seed"], range(self.slot, self.slot + 1))
         self._notes = (self.folder / f"{self.slot}-{os.getpid()}.jsonl").open("a", buffering=1)
@@ -55,17 +60,25 @@ class Paced:
 
     def note(self, step: int, count: int = 1) -> None:
         """Note that this rank's part of a step, or of ``count`` steps up to it, counts."""
-        self._write({"at": time.time(), "step": step, "count": count})
+        loss = None
+        if step % _STEPS_BETWEEN_LOSSES == 0:
+            with torch.no_grad():
+                loss = loss_of(self.module, self._held_out).item()
+        self._write({"at": time.time(), "step": step, "count": count, "loss": loss})
+
+
+def _slot() -> int:
+    return int(os.environ.get("SLOT") or os.environ["RANK"])
 
 
 def gossips(paced: Paced) -> None:
-    """Train by gossip with ``on_peer_loss="continue"``, without waiting for ranks that are late or cut off."""
+    """Train by gossip with ``on_peer_loss="continue"``, in averages of pairs, which wait for no rank that is slow."""
     model = gossip.GossipDataParallel(
         paced.module,
         paced.make_optimizer,
+        algorithm=gossip.Asynchronous(_MAX_STALENESS),
         on_peer_loss="continue",
         min_ranks=1,
-        soft_deadline="auto",
         partition_timeout=_LONG.total_seconds(),
         timeout=TIMEOUT,
     )
@@ -113,14 +126,14 @@ def _manager(paced: Paced, states: dict[str, Any], **options: Any) -> Any:
     from torchft import Manager, ProcessGroupGloo
 
     return Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        pg=ProcessGroupGloo(timeout=_OF_GLOO),
         min_replica_size=2,
         load_state_dict=lambda state: [each.load_state_dict(state[name]) for name, each in states.items()],
         state_dict=lambda: {name: each.state_dict() for name, each in states.items()},
         replica_id=f"slot{paced.slot}",
-        timeout=_OF_TORCHFT,
+        timeout=TIMEOUT,
         quorum_timeout=_LONG,
-        connect_timeout=_OF_TORCHFT,
+        connect_timeout=TIMEOUT,
         **options,
     )
 
@@ -193,9 +206,13 @@ def main(method: str, text: str) -> None:
     from gossip.lab.benchmarks.failures_worker import gossip_of_case  # not that of __main__, which workers lack
 
     case = json.loads(text)
+    if case["hosts"]:
+        enter(case["hosts"][_slot()])
+        os.environ["GLOO_SOCKET_IFNAME"] = Lab.interface
+        socket.gethostname = lambda: Lab.address(_slot())  # by which torchft's servers are found
     if method == "gossip_warm":
         preload = ("gossip.lab.benchmarks.failures_worker", "sklearn.datasets", "sklearn.model_selection")
-        options = {"world_size": case["ranks"], "restart": 10**6 * case["restarts"], "preload": preload}
+        options = {"world_size": case["ranks"], "restart": 10**6, "preload": preload}
         gossip.launch(gossip_of_case, case, on_peer_loss="continue", **options)
     elif method == "gossip_cold":
         gossip.launch(gossip_of_case, case, on_peer_loss="continue")

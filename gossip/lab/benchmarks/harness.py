@@ -78,7 +78,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
         records = _measured(case, folder / case_name) if benchmark.resumes else []
-        lab = None if case.link is None else Lab(case.num_hosts, bits_per_second(case.link))
+        lab = None if case.link is None or benchmark.starts_ranks else Lab(case.num_hosts, bits_per_second(case.link))
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
             records = records or run_workers(name, case, lab, folder / case_name)
             (folder / case_name / _SETTINGS).write_text(case.model_dump_json(), encoding="utf-8")
@@ -126,7 +126,7 @@ def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Pat
         store = lab.start_store(timeout)
         hosts, place = (lab.namespaces(), (store.host, store.port)), Place(0, lab.interface, case.local_size)
     options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
-    options["world_size"] = case.world_size
+    options["world_size"] = 1 if BENCHMARKS[name].starts_ranks else case.world_size
     options |= BENCHMARKS[name]().launch_options(case)
     launch(_work, name, case, place, hosts, folder, **options)
     del store

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -27,7 +28,7 @@ _CURRENT = "/proc/thread-self/ns/net"
 _CLONE_NEWNET = 0x40000000  # sched.h
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NETWORK = "10.77.0"
-_BRIDGE_ADDRESS = f"{_NETWORK}.254"
+BRIDGE_ADDRESS = f"{_NETWORK}.254"
 _COMMAND_TIMEOUT_S = 20
 _KERNEL_PARAMETERS = {
     "tcp_orphan_retries": 3,  # 3 seconds, not 100: connections to a dead peer must not keep the host for minutes
@@ -129,7 +130,7 @@ class Lab:
                     f"no lab: network namespaces are not permitted here ({error.strerror})"
                 ) from error
             self._bridge, *self._hosts = namespaces
-            to_bridge = f"address add {_BRIDGE_ADDRESS}/24 dev bridge"
+            to_bridge = f"address add {BRIDGE_ADDRESS}/24 dev bridge"
             _batch(self._bridge, "ip", "link set lo up", "link add bridge type bridge", to_bridge, "link set bridge up")
             for rank in range(num_hosts):
                 self._connect(rank)
@@ -159,14 +160,19 @@ class Lab:
             f"route replace {route} congctl {CONGESTION_CONTROL}",
         )
 
-    def address(self, host: int) -> str:
+    @staticmethod
+    def address(host: int) -> str:
         """Return the IPv4 address of a host."""
         return f"{_NETWORK}.{host + 1}"
 
     def start_store(self, timeout: timedelta) -> dist.TCPStore:
         """Start a key-value store in this process, on the bridge itself, which has a link to every host."""
-        with self._bridge.entered():
-            return store_at(_BRIDGE_ADDRESS, timeout)
+        with self.on_bridge():
+            return store_at(BRIDGE_ADDRESS, timeout)
+
+    def on_bridge(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager within which this thread, and the processes that it starts, are on the bridge."""
+        return self._bridge.entered()
 
     def entered(self, host: int) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which this thread, and the processes that it starts, are on the host."""
@@ -185,6 +191,10 @@ class Lab:
         _batch(self._bridge, "tc", *ports)
         for host in self._hosts:
             _batch(host, "tc", f"qdisc replace dev {self.interface} {shaping}")
+
+    def set_link(self, host: int, state: Literal["up", "down"]) -> None:
+        """Cut the link of a host off, as if its cable was pulled out, or connect it again."""
+        _batch(self._bridge, "ip", f"link set port{host} {state}")
 
     def close(self) -> None:
         """Release the namespaces, which end with the processes inside them."""

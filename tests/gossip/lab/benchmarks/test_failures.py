@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from gossip.lab.benchmarks import failures, harness
 from gossip.lab.benchmarks.failures import Failures, FailuresSettings, Fault, Run
@@ -18,19 +19,28 @@ def settings(**changes: Any) -> FailuresSettings:
 
 
 def test_faults_follow_from_the_seed_and_a_run_without_comes_first() -> None:
-    names, cases = zip(
-        *settings(methods=["ddp", "gossip_cold"], kinds=["kill", "slow"], seeds=[0, 1]).cases(), strict=True
-    )
-    assert names[:3] == ("ddp/every_inf_s/seed_0", "ddp/every_10_s/seed_0", "ddp/every_10_s/seed_1")
+    names, cases = zip(*settings(methods=["ddp", "gossip_cold"], kinds=["mixture"], seeds=[0, 1]).cases(), strict=True)
+    of_kind = "loopback/ddp/mixture_every_10_s"
+    assert names[:3] == ("loopback/ddp/none_every_inf_s/seed_0", f"{of_kind}/seed_0", f"{of_kind}/seed_1")
     assert cases[0].faults() == []
     assert cases[1].faults() == cases[4].faults() != cases[2].faults()
     times = [0.0, *(fault.at for fault in cases[1].faults())]
     assert all(5 <= later - earlier <= 15 for earlier, later in itertools.pairwise(times))
 
 
+def test_links_are_cut_in_the_lab() -> None:
+    """There, too, ranks are programs of their own."""
+    of_lab = settings(network="lab", methods=["gossip_warm", "ddp"], kinds=["mixture"], seconds=4000.0)
+    names, cases = zip(*of_lab.cases(), strict=True)
+    assert names == ("200mbit/ddp/none_every_inf_s/seed_0", "200mbit/ddp/mixture_every_10_s/seed_0")
+    assert {fault.kind for fault in cases[1].faults()} == {"kill", "freeze", "slow", "cut"}
+    with pytest.raises(ValidationError, match="cut in the lab only"):
+        settings(kinds=["cut"])
+
+
 def test_what_counts(tmp_path: Path) -> None:
     """A step that is made again counts once; what a killed rank of gossip has not sent does not."""
-    struck = [(120.0, Fault(20.0, "kill", 0)), (110.0, Fault(10.0, "freeze", 1))]
+    struck = [(120.0, Fault(20.0, "kill", 0)), (110.0, Fault(10.0, "freeze", 1)), (130.0, Fault(30.0, "slow", 1))]
     found = []
     for method in ("ddp", "gossip_warm"):
         run = failures._Supervised(settings(methods=[method]), tmp_path)
@@ -43,22 +53,29 @@ def test_what_counts(tmp_path: Path) -> None:
             for step in steps
         ]
         run._notes.append(failures._Note(99.0, 0, 10, 0, 1))  # before the clock
+        losses = {110.5: 2.5, 115.5: 1.5}
+        run._notes = [
+            note._replace(loss=losses[note.at] - note.slot) if note.at in losses else note for note in run._notes
+        ]
         found.append(run._result(100.0, struck))
     ddp, gossip = found
-    assert (ddp.batches, ddp.lost, ddp.num_faults) == (19 + 36 + 2, 2, 2)
-    assert (gossip.batches, gossip.lost) == (19 + 36 + 2 - 2, 4)
+    assert (ddp.batches, ddp.lost, ddp.num_faults) == (19 + 36 + 2, 2, 3)
+    assert (gossip.batches, gossip.lost) == (19 + 36 + 2 - 4, 6)
     assert ddp.goodput == 57 / 40 / 2
-    assert ddp.back_s == [3.5]
-    assert ddp.bound == 1 - (3.5 + 5) / 80
-    assert gossip.others_s == [4.0, 1.0]
+    assert (ddp.started_s, ddp.back_s) == ([1.0], [3.5])
+    assert ddp.bound == 1 - (3.5 + 5 + 0.75 * 10) / 80  # the slow one's 20 s are cut short by the end
+    assert gossip.others_s[:2] == [4.0, 1.0]
+    assert ddp.loss_s == 15.5
 
 
 def test_goodput_is_relative_to_the_run_without_faults(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"method": "ddp", "seed": 0, "batches": 9, "lost": 6, "others_s": [0.5], "back_s": [2.0]}
-    without = Run(every_s="never", num_faults=0, goodput=2.0, bound=1.0, **common)
-    runs = [without, *(Run(every_s=10.0, num_faults=3, goodput=each, bound=0.9, **common) for each in (1.0, 1.5))]
-    (text,) = Failures().sections(runs)
-    assert "| ddp | 10 | 6 | 0.625 (0.500 to 0.750) | 0.900 | 2.0 | 0.50 | 2.00 |" in text
+    common: dict[str, Any] = {"method": "ddp", "link": None, "seed": 0, "batches": 9, "lost": 6, "loss_s": 31.4}
+    common |= {"others_s": [0.5], "started_s": [1.0], "back_s": [2.0]}
+    without = Run(kind="none", every_s="never", num_faults=0, goodput=2.0, bound=1.0, **common)
+    common |= {"kind": "kill", "num_faults": 3}
+    runs = [without, *(Run(every_s=10.0, goodput=each, bound=0.9, **common) for each in (1.0, 1.5))]
+    text = "\n".join(Failures().sections(runs))
+    assert "| ddp | kill | 10 | 6 | 0.625 (0.500 to 0.750) | 0.900 | 2.0 | 0.50 | 1.00 | 2.00 | 31 |" in text
     Failures().draw(settings(methods=["ddp"]), runs, tmp_path)
     assert "faults per minute" in (tmp_path / "failures.svg").read_text()
 
