@@ -161,6 +161,7 @@ class Failures(Benchmark[FailuresSettings, Run]):
         return [
             f"{settings.world_size} ranks train {settings.task}, {settings.seconds:g} s a run; each step lasts "
             f"{settings.step_s:g} s by a sleep. Seeds: {', '.join(map(str, settings.seeds))}.",
+            f"To the loss: until the replicas, as they are, have {settings.loss:g} on average on held-out samples.",
             f"DDP saves at the period of Young and Daly; local steps are synchronised every {settings.period} steps.",
             *([f"{WARM}: not in the lab, as one launcher starts all ranks."] if settings.network == "lab" else []),
         ]
