@@ -195,6 +195,10 @@ class Codec(ABC):
         """Start an exchange like :meth:`exchange`, but ``values`` are needed until the opening's messages are made."""
         return Conversation(self.turns(values, round_, step))
 
+    def completed(self, arrival: Arrival) -> Arrival:
+        """Return what an exchange has brought, of which ``arrival`` may be a part. In the training thread."""
+        return arrival
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what the next exchange needs of the previous ones, as plain data and tensors."""
         return {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gossip.compression.codec import Codec
 from gossip.compression.conversation import Arrival, Turn, chunks, finite_on_host
 from gossip.exchange.exchanges import InFlight
 from gossip.exchange.transport import Exchange
@@ -23,6 +24,7 @@ class MessagesInFlight(InFlight):
     """One bucket's messages in flight, by channel."""
 
     exchanges: dict[str, Exchange] = field(default_factory=dict)
+    codecs: dict[str, Codec] = field(default_factory=dict)  # not of an exchange whose outcome is known
     launched_at: float = 0.0  # from time.perf_counter()
     kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = field(default_factory=dict)  # of the differences
     bytes_counted: Counter[int] = field(default_factory=Counter)  # by peer, in the cost of some step already
@@ -46,6 +48,7 @@ class MessagesInFlight(InFlight):
 
     def _awaited(self) -> dict[str, Arrival]:
         arrivals = {channel: exchange.wait() for channel, exchange in self.exchanges.items()}
+        arrivals |= {channel: codec.completed(arrivals[channel]) for channel, codec in self.codecs.items()}
         self.squares = {channel: arrival.squares for channel, arrival in arrivals.items()}
         return arrivals
 
@@ -79,7 +82,7 @@ class MessagesInFlight(InFlight):
             channel: (difference.shape, difference.dtype, difference.device)
             for channel, difference in saved["differences"].items()
         }
-        return cls(round_, saved["round"], sent, exchanges, time.perf_counter(), kinds)
+        return cls(round_, saved["round"], sent, exchanges, launched_at=time.perf_counter(), kinds=kinds)
 
     def arrivals(self) -> dict[str, Arrival]:
         """Wait, and return what arrived, piece by piece, by channel."""

@@ -182,6 +182,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 if self._clipping is not None:
                     self._clipping.expect((index, channel), edges, step)
                 conversation = codec.begin(message, edges, step)
+                in_flight.codecs[channel] = codec
                 in_flight.openings.append(conversation.unmade_opening)
                 in_flight.launched_at = in_flight.launched_at or time.perf_counter()
                 in_flight.exchanges[channel] = self.transport.start(

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
-from gossip.exchange.transport import Transport
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states
@@ -69,10 +68,6 @@ class LocalGroup:
     def divided(self, compression: Compression) -> Compression:
         """Return how a rank of this group encodes a bucket of the replica. Local."""
         return compression
-
-    def carried(self, transport: Transport | None) -> Transport | None:
-        """Return what carries the messages of this rank and hands what arrived to its group. Local."""
-        return transport
 
     # ------------------------------------------------------------------ steps
 

@@ -5,20 +5,20 @@ Each gets the whole difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World, accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, Conversation, Turn, Turns
-from gossip.exchange.transport import Exchange, Transport
+from gossip.compression.conversation import Arrival, Turns
 from gossip.sharding.local_group import SharedGroup
 from gossip.sharding.shard_mesh import chunk_length
 from topologies import Round, Topology
+
+Gather = Callable[[torch.Tensor, str], Callable[[], None]]
 
 
 class ReplicaGroup(SharedGroup):
@@ -32,12 +32,7 @@ class ReplicaGroup(SharedGroup):
     def divided(self, compression: Compression) -> Compression:
         if self.world.is_alone:
             return compression
-        return PartitionedCompression(compression, self.world.rank, self.world.world_size)
-
-    def carried(self, transport: Transport | None) -> Transport | None:
-        if transport is None or self.world.is_alone:
-            return transport
-        return GatheringTransport(transport, self.world, self.rows)
+        return PartitionedCompression(compression, self.world.rank, self.world.world_size, self.rows.begin_gather)
 
     @torch.no_grad()
     def reduce_(self, parameters: Iterable[nn.Parameter], step: int, index: int) -> None:
@@ -67,11 +62,14 @@ class ReplicaGroup(SharedGroup):
 
 
 class PartitionedCompression(Compression):
-    """Encodes one of several equal parts of each bucket, as another compression does; the last may be shorter."""
+    """Encodes one of several equal parts of each bucket, as another compression does; the last may be shorter.
 
-    def __init__(self, compression: Compression, place: int, num_parts: int) -> None:
+    ``gather`` is :meth:`gossip.communication.row_collectives.RowCollectives.begin_gather` of the ranks that have them.
+    """
+
+    def __init__(self, compression: Compression, place: int, num_parts: int, gather: Gather) -> None:
         self._compression = compression
-        self._place, self._num_parts = place, num_parts
+        self.place, self.num_parts, self.gather = place, num_parts, gather
         self.delivers = compression.delivers
 
     def check(self, topology: Topology) -> None:
@@ -80,19 +78,23 @@ class PartitionedCompression(Compression):
     def codec(self, bucket: BucketShape, rank: int) -> Codec:
         start = bucket.start
         assert start is not None
-        part = part_of(bucket.numel, self._place, self._num_parts)
+        part = part_of(bucket.numel, self.place, self.num_parts)
         shape = BucketShape(bucket.index, start[part], memory=bucket.memory, start=start[part], clip=bucket.clip)
-        return _PartCodec(self._compression.codec(shape, rank), part, bucket.numel)
+        return _PartCodec(self, self._compression.codec(shape, rank), part, bucket)
 
     def describe(self) -> str:
         return self._compression.describe()
 
 
 class _PartCodec(Codec):
-    """The codec of one part of a bucket."""
+    """The codec of one part of a bucket; what has arrived of all parts is gathered.
 
-    def __init__(self, codec: Codec, part: slice, numel: int) -> None:
-        self._codec, self._part, self._numel = codec, part, numel
+    No exchange ends before its messages have arrived: what allows that cannot be combined with a mesh.
+    """
+
+    def __init__(self, compression: PartitionedCompression, codec: Codec, part: slice, bucket: BucketShape) -> None:
+        self._compression, self._codec, self._part, self._bucket = compression, codec, part, bucket
+        self._step = 0
 
     @property
     def sent(self) -> None:
@@ -100,85 +102,27 @@ class _PartCodec(Codec):
         return None
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
+        self._step = step
         return self._codec.turns(values[self._part], round_, step)
 
-    def begin(self, values: torch.Tensor, round_: Round, step: int) -> Conversation:
-        dtype = accumulation_dtype(values.dtype)
-        return _PartConversation(self.turns(values, round_, step), self._numel, dtype, values.device)
+    def completed(self, arrival: Arrival) -> Arrival:
+        bucket, parts = self._bucket, self._compression
+        size = chunk_length(bucket.numel, parts.num_parts)
+        rows = torch.zeros(parts.num_parts, size, dtype=bucket.accumulation_dtype, device=bucket.device)
+        own = rows[parts.place]
+        for part, difference in arrival.parts:
+            own[part] = difference
+        if not arrival.is_finite:
+            own.fill_(torch.nan)  # all ranks of the group refuse it, or none
+        what = f"step {self._step}, bucket {bucket.index}: gathering what arrived at the ranks of the group"
+        parts.gather(rows, what)()
+        return Arrival.of(rows.view(-1)[: bucket.numel])
 
     def state_dict(self) -> dict[str, Any]:
         return self._codec.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._codec.load_state_dict(state)
-
-
-class _PartConversation(Conversation):
-    """A conversation whose arrival is a part of a bucket's difference."""
-
-    def __init__(self, turns: Turns, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numel, self.dtype, self.device = numel, dtype, device
-        super().__init__(turns)
-
-
-class GatheringTransport(Transport):
-    """Carries messages as another transport does, and gathers what has arrived at the ranks of a group by ``rows``.
-
-    No exchange ends before its messages have arrived: what allows that cannot be combined with a mesh.
-    """
-
-    def __init__(self, transport: Transport, world: World, rows: RowCollectives) -> None:
-        self._transport, self._world, self._rows = transport, world, rows
-        self.num_buffers = transport.num_buffers
-
-    def start(self, conversation: Conversation, round_: Round, *, step: int, bucket: int) -> Exchange:
-        exchange = self._transport.start(conversation, round_, step=step, bucket=bucket)
-        if not isinstance(conversation, _PartConversation):
-            return exchange
-        what = f"step {step}, bucket {bucket}: gathering what arrived at the ranks of the group"
-        return _GatheredExchange(exchange, conversation, self._world, self._rows, what)
-
-    def memory(self, message: torch.Tensor, *, step: int, bucket: int) -> torch.Tensor:
-        return self._transport.memory(message, step=step, bucket=bucket)
-
-    def rehearse(self, turn: Turn, round_: Round, device: torch.device, *, alike: bool) -> Sequence[torch.Tensor]:
-        return self._transport.rehearse(turn, round_, device, alike=alike)
-
-    def held(self) -> Sequence[torch.Tensor]:
-        return self._transport.held()
-
-    def describe(self) -> str:
-        return f"{self._transport.describe()}, a part of each bucket"
-
-
-class _GatheredExchange(Exchange):
-    """An exchange of one part, whose arrival is the whole difference."""
-
-    def __init__(
-        self, exchange: Exchange, conversation: _PartConversation, world: World, rows: RowCollectives, what: str
-    ) -> None:
-        self._exchange, self._conversation = exchange, conversation
-        self._world, self._rows, self._what = world, rows, what
-
-    @property
-    def bytes_by_peer(self) -> Mapping[int, int]:
-        return self._exchange.bytes_by_peer
-
-    @property
-    def arrived_at(self) -> Mapping[int, float]:
-        return self._exchange.arrived_at
-
-    def wait(self) -> Arrival:
-        arrival, whole = self._exchange.wait(), self._conversation
-        size = chunk_length(whole.numel, self._world.world_size)
-        rows = torch.zeros(self._world.world_size, size, dtype=whole.dtype, device=whole.device)
-        own = rows[self._world.rank]
-        for part, difference in arrival.parts:
-            own[part] = difference
-        if not arrival.is_finite:
-            own.fill_(torch.nan)  # all ranks of the group refuse it, or none
-        self._rows.begin_gather(rows, self._what)()
-        return Arrival.of(rows.view(-1)[: whole.numel])
 
 
 def part_of(numel: int, place: int, num_parts: int) -> slice:

@@ -345,7 +345,7 @@ class GenerationChange:
                 before=self._engine.exchanges.transport,
             )
         self.rank = members.index(self._world.member)
-        self._engine.move(schedule, self._engine.group.carried(transport), algorithm, self.rank)
+        self._engine.move(schedule, transport, algorithm, self.rank)
         self._engine.group.changed()
         before, self.generation = self.generation, generation
         self._engine.generation = generation.number

@@ -141,7 +141,6 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
     )
     # The position among the ranks at the beginning, even if some have been lost since.
     place = world.rank if world.is_alone else world.worker
-    transport = group.carried(transport)
     exchanges = RankExchanges(
         everything,
         optimizers,
