@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,15 +51,12 @@ class RankReplica(Replicas):
         """The number of steps made; with an asynchronous algorithm, that of the rank that has made the most."""
         if not self._model.algorithm.is_asynchronous:
             return self._model.step
-        return max(map(int, self.gather(str(self._model.step).encode(), "comparing numbers of steps")))
+        return max(self.gather(self._model.step, "comparing numbers of steps"))
 
-    def gather(self, payload: bytes, what: str) -> list[bytes]:
+    def gather(self, content: Any, what: str) -> list[Any]:
         with self._engine.fatal():
-            if self._group.size == 1:
-                return self._world.gather_bytes(payload, what)
-            joined = json.dumps([each.hex() for each in self._group.gather_bytes(payload, what)]).encode()
-            everyone = self._world.gather_bytes(joined, what)
-        return [bytes.fromhex(each) for of_group in everyone for each in json.loads(of_group)]
+            everyone = self._world.gather_json(self._group.gather_json(content, what), what)
+        return [each for of_group in everyone for each in of_group]
 
     def check_between_steps(self) -> None:
         self._engine.check_between_steps()

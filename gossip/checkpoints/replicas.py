@@ -53,8 +53,8 @@ class Replicas(ABC):
         """The number of steps made."""
 
     @abstractmethod
-    def gather(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the payloads of all processes, in their order. Collective."""
+    def gather(self, content: Any, what: str) -> list[Any]:
+        """Return the plain data of all processes, in their order. Collective."""
 
     @abstractmethod
     def check_between_steps(self) -> None:
@@ -136,8 +136,7 @@ def run_on_all_ranks(replicas: Replicas, what: str, action: Callable[[], Any]) -
     except Exception as error:
         failure = error
     message = {"answer": answer, "error": None if failure is None else reason(failure)}
-    payloads = replicas.gather(json.dumps(message).encode(), what)
-    messages = [json.loads(payload) for payload in payloads]
+    messages = replicas.gather(message, what)
     ranks_by_reason: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message["error"] is not None:

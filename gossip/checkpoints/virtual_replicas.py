@@ -123,9 +123,9 @@ class VirtualReplicas(Replicas):
     def step(self) -> int:
         return self._workers.step
 
-    def gather(self, payload: bytes, what: str) -> list[bytes]:
+    def gather(self, content: Any, what: str) -> list[Any]:
         del what
-        return [payload]
+        return [content]
 
     def check_between_steps(self) -> None:
         if is_in_backward():

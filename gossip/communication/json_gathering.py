@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +14,8 @@ def all_gather_json(content: Any, what: str, timeout: timedelta) -> list[Any]:
     Numbers, strings, None, lists and dictionaries with strings as keys; a tuple arrives as a list, a float unchanged.
     ``what`` is for error texts.
     """
-    payload = json.dumps(content).encode()
     world = World(timeout)
     try:
-        return [json.loads(data) for data in world.gather_bytes(payload, what)]
+        return world.gather_json(content, what)
     finally:
         world.close()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -225,7 +224,7 @@ class LocalMessages:
         if shares_memory and hasattr(os, "memfd_create"):
             own = machine()
             self._arena, address = Arena.make(world.world_size)
-        everyone = _gather(world, [own, address])
+        everyone = world.gather_json([own, address], "finding neighbours")
         self._arenas = {
             rank: arena
             for rank, (machine, address) in enumerate(everyone)
@@ -234,7 +233,8 @@ class LocalMessages:
         }
         machines = [str(machine) for machine, _ in everyone if machine is not None]
         if len(set(machines)) < len(machines):
-            self._seen = [set(ranks) for ranks in _gather(world, list(self._arenas))]  # after this, all ranks know it
+            seen = world.gather_json(list(self._arenas), "finding neighbours")  # after this, all ranks know it
+            self._seen = [set(ranks) for ranks in seen]
         self.local = frozenset(rank for rank in self._arenas if self.are_local((world.rank, rank)))
 
     def are_local(self, ranks: Sequence[int]) -> bool:
@@ -272,8 +272,3 @@ class LocalMessages:
 
     def _among(self, buffers: Sequence[Buffer], number: int) -> Buffer | None:
         return next((buffer for buffer in buffers if buffer.holds(number, self.world.rank)), None)
-
-
-def _gather(world: World, content: Any) -> list[Any]:
-    """Return every rank's content, by rank. Collective."""
-    return [json.loads(data) for data in world.gather_bytes(json.dumps(content).encode(), "finding neighbours")]

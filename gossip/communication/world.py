@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections import Counter
@@ -320,6 +321,10 @@ class World:
         rest = max(lengths) - _HEAD_BYTES
         tails = self._gather_rows(payload[_HEAD_BYTES:], rest, what) if rest > 0 else [b""] * self.world_size
         return [(row[_LENGTH_BYTES:] + tail)[:length] for row, tail, length in zip(heads, tails, lengths, strict=True)]
+
+    def gather_json(self, content: Any, what: str) -> list[Any]:
+        """Return every rank's plain ``content``, by rank; a tuple arrives as a list, a float unchanged. Collective."""
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(content).encode(), what)]
 
     def _gather_rows(self, row: bytes, length: int, what: str) -> list[bytes]:
         """Return every rank's ``row``, padded to ``length``, by rank. Collective."""

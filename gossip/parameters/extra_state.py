@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,8 +67,7 @@ def broadcast_extra_states(module: nn.Module, world: World) -> None:
         return
     text, values = serialize(_sendable(module)) if world.rank == 0 else ("", torch.empty(0, dtype=torch.uint8))
     what = "broadcasting extra states of modules from rank 0"
-    head = json.dumps({"text": text, "num_bytes": values.nbytes}).encode() if world.rank == 0 else b""
-    described = json.loads(world.gather_bytes(head, what)[0])
+    described = world.gather_json({"text": text, "num_bytes": values.nbytes}, what)[0]
     if world.rank:
         values = torch.empty(described["num_bytes"], dtype=torch.uint8)
     if values.numel():

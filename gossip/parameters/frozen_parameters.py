@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,12 +96,12 @@ class FrozenParameters:
             return
         written = [name for name, seen in self._seen.items() if seen.was_written(self._parameters[name])]
         what = "comparing frozen parameters"
-        everyone = [json.loads(names) for names in self._world.gather_bytes(json.dumps(written).encode(), what)]
+        everyone = self._world.gather_json(written, what)
         suspects = {name for names in everyone for name in names}
         if not suspects:
             return
         entries = {name: self._describe(name) for name in self._parameters if name in suspects}
-        found = [json.loads(data) for data in self._world.gather_bytes(json.dumps(entries).encode(), what)]
+        found = self._world.gather_json(entries, what)
         if other := first_difference([{name: kind for name, (kind, _) in each.items()} for each in found]):
             raise ManifestError(
                 f"frozen parameter {other.key!r} is {other.first} on rank 0, but {other.other} on rank {other.number}; "

@@ -56,10 +56,9 @@ def compare_manifests(
 
     Raises ManifestError: two ranks differ; the text names the first entry that differs and both values.
     """
-    payload = json.dumps(manifest).encode()
-    digests = world.gather_bytes(hashlib.sha256(payload).digest(), what)
+    digests = world.gather_bytes(hashlib.sha256(json.dumps(manifest).encode()).digest(), what)
     if len(set(digests)) > 1:
-        found = first_difference([json.loads(data) for data in world.gather_bytes(payload, what)])
+        found = first_difference(world.gather_json(manifest, what))
         raise ManifestError(f"the ranks do not train the same thing: {found}; {advice}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -148,10 +148,10 @@ class LocalGroup:
         del what
         return piece[None] if self.rank == 0 else None
 
-    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Return the payload of each rank of the group. Collective over the group."""
+    def gather_json(self, content: Any, what: str) -> list[Any]:
+        """Return the plain data of each rank of the group. Collective over the group."""
         del what
-        return [payload]
+        return [content]
 
     def average_(self, name: str, buffer: torch.Tensor) -> None:
         """Replace a buffer by its mean over the group, or its first rank's values. Collective over the group."""
@@ -186,8 +186,8 @@ class SharedGroup(LocalGroup):
         """Return the parameters that every rank has whole. Local."""
         return (parameter.data for parameter in self.module.parameters())
 
-    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        return self.world.gather_bytes(payload, what)
+    def gather_json(self, content: Any, what: str) -> list[Any]:
+        return self.world.gather_json(content, what)
 
     def average_(self, name: str, buffer: torch.Tensor) -> None:
         if is_averaged(buffer):

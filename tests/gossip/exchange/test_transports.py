@@ -179,7 +179,7 @@ def test_receives_are_posted_before_sends() -> None:
 def test_messages_that_the_starting_thread_itself_posts_are_made_before(weights: list[list[float]]) -> None:
     """As those of a device by NCCL are: nobody else could make them meanwhile."""
     world, posted = mock.MagicMock(rank=0, world_size=2), list[list[object]]()
-    world.gather_bytes.side_effect = lambda payload, _: [payload] * 2
+    world.gather_json.side_effect = lambda content, _: [content] * 2
 
     def post_at_once(make_job: Callable[..., Job], sent: Tensors, received: Tensors) -> mock.Mock:
         posted.extend(list(works) for works in make_job(sent, received) if works)
