@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
-from topologies.integers import powers
+from topologies.integers import divisors, listed, powers
 
 Stochasticity = Literal["doubly", "row", "column"]
 
@@ -77,6 +77,17 @@ def check_real(argument: str, value: object, allowed: str, *, example: float) ->
 def check_world_size(world_size: object) -> int:
     """Return ``world_size`` as an ``int`` of at least 1 and at most :data:`MAX_WORLD_SIZE`."""
     return check_integer("world_size", world_size, minimum=1, maximum=MAX_WORLD_SIZE)
+
+
+def check_local_size(local_size: object, world_size: int) -> int:
+    """Return the ranks per node, or per group, which divide the world size."""
+    local_size = check_integer("local_size", local_size, minimum=1)
+    if world_size % local_size:
+        raise ValueError(
+            f"local_size must divide world_size {world_size}, got {local_size}; use one of "
+            f"{listed(divisors(world_size))}"
+        )
+    return local_size
 
 
 def check_stored(family: str, world_size: int, size: float, *, most: int = MAX_STORED, advice: str = "") -> None:

@@ -21,17 +21,14 @@ _is_founder = False
 _num_models = itertools.count()  # of this process, or since it has founded or joined a training
 
 
-def join(store: dist.Store, prefix: str = "") -> None:
+def begin(store: dist.Store, prefix: str = "", *, is_founder: bool = False) -> None:
     """Let the next models of this process join the training that is announced in this store. Local.
 
-    ``prefix`` distinguishes it from others that are announced there.
+    A founder's train in a process group instead, and others join them later. ``prefix`` distinguishes the training from
+    others that are announced there.
     """
-    _begin(store, prefix, is_founder=False)
-
-
-def found(store: dist.Store, prefix: str) -> None:
-    """Let the next models of this process train in a process group whose training others join later. Local."""
-    _begin(store, prefix, is_founder=True)
+    global _store, _prefix, _is_founder, _num_models
+    _store, _prefix, _is_founder, _num_models = innermost(store), prefix, is_founder, itertools.count()
 
 
 def joined() -> dist.Store | None:
@@ -72,8 +69,3 @@ def next_announcement() -> str:
 def announcement(prefix: str, number: int = 0) -> str:
     """Return the key that announces a training, or says that its founders have ended before it began."""
     return f"{prefix}gossip/trainings/{number}"
-
-
-def _begin(store: dist.Store, prefix: str, *, is_founder: bool) -> None:
-    global _store, _prefix, _is_founder, _num_models
-    _store, _prefix, _is_founder, _num_models = innermost(store), prefix, is_founder, itertools.count()

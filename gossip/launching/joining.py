@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gossip.communication import training_store
 from gossip.errors import LaunchError, reason
 from gossip.launching import slurm
-from gossip.launching.rendezvous import STORE, Rendezvous, connect, find_rendezvous, meet
+from gossip.launching.rendezvous import STORE, Rendezvous, connect, find_rendezvous, listen, meet, serve
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _PAUSE_S = 0.05
@@ -158,7 +158,7 @@ def join_training(store: dist.Store | str | None = None, *, timeout: timedelta =
         if not host or not port.isdecimal():
             raise ValueError(f'store must be a torch.distributed.Store or "host:port", got {store!r}')
         store = connect(store, timeout)
-    training_store.join(store)
+    training_store.begin(store)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -199,17 +199,12 @@ def _address_of(step: slurm.Step) -> tuple[str, int]:
 def _store_of(step: slurm.Step, address: tuple[str, int], timeout: timedelta) -> dist.Store:
     """Return the store of a step: the first task serves it and enters the step's name, and all tasks connect to it."""
     if address not in _stores:
-        listener = _listener(step, *address) if step.keeps_store else None
-        store = dist.TCPStore(
-            *address,
-            is_master=step.keeps_store,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
         name = f"step {step.job}.{step.step}.{step.restarts}"
         if step.keeps_store:
+            store = serve(address[0], _listener(step, *address), timeout)
             store.set(name, "")
+        else:
+            store = connect(f"{address[0]}:{address[1]}", timeout)
         deadline = time.monotonic() + _STRANGER_PATIENCE_S
         while not store.check([name]):
             if time.monotonic() > deadline:
@@ -228,9 +223,7 @@ def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
         if step.num_nodes == 1:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             return socket.create_server(address[:2], family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return listen(port)
     except OSError as error:
         raise LaunchError(
             f"port {port} on {host}, where step {step.job}.{step.step} would keep its key-value store, cannot be used: "

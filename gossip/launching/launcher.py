@@ -41,7 +41,9 @@ from gossip.launching.joining import (
     join_training,
     joined_process_group,
 )
+from gossip.launching.rendezvous import serve
 from gossip.launching.worker_reports import Failure, collect, pickled
+from topologies.validation import check_integer, check_local_size
 
 _TERMINATE_GRACE_S = 1.0
 _EXIT_GRACE_S = 5.0
@@ -131,7 +133,7 @@ def launch(
         ``world_size``, ``local_size``, ``timeout``, ``port``, ``num_threads`` or ``restart`` is out of range,
         ``world_size`` is not that of the externally started ranks, or torch was built without ``backend``.
     TypeError
-        ``function`` or ``args`` cannot be pickled, or ``timeout`` is not a timedelta.
+        ``function`` or ``args`` cannot be pickled, ``timeout`` is not a timedelta, or a number is not an integer.
     RuntimeError
         The call was made inside a worker, or while a worker imported the calling script, which lacks ``if __name__ ==
         "__main__":``.
@@ -148,7 +150,8 @@ def launch(
     num_cores = len(os.sched_getaffinity(0))
     if world_size is None:
         world_size = num_cores if placement is None else placement.world_size
-    _check_local_size(local_size, world_size)
+    if local_size is not None:
+        check_local_size(local_size, world_size)
     _check_failures(on_peer_loss, restart)
     if placement is not None:
         if placement.world_size != world_size:
@@ -168,14 +171,7 @@ def launch(
 
     listener = _listen(port)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    store = serve("127.0.0.1", listener, timeout)
     rendezvous = _Rendezvous(
         world_size=world_size,
         port=port,
@@ -261,12 +257,11 @@ def _check_arguments(
     port: int | None,
     num_threads: int | None,
 ) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    check_integer("world_size", world_size, minimum=1)
     if port is not None and not 0 <= port < 2**16:
         raise ValueError(f"port must be from 0 to 65535, got {port}; leave it out to use a free one")
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    if num_threads is not None:
+        check_integer("num_threads", num_threads, minimum=1)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "gossip.launch was reached while a worker imported the script that calls it; put the call under "
@@ -289,16 +284,6 @@ def _check_arguments(
         )
 
 
-def _check_local_size(local_size: int | None, world_size: int) -> None:
-    if local_size is None:
-        return
-    if type(local_size) is not int or local_size < 1 or world_size % local_size:
-        raise ValueError(
-            f"local_size must be a number of ranks that divides world_size={world_size}, got {local_size!r}; leave it "
-            "out for groups of all ranks of a node"
-        )
-
-
 def _local_size_set(local_size: int | None) -> contextlib.AbstractContextManager[None]:
     """Tell :func:`gossip.make_shard_mesh` within a block."""
     return environment_set({} if local_size is None else {LOCAL_SIZE: local_size})
@@ -307,8 +292,7 @@ def _local_size_set(local_size: int | None) -> contextlib.AbstractContextManager
 def _check_failures(on_peer_loss: str, restart: int) -> None:
     if on_peer_loss not in ("raise", "continue"):
         raise ValueError(f'on_peer_loss must be "raise" or "continue", got {on_peer_loss!r}')
-    if type(restart) is not int or restart < 0:
-        raise ValueError(f"restart must be the number of times a worker is started again, at least 0, got {restart!r}")
+    check_integer("restart", restart, minimum=0)
     if restart and on_peer_loss == "raise":
         raise ValueError(
             f'restart={restart} needs other ranks that continue and can be joined; pass on_peer_loss="continue" '
@@ -332,18 +316,14 @@ def _check_backend(backend: str) -> None:
 
 
 def _listen(port: int | None) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind(("127.0.0.1", port or 0))
+        return socket.create_server(("127.0.0.1", port or 0))
     except OSError as error:
-        listener.close()
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(f"port {port} on 127.0.0.1 cannot be used: {error.strerror}") from error
         raise LaunchError(
             f"port {port} on 127.0.0.1 is taken; choose another one, or leave it out to use a free one"
         ) from None
-    listener.listen()
-    return listener
 
 
 def _end(workers: Sequence[ForkServerProcess]) -> None:

@@ -15,11 +15,12 @@ import itertools
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from loguru import logger
@@ -89,26 +90,12 @@ def find_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous 
     return Rendezvous(found[1], found[2] or "", most, least)
 
 
-@dataclass(frozen=True)
-class Met:
-    """How this process takes part.
+class Met(NamedTuple):
+    """How this process takes part."""
 
-    Attributes
-    ----------
-    store : Store
-        The keys of the founders' process group.
-    rank : int or None
-        The rank of this process among those of the founders; None if it joins their training.
-    num_founders : int
-        How many ranks they have.
-    prefix : str
-        What the keys of this attempt at the training begin with.
-    """
-
-    store: dist.Store
-    rank: int | None
-    num_founders: int
-    prefix: str
+    store: dist.Store  # the keys of the founders' process group
+    rank: int | None  # of this process among those of the founders; None if it joins their training
+    num_founders: int  # how many ranks they have
 
 
 def meet(
@@ -133,13 +120,24 @@ def meet(
     if "failed" in outcome:
         raise LaunchError(outcome["failed"])
     number, prefix = outcome["number"], outcome["prefix"]
+    training_store.begin(store, prefix, is_founder=number is not None)
     rank = None if number is None else number * size + place
-    met = Met(dist.PrefixStore(f"{prefix}group", store), rank, outcome["num_founders"] * size, prefix)
-    if met.rank is None:
-        training_store.join(store, met.prefix)
-    else:
-        training_store.found(store, met.prefix)
-    return met
+    return Met(dist.PrefixStore(f"{prefix}group", store), rank, outcome["num_founders"] * size)
+
+
+def listen(port: int) -> socket.socket:
+    """Open a socket that listens on all interfaces; 0 takes a free port. Local."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def serve(host: str, listener: socket.socket, timeout: timedelta) -> dist.TCPStore:
+    """Serve a store at the port of a socket that listens, which it takes over. Local."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def connect(address: str, timeout: timedelta) -> dist.TCPStore:

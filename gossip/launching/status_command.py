@@ -15,6 +15,7 @@ from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.training_status import VARIABLE, RankStatus, statuses, trainings
 from gossip.errors import ExchangeError, LaunchError
 from gossip.launching.rendezvous import connect
+from topologies.reports.units import aligned
 
 _INTERVAL_S = 2.5  # ranks write once a second
 _TIMEOUT = timedelta(seconds=10)
@@ -77,11 +78,7 @@ def text(before: Statuses, now: Statuses, seconds: float) -> str:
     lines.append("newest checkpoint: " + ("none" if saved is None else f"step {saved}"))
     rows: list[Sequence[str]] = [("rank", "step", "steps/s", "late", "")]
     rows += [_row(rank, before.get(rank), now.get(rank), rank in speaking, seconds) for rank in newest.members]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    ]
+    lines += [line.rstrip() for line in aligned(rows, ">>>><")]
     lines += [f"lost: rank {rank}: {reason}" for rank, reason in newest.lost[-_NUM_LOST:]]
     return "\n".join(lines)
 

@@ -9,11 +9,9 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from gossip.communication.authenticated_store import VARIABLE as KEY
 from gossip.communication.authenticated_store import derived, training_key
-from gossip.launching.rendezvous import GROUPS, STORE
+from gossip.launching.rendezvous import GROUPS, STORE, listen, serve
 
 PORT = 29400
 _DESCRIPTION = f"""\
@@ -36,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--port must be from 0 to 65535, got {port}")
     try:
         key = training_key()
-        listener = _listen(port)
+        listener = listen(port)
     except (OSError, ValueError) as error:
         print(f"error: {_reason(error, port)}", file=sys.stderr)
         return 2
@@ -45,25 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         signal.SIG_BLOCK, ends
     )  # before the store's threads begin, which then leave them to this one
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "localhost",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )
+    store = serve("localhost", listener, timedelta(seconds=60))
     print(_text(f"{socket.gethostname()}:{port}", key), flush=True)
     signal.sigwait(ends)
     del store
     return 0
-
-
-def _listen(port: int) -> socket.socket:
-    """Open a socket that listens on all interfaces."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
 
 
 def _text(address: str, key: bytes | None) -> str:

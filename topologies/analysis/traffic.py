@@ -8,11 +8,10 @@ import numpy as np
 
 from topologies.analysis.connectivity import all_reduce_rings, distinct_rounds
 from topologies.analysis.consensus import consensus_rate
-from topologies.integers import divisors, listed
 from topologies.matrix_storage import FloatArray, IntArray
 from topologies.round import Round
 from topologies.schedule import Schedule
-from topologies.validation import check_integer, check_real
+from topologies.validation import check_local_size, check_real
 
 
 @dataclass(frozen=True)
@@ -139,17 +138,6 @@ def rate_per_byte(topology: Schedule, *, message_bytes: float = 1.0) -> float:
     """
     sent = traffic(topology, message_bytes=message_bytes).bytes_per_rank
     return float(consensus_rate(topology) ** (1.0 / sent)) if sent else 1.0
-
-
-def check_local_size(local_size: int, world_size: int) -> int:
-    """Return the ranks per node, which divide the world size."""
-    local_size = check_integer("local_size", local_size, minimum=1)
-    if world_size % local_size:
-        raise ValueError(
-            f"local_size must divide world_size {world_size}, got {local_size}; use one of "
-            f"{listed(divisors(world_size))}"
-        )
-    return local_size
 
 
 def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:

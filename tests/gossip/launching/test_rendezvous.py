@@ -72,7 +72,7 @@ def test_a_store_that_cannot_be_served_says_why(capsys: pytest.CaptureFixture[st
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     """A store in which all threads of this process meet for the first time."""
     monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
-    monkeypatch.setattr(training_store, "_begin", lambda *_, **__: None)
+    monkeypatch.setattr(training_store, "begin", lambda *_, **__: None)
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

@@ -325,7 +325,7 @@ def shape_of_mesh() -> tuple[int, ...]:
 def test_the_mesh_follows_launch() -> None:
     assert launch(shape_of_mesh, world_size=4, local_size=2) == [(2, 2)] * 4
     assert launch(shape_of_mesh, world_size=2) == [(1, 2)] * 2
-    with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides world_size=4, got 3"):
+    with pytest.raises(ValueError, match=r"local_size must divide world_size 4, got 3; use one of 1, 2, 4"):
         launch(shape_of_mesh, world_size=4, local_size=3)
 
 
