@@ -75,7 +75,7 @@ def age_key(name: str) -> tuple[int, bool]:
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, which completes a checkpoint; ``content`` is plain data."""
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
-    text = json.dumps(body | {"manifest_sha256": _digest(body)}, indent=1)
+    text = json.dumps(body | {"manifest_sha256": digest_of(body)}, indent=1)
     write_file(checkpoint / MANIFEST, lambda file: file.write(text.encode()))
 
 
@@ -101,7 +101,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{path} has format version {body.get('format_version')!r}, but this gossip reads {FORMAT_VERSION}; load "
             f"it with gossip {body.get('gossip', 'of another version')}"
         )
-    if body.pop("manifest_sha256", None) != _digest(body):
+    if body.pop("manifest_sha256", None) != digest_of(body):
         raise CheckpointError(f"{path} is damaged: its hash does not match its contents")
     manifest: dict[str, Any] = body
     return manifest
@@ -124,7 +124,8 @@ def check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} has {size} bytes instead of {record.size}: it was truncated or replaced")
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 hash of plain data."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from gossip.checkpoints.checkpoint_files import read_tensors
 from gossip.checkpoints.checkpoint_folder import (
     age_key,
     check_sizes,
+    digest_of,
     find_checkpoints,
     is_step_folder,
     rank_file,
@@ -217,7 +217,7 @@ def _read_together(replicas: Replicas, path: Path, step: int | None = None) -> t
                 raise CheckpointError(f"{path} was renamed: it was saved at step {saved_at}")
         except CheckpointError as error:
             return {"reason": f"rank {replicas.process}: {error}" if replicas.num_processes > 1 else str(error)}
-        return {"digest": hashlib.sha256(json.dumps(contents.manifest, sort_keys=True).encode()).hexdigest()}
+        return {"digest": digest_of(contents.manifest)}
 
     findings = run_on_all_ranks(replicas, f"reading {path}", read)
     reasons = list(dict.fromkeys(finding["reason"] for finding in findings if "reason" in finding))

@@ -51,7 +51,7 @@ class RankReplica(Replicas):
         """The number of steps made; with an asynchronous algorithm, that of the rank that has made the most."""
         if not self._model.algorithm.is_asynchronous:
             return self._model.step
-        return max(self.gather(self._model.step, "comparing numbers of steps"))
+        return max(map(int, self.gather(self._model.step, "comparing numbers of steps")))
 
     def gather(self, content: Any, what: str) -> list[Any]:
         with self._engine.fatal():

@@ -23,6 +23,7 @@ from gossip.errors import CheckpointError, reason
 from gossip.parameters.serializable_state import copied, state_of, to_serializable
 from gossip.private_torch import tree_leaves
 from gossip.step.state.kept_objects import is_stateful
+from topologies.validation import check_integer
 from topologies.version import __version__
 
 
@@ -163,8 +164,7 @@ def _announce(replicas: Replicas, path: Path, keep: int, parts: dict[str, Any]) 
 
     def check() -> None:
         replicas.kept.wait_for_save()
-        if type(keep) is not int or keep < 1:
-            raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
+        check_integer("keep", keep, minimum=1)
         for name, part in replicas.kept.with_parts(parts).items():
             if is_stateful(part):
                 where = f"{name}.state_dict()"
