@@ -99,13 +99,10 @@ def prepare(
     remaining = _remaining.get(accelerator) or remaining_ranks(accelerator, options, renumber)
     if remaining is not None:
         _remaining[accelerator] = remaining
-        remaining.check_complete()
     placed = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped: moved, cast and compiled
     accelerator._models.remove(placed if placed in accelerator._models else model)
-    wrapped = wrap(placed, optimizer, scaler=accelerator.scaler, **options)
+    wrapped = wrap(placed, optimizer, remaining, scaler=accelerator.scaler, **options)
     wrapped._is_accelerate_prepared = True
-    if remaining is not None:
-        remaining.use(wrapped)
     if not _replicas(accelerator):
         _know_replicas(accelerator)
     accelerator._models.append(wrapped)

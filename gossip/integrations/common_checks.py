@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
+from gossip.integrations.remaining_ranks import RemainingRanks
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 
 _DISTRIBUTED_TYPES = ("NO", "MULTI_")  # prefixes of accelerate's: one process, or one per device
@@ -26,11 +28,31 @@ def check_options(owner: str, options: Mapping[str, Any], taken: Mapping[str, st
             )
 
 
-def wrap(module: nn.Module, optimizer: OptimizerArgument, **options: Any) -> GossipDataParallel:
-    """Wrap a module for a library that calls ``optimizer.step()`` in every mode: nothing is said of it. Collective."""
+def wrap(
+    module: nn.Module, optimizer: OptimizerArgument, remaining: RemainingRanks | None, **options: Any
+) -> GossipDataParallel:
+    """Wrap a module for a library that calls ``optimizer.step()`` in every mode: nothing is said of it. Collective.
+
+    Raises GossipError if ranks may be lost, and one has been already.
+    """
+    if remaining is not None:
+        remaining.check_complete()
     model = GossipDataParallel(module, optimizer, **options)
     model._live().optimizer_step_calls.explains = False
+    if remaining is not None:
+        remaining.use(model)
     return model
+
+
+def weakly(method: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that calls a bound method while its object lives, which it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return call
 
 
 def steps_in_backward(options: Mapping[str, Any]) -> bool:

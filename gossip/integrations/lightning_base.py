@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 import gossip
 from gossip import GossipDataParallel
-from gossip.integrations.common_checks import check_options, steps_in_backward, wrap
+from gossip.integrations.common_checks import check_options, steps_in_backward, weakly, wrap
 from gossip.integrations.remaining_ranks import RemainingRanks, remaining_ranks
 from gossip.private_torch import SUPPORTS_SCALING
 from topologies import Topology
@@ -61,17 +60,11 @@ class BaseStrategy(_DDPStrategy):
         """Set up the process group as DDP does; what is done with it is done by the remaining ranks. Collective."""
         super().setup_environment()
         if self._remaining is None:
-            strategy = weakref.ref(self)
+            self._remaining = remaining_ranks(self, self._options, weakly(self._on_change))
 
-            def on_change(rank: int, _: int) -> None:
-                rank_zero_only.rank = rank  # type: ignore[attr-defined]  # as Lightning sets it
-                if (changed := strategy()) is not None:
-                    changed._on_change()
-
-            self._remaining = remaining_ranks(self, self._options, on_change)
-
-    def _on_change(self) -> None:
+    def _on_change(self, rank: int, world_size: int) -> None:  # noqa: ARG002
         """React to the loss of ranks."""
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]  # as Lightning sets it
 
     @property
     def global_rank(self) -> int:
@@ -109,12 +102,8 @@ class BaseStrategy(_DDPStrategy):
         return getattr(getattr(self, self.precision_argument), "scaler", None)
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer], **more: Any) -> GossipDataParallel:
-        if self._remaining is not None:
-            self._remaining.check_complete()
-        model = wrap(module, tuple(optimizers) or None, scaler=self._scaler, **self._options | more)
-        if self._remaining is not None:
-            self._remaining.use(model)
-        return model
+        options = self._options | more
+        return wrap(module, tuple(optimizers) or None, self._remaining, scaler=self._scaler, **options)
 
     def _step_scaled(self, model: GossipDataParallel, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let the scaler step one of the model's optimizers, and update the scaler once per step of the model."""

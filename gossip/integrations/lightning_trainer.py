@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import shutil
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 import gossip
 from gossip import GossipDataParallel
-from gossip.integrations.common_checks import released_gradients
+from gossip.integrations.common_checks import released_gradients, weakly
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
 from gossip.integrations.lightning_checks import check_trainer
 from gossip.integrations.sample_counts import SampleCount
@@ -54,27 +53,24 @@ class TrainerStrategy(BaseStrategy):
         if trainer.state.fn != "fit" and self._remaining is None:
             super().setup(trainer)
             return
+        if trainer.state.fn == "fit":
+            check_trainer(trainer, self.library, self._options)
+            _keep_signals_local(trainer, is_handled=self._remaining is not None)
+        self.accelerator.setup(trainer)
+        module = self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
         if trainer.state.fn != "fit":
-            self.accelerator.setup(trainer)
-            self.model = self.precision_plugin.convert_module(self.lightning_module)
-            self.model_to_device()
             assert self._remaining is not None
             self._remaining.broadcast_module(self.lightning_module, "broadcasting the module from rank 0")
             self.setup_precision_plugin()
             return
-        check_trainer(trainer, self.library, self._options)
-        _keep_signals_local(trainer, is_handled=self._remaining is not None)
-        self.accelerator.setup(trainer)
-        module = self.precision_plugin.convert_module(self.lightning_module)
-        self.model = module
-        self.model_to_device()
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         mock = self.library.core.optimizer._MockOptimizer  # of a module that configures none
         optimizers = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, mock)]
         value = trainer.gradient_clip_val
         clips = {"clip_grad_norm": float(value)} if value and self._steps_in_backward else {}
-        saves = {"on_preemption": self._make_save()} if self._remaining is not None else {}
+        saves = {"on_preemption": weakly(self._save_preempted)} if self._remaining is not None else {}
         self.model = self._wrap(module, optimizers, **clips, **saves)
         if self._steps_in_backward:
             self._take_clipping_over()
@@ -108,29 +104,23 @@ class TrainerStrategy(BaseStrategy):
         self.precision_plugin._clip_gradients = lambda *_, **__: None
         self.precision_plugin.clip_gradients = refuse
 
-    def _on_change(self) -> None:
+    def _on_change(self, rank: int, world_size: int) -> None:
         """Divide the samples of the next validation among the ranks that remain."""
+        super()._on_change(rank, world_size)
         if (trainer := self.lightning_module._trainer) is not None:
             trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
-    def _make_save(self) -> Callable[[GossipDataParallel], None]:
-        """Return what saves a checkpoint when all ranks are preempted."""
-        strategy = weakref.ref(self)
-
-        def save(_: GossipDataParallel) -> None:
-            saving = strategy()
-            assert saving is not None
-            saving._leave_average()
-            trainer = saving.lightning_module.trainer
-            loop = trainer.fit_loop.epoch_loop
-            if trainer.validating or (loop._is_training_done and trainer.enable_validation):
-                # As if it had been interrupted in its first batch: its results are not saved, and callbacks need them.
-                for progress in (loop.val_loop.batch_progress.total, loop.val_loop.batch_progress.current):
-                    progress.reset()
-                    progress.ready = progress.started = 1
-            trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-
-        return save
+    def _save_preempted(self, _: GossipDataParallel) -> None:
+        """Save a checkpoint when all ranks are preempted."""
+        self._leave_average()
+        trainer = self.lightning_module.trainer
+        loop = trainer.fit_loop.epoch_loop
+        if trainer.validating or (loop._is_training_done and trainer.enable_validation):
+            # As if it had been interrupted in its first batch: its results are not saved, and callbacks need them.
+            for progress in (loop.val_loop.batch_progress.total, loop.val_loop.batch_progress.current):
+                progress.reset()
+                progress.ready = progress.started = 1
+        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
     # ------------------------------------------------------------------ steps
 

@@ -27,6 +27,8 @@ from gossip.errors import reason
 from gossip.wrapper import DEFAULT_TIMEOUT
 
 _REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    dist.ReduceOp.AVG: lambda rows: rows.sum(0, dtype=rows.dtype) / len(rows),
     dist.ReduceOp.MIN: lambda rows: rows.amin(0),
     dist.ReduceOp.MAX: lambda rows: rows.amax(0),
     dist.ReduceOp.PRODUCT: lambda rows: rows.prod(0),
@@ -78,9 +80,9 @@ class RemainingRanks:
             )
 
     def install(self) -> None:
-        """Replace the functions of ``torch.distributed`` until :meth:`close`. Local."""
+        """Replace the functions of ``torch.distributed`` that have a method here until :meth:`close`. Local."""
         for name, operation in vars(type(self)).items():
-            if name in _NAMES:
+            if not name.startswith("_") and hasattr(dist, name):
                 self._installed.enter_context(_replaced(name, operation.__get__(self)))
 
     def close(self) -> None:
@@ -141,14 +143,9 @@ class RemainingRanks:
         self._gather(b"", "barrier")
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            rows = torch.stack(self._gathered(tensor, "all_reduce"))
-            total = rows.sum(0, dtype=tensor.dtype)
-            tensor.detach().copy_(total / len(rows) if op == dist.ReduceOp.AVG else total)
-        elif op in _REDUCTIONS:
-            tensor.detach().copy_(_REDUCTIONS[op](torch.stack(self._gathered(tensor, "all_reduce"))))
-        else:
+        if op not in _REDUCTIONS:
             raise GossipError(f"all_reduce: op must be SUM, AVG, MIN, MAX or PRODUCT where ranks can be lost, got {op}")
+        tensor.detach().copy_(_REDUCTIONS[op](torch.stack(self._gathered(tensor, "all_reduce"))))
 
     def reduce(self, tensor: torch.Tensor, dst: int | None = None, op: Any = dist.ReduceOp.SUM) -> None:
         del dst
@@ -200,21 +197,6 @@ def _unpacked(content: bytes) -> Any:
             "where ranks can be lost, only tensors and plain data (numbers, strings, lists, dicts) are gathered "
             f"and broadcast as objects: {reason(error)}"
         ) from error
-
-
-_NAMES = (
-    "get_rank",
-    "get_world_size",
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather_object",
-)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import Trainer
 
 from gossip import GossipDataParallel, World, load, save
 from gossip.integrations.accelerate import renumber
-from gossip.integrations.common_checks import check_accelerator, steps_in_backward, wrap
+from gossip.integrations.common_checks import check_accelerator, steps_in_backward, weakly, wrap
 from gossip.integrations.held_batches import HeldBatches, HeldLoader
 from gossip.integrations.remaining_ranks import remaining_ranks
 from gossip.integrations.sample_counts import SampleCount
@@ -115,15 +114,7 @@ class GossipTrainer(Trainer):
         check_arguments(self.args, self.model)
         check_total_batch_size(self._total_batch_size, self.args, joins=self._joins)
         super().create_accelerator_and_postprocess()
-        trainer = weakref.ref(self)
-
-        def on_change(rank: int, world_size: int) -> None:
-            renumber(rank, world_size)
-            if (changed := trainer()) is not None:
-                changed.state.is_world_process_zero = changed.is_world_process_zero()
-                changed.state.is_local_process_zero = changed.is_local_process_zero()
-
-        self._remaining = remaining_ranks(self, self._gossip_options, on_change)
+        self._remaining = remaining_ranks(self, self._gossip_options, weakly(self._on_change))
         check_accelerator(self.accelerator, steps_in_backward=self._steps_in_backward)
         self.accelerator.unwrap_model = functools.partial(_unwrap_model, self.accelerator.unwrap_model)
         if self.accelerator.dataloader_config.dispatch_batches is None:
@@ -131,6 +122,11 @@ class GossipTrainer(Trainer):
         if self.args.average_tokens_across_devices:
             logger.debug("average_tokens_across_devices is set to False: it would make every step wait for all ranks")
             self.args.average_tokens_across_devices = False
+
+    def _on_change(self, rank: int, world_size: int) -> None:
+        renumber(rank, world_size)
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
 
     # ------------------------------------------------------------------ training
 
@@ -190,11 +186,8 @@ class GossipTrainer(Trainer):
         scaler, max_norm = self.accelerator.scaler, self.args.max_grad_norm
         options: dict[str, Any] = {"clip_grad_norm": max_norm} if self._steps_in_backward and max_norm > 0 else {}
         if self._remaining is not None:
-            self._remaining.check_complete()
-            options["on_preemption"] = self._make_save()
-        wrapped = wrap(module, self.optimizer, scaler=scaler, **options | self._gossip_options)
-        if self._remaining is not None:
-            self._remaining.use(wrapped)
+            options["on_preemption"] = weakly(self._save_preempted)
+        wrapped = wrap(module, self.optimizer, self._remaining, scaler=scaler, **options | self._gossip_options)
         self._gossip_model = self._training.enter_context(wrapped)
         self._training.callback(self._forget)
         return wrapped
@@ -291,16 +284,9 @@ class GossipTrainer(Trainer):
         self._gossip_model.keep(scheduler=self.lr_scheduler, **({} if scaler is None else {"scaler": scaler}))
         return self._gossip_model
 
-    def _make_save(self) -> Callable[[GossipDataParallel], None]:
-        """Return what saves a checkpoint when all ranks are preempted."""
-        trainer = weakref.ref(self)
-
-        def save(_: GossipDataParallel) -> None:
-            saving = trainer()
-            assert saving is not None
-            saving._save_checkpoint(saving.model_wrapped, trial=None)
-
-        return save
+    def _save_preempted(self, _: GossipDataParallel) -> None:
+        """Save a checkpoint when all ranks are preempted."""
+        self._save_checkpoint(self.model_wrapped, trial=None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(self._keep(), Path(output_dir) / _FOLDER)
