@@ -109,19 +109,15 @@ def _start(name: str) -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return REFUSED
-    if name == "probe":
-        from gossip.lab.benchmarks import bench_script
-
-        return bench_script.main("probe", PROBE)
-    if name == "bench" and sys.argv[1:2] == ["failures"]:
-        from gossip.lab.benchmarks import bench_script
-
-        del sys.argv[1]
-        return bench_script.main("failures", FAILURES)
-    if name == "bench":
-        from gossip.lab.benchmarks import bench_script
-
-        return bench_script.bench(config_folder(), name)
     from gossip.lab.experiments import train_command
 
-    return train_command.main(config_folder(), name)
+    if name not in ("bench", "probe"):
+        return train_command.main(config_folder(), name)
+    from gossip.lab.benchmarks import bench_script
+
+    if name == "probe":
+        return bench_script.main("probe", PROBE)
+    if sys.argv[1:2] == ["failures"]:
+        del sys.argv[1]
+        return bench_script.main("failures", FAILURES)
+    return train_command.main(config_folder(), name, bench_script.measure_steps)

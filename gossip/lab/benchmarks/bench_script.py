@@ -1,6 +1,6 @@
-"""The command lines of benchmarks.
+"""The command lines of benchmarks: their options are the settings with a description, or those of a file.
 
-That of ``gossip bench`` is hydra's; of all others the settings with a description are the options.
+That of ``gossip bench`` is hydra's, as of ``gossip train``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,8 +21,6 @@ from gossip.lab.benchmarks.harness import BENCHMARKS, LEVELS, run
 from gossip.lab.benchmarks.step_time import StepTimeSettings
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import plain
-from gossip.lab.experiments.option_help import FLAGS, check_flags, help_text
-from gossip.lab.experiments.train_command import REFUSED, composed, report, terminate
 from gossip.lab.experiments.validated_models import ConfigurationError, read
 from gossip.launching import find_placement
 from topologies.command_lines import Parser
@@ -110,32 +107,12 @@ def _configured(file: Path, overrides: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def bench(config_folder: Path, config_name: str) -> int:
-    """Run the benchmark of steps that ``sys.argv`` describes, and return the exit status, as ``gossip train`` does."""
-    if set(FLAGS).intersection(sys.argv[1:]):
-        print(help_text(sys.argv[0], config_folder, config_name))
-        return 0
-    signal.signal(signal.SIGTERM, terminate)
-    logger.remove()
-    logger.add(sys.stderr, format="{message}", filter=LEVELS)
-    try:
-        if {"-m", "--multirun"}.intersection(sys.argv):
-            raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
-        check_flags(sys.argv[1:])
-        composed(config_folder, config_name, _task)
-    except BrokenPipeError:
-        raise  # a closed standard output is handled by the caller
-    except (Exception, KeyboardInterrupt) as error:
-        status = report(error, config_folder, config_name)
-        if status == REFUSED:
-            run_folder.remove_new()
-        return status
-    return 0
-
-
-def _task(hydra_config: Any) -> None:
+def measure_steps(hydra_config: Any) -> None:
+    """Run the benchmark of steps of a composed configuration, and print its report."""
     from hydra.core.hydra_config import HydraConfig
 
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", filter=LEVELS)
     hydra_settings = HydraConfig.get()
     folder, config = Path(hydra_settings.runtime.output_dir), plain(hydra_config)
     settings = read(StepTimeSettings, config["bench"], "bench")

@@ -38,9 +38,10 @@ REFUSED = 2
 INTERRUPTED = 130
 
 
-def main(config_folder: Path, config_name: str) -> int:
+def main(config_folder: Path, config_name: str, task: Callable[[Any], None] | None = None) -> int:
     """Run the command that ``sys.argv`` describes, with a primary config of the folder, an absolute path.
 
+    A configuration that is given to ``task`` is neither trained nor one of several.
     Returns the exit status: 0 for success, 1 if a run failed, 2 if the request cannot be run, 130 after Ctrl-C. SIGTERM
     raises ``SystemExit(143)`` and SIGUSR1 ``SystemExit(138)``, after a checkpoint if checkpoints are enabled.
     """
@@ -57,7 +58,7 @@ def main(config_folder: Path, config_name: str) -> int:
         placement = find_placement()
     except ValueError as error:  # invalid environment variables of SLURM
         return report(ConfigurationError(str(error)), config_folder, config_name)
-    if placement is not None:
+    if placement is not None and task is None:
         try:
             with joined_process_group():
                 return _run_one_rank(config_folder, config_name, placement)
@@ -68,7 +69,9 @@ def main(config_folder: Path, config_name: str) -> int:
     try:
         if config_name == SWEEP:
             _prepare_sweep()
-        _run_hydra(config_folder, config_name, last_words)
+        if task is not None and {"-m", "--multirun"}.intersection(sys.argv):
+            raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
+        _run_hydra(config_folder, config_name, last_words, task)
     except BrokenPipeError:
         raise  # the caller handles a closed standard output
     except (Exception, KeyboardInterrupt) as error:
@@ -129,8 +132,11 @@ def _refusal_within(error: BaseException) -> ConfigurationError | None:
     return inner
 
 
-def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> None:
+def _run_hydra(
+    config_folder: Path, config_name: str, last_words: list[str], own_task: Callable[[Any], None] | None = None
+) -> None:
     """Compose the configuration and run it. The text to print after an error is appended to ``last_words``."""
+    import hydra
     from omegaconf import OmegaConf
 
     from gossip.lab.sweeps import sweeper
@@ -139,18 +145,14 @@ def _run_hydra(config_folder: Path, config_name: str, last_words: list[str]) -> 
     sys.argv[1:] = config_store.offer(sys.argv[1:], config_folder)
     sweeper.register()
     OmegaConf.register_new_resolver("gossip.run_folder", _FolderChoice(), replace=True)
-    composed(config_folder, config_name, lambda config: _task(config, config_folder, config_name, last_words))
-
-
-def composed(config_folder: Path, config_name: str, task: Callable[[Any], None]) -> None:
-    """Compose the configuration by hydra, and give it to ``task``. Every error is raised and none is printed."""
-    import hydra
-
     errors: list[Exception] = []
 
     def keep_error(config: Any) -> None:
         try:
-            task(config)
+            if own_task is not None:
+                own_task(config)
+            else:
+                _task(config, config_folder, config_name, last_words)
         except Exception as error:  # hydra would add output of its own
             errors.append(error)
 

@@ -37,18 +37,12 @@ def test_gossip_command_shows_the_options_of_its_configuration(command: Command,
 
 
 @pytest.mark.parametrize("number", [["world_size=2,3"], ["--world-size", "2,3"], ["launch.world_size=2,3"]])
-@pytest.mark.parametrize(
-    ("application", "main", "key"),
-    [
-        ("sweep", "experiments.train_command.main", "launch.world_size"),
-        ("bench", "benchmarks.bench_script.bench", "bench.world_size"),
-    ],
-)
+@pytest.mark.parametrize(("application", "key"), [("sweep", "launch.world_size"), ("bench", "bench.world_size")])
 def test_the_number_of_ranks_has_one_spelling_and_the_old_ones(
-    application: str, main: str, key: str, number: list[str], monkeypatch: pytest.MonkeyPatch
+    application: str, key: str, number: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(f"gossip.lab.{main}", lambda *_: seen.extend(sys.argv) or 0)
+    monkeypatch.setattr("gossip.lab.experiments.train_command.main", lambda *_: seen.extend(sys.argv) or 0)
     monkeypatch.setattr(sys, "argv", ["gossip", application, "seed=1", *number, "-m"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_module("gossip", run_name="__main__")
