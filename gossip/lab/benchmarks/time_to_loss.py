@@ -24,7 +24,7 @@ from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place
 from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, loss_of
-from gossip.lab.experiments.evaluation import evaluate_together
+from gossip.lab.experiments.evaluation import evaluate
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure
@@ -274,7 +274,7 @@ class _Training:
                 running.step(next(batches))
             clock.stop()
             with running.averaged():
-                loss = evaluate_together(module, data.test_inputs, data.test_targets, self._world).loss
+                loss = evaluate(module, data.test_inputs, data.test_targets, self._world).loss
             step = (len(points) + 1) * case.evaluate_every
             points.append(Point(step=step, seconds=clock.seconds, sent_bytes=clock.sent_bytes, loss=loss))
         dist.barrier()

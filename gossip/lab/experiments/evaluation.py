@@ -37,15 +37,22 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
-def evaluate(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Evaluation:
-    """Evaluate ``module`` in eval mode and restore its previous mode. Local."""
-    return _evaluation(_totals(module, inputs, targets))
+@torch.no_grad()
+def evaluate(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, world: World | None = None) -> Evaluation:
+    """Evaluate ``module`` in eval mode and restore its previous mode. Local.
 
-
-def evaluate_together(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, world: World) -> Evaluation:
-    """Evaluate a module that is identical on all ranks; each rank evaluates its share of the samples. Collective."""
-    totals = _totals(module, inputs[world.rank :: world.world_size], targets[world.rank :: world.world_size])
-    world.sum_(totals, "summing the evaluation of the averaged model")
+    On the ranks of a ``world``, on all of which it is identical, each evaluates its share of the samples: collective.
+    """
+    if world is not None:
+        inputs, targets = (each[world.rank :: world.world_size] for each in (inputs, targets))
+    totals = torch.zeros(3, dtype=torch.float64)  # the loss, the correct predictions, all predictions
+    with _in_eval_mode(module):
+        for logits, some_targets in _batches(module, inputs, targets, _BATCH_SIZE):
+            totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
+            totals[1] += int((logits.argmax(-1) == some_targets).sum())
+            totals[2] += some_targets.numel()
+    if world is not None:
+        world.sum_(totals, "summing the evaluation of the averaged model")
     return _evaluation(totals)
 
 
@@ -62,18 +69,6 @@ def evaluate_replicas(workers: gossip.VirtualWorkers, inputs: torch.Tensor, targ
             totals[:, 1] += (logits.argmax(-1) == expected).flatten(1).sum(1)
             totals[:, 2] += some_targets.numel()
     return [_evaluation(row) for row in totals]
-
-
-@torch.no_grad()
-def _totals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss, the number of correct predictions and the number of predictions: float64 [3]."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    with _in_eval_mode(module):
-        for logits, some_targets in _batches(module, inputs, targets, _BATCH_SIZE):
-            totals[0] += float(cross_entropy(logits, some_targets, reduction="sum"))
-            totals[1] += int((logits.argmax(-1) == some_targets).sum())
-            totals[2] += some_targets.numel()
-    return totals
 
 
 def _batches(

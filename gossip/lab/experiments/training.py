@@ -24,7 +24,7 @@ from torch.profiler import ProfilerAction, profile
 
 from gossip import export
 from gossip.checkpoints.exporting import write_module
-from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate_together
+from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import SIGNALS, GracefulStop
 from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter
@@ -197,7 +197,8 @@ def _steps(
                     if len(method.ranks) == 1:  # evaluating many replicas takes long
                         record |= _mean(method.evaluate(data.test_inputs, data.test_targets)).named("test")
                     with method.averaged():
-                        record |= _evaluate_average(experiment, method).named("averaged_test")
+                        average = evaluate(method.module, data.test_inputs, data.test_targets, method.groups)
+                    record |= average.named("averaged_test")
                 record["evaluation_s"] = time.perf_counter() - start
         yield record
 
@@ -228,14 +229,14 @@ def _finish(
 
     Returns the summary of the run.
     """
-    num_samples = len(experiment.data.test_targets)
-    logger.info("{} steps made; evaluating the replicas and their average on {} samples", state.step, num_samples)
+    inputs, targets = experiment.data.test_inputs, experiment.data.test_targets
+    logger.info("{} steps made; evaluating the replicas and their average on {} samples", state.step, len(targets))
     start = time.perf_counter()
-    local = method.evaluate(experiment.data.test_inputs, experiment.data.test_targets)
+    local = method.evaluate(inputs, targets)
     before = method.consensus_distance()
     method.global_avg()
     after = method.consensus_distance()
-    average = _evaluate_average(experiment, method)
+    average = evaluate(method.module, inputs, targets, method.groups)  # which all processes hold
     last |= _mean(local).named("test") | average.named("averaged_test")
     last["consensus_distance"], last["consensus_distance_relative"] = before
     last["evaluation_s"] = time.perf_counter() - start
@@ -243,15 +244,16 @@ def _finish(
     own = [costs | evaluation.named("test") for evaluation in local]
     payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
     reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
-    parameter_bytes = sum(parameter.nbytes for parameter in method.module.parameters())
-    changes = state.elastic_shards.changes if state.elastic_shards is not None else []
-    return summarise(experiment, reports, average, before, after, parameter_bytes, changes)
-
-
-def _evaluate_average(experiment: Experiment, method: Method) -> Evaluation:
-    """Evaluate the averaged model, which the module holds in all processes; each evaluates its share of the samples."""
-    data = experiment.data
-    return evaluate_together(method.module, data.test_inputs, data.test_targets, method.groups)
+    return summarise(experiment, reports) | {
+        "averaged_test_accuracy": average.accuracy,
+        "averaged_test_loss": average.loss,
+        "consensus_distance_before": before[0],
+        "consensus_distance_before_relative": before[1],
+        "consensus_distance_after": after[0],
+        "consensus_distance_after_relative": after[1],
+        "parameter_bytes": sum(parameter.nbytes for parameter in method.module.parameters()),
+        "changes_of_ranks": state.elastic_shards.changes if state.elastic_shards is not None else [],
+    }
 
 
 def _mean(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -276,20 +278,10 @@ def step_costs(folder: Path, name: str, last: Mapping[str, Any]) -> dict[str, An
     return {**sums, "wait_by_peer_s": dict(waits)}
 
 
-def summarise(
-    experiment: Experiment,
-    reports: Sequence[Mapping[str, Any]],
-    average: Evaluation,
-    consensus_before: tuple[float, float],
-    consensus_after: tuple[float, float],
-    parameter_bytes: int,
-    changes: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Build the summary of a completed run.
+def summarise(experiment: Experiment, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the summary of a completed run says of its settings, its steps and its replicas.
 
-    ``reports`` are the :func:`step_costs` of each rank with the evaluation of its replica, and ``average`` evaluates
-    their average. The absolute and the relative consensus distance are those before and after that replaced the
-    replicas. The changes of membership have the step from which each applies, and the members from then on.
+    ``reports`` are the :func:`step_costs` of each rank with the evaluation of its replica.
     """
     settings = experiment.settings
     accuracies = [report["test_accuracy"] for report in reports]
@@ -317,22 +309,14 @@ def summarise(
         "local_test_accuracy_best": max(accuracies),
         "local_test_loss_mean": statistics.fmean(losses),
         "local_test_loss_worst": max(losses, key=lambda loss: (math.isnan(loss), loss)),
-        "averaged_test_accuracy": average.accuracy,
-        "averaged_test_loss": average.loss,
-        "consensus_distance_before": consensus_before[0],
-        "consensus_distance_before_relative": consensus_before[1],
-        "consensus_distance_after": consensus_after[0],
-        "consensus_distance_after_relative": consensus_after[1],
         "epochs": -(-experiment.total_steps // experiment.shards.steps_per_epoch),  # the last one may be incomplete
         "steps": steps,
         "training_time_s": max(report["training_time_s"] for report in reports),
         "evaluation_s": max(report["evaluation_s"] for report in reports),
         **{name: _mean_cost(reports, name) for name in _AVERAGED},
         "wait_by_peer_s": {peer: _mean_cost(waits, peer) for peer in sorted(set().union(*waits), key=int)},
-        "parameter_bytes": parameter_bytes,
         "bytes_sent_per_step": statistics.fmean(report["bytes_sent"] / report["steps"] for report in reports),
         **{name: sum(report.get(name, 0) for report in reports) for name in ("num_refused", "num_skipped")},
-        "changes_of_ranks": list(changes),
     }
 
 

@@ -26,7 +26,7 @@ from gossip import COMPRESSIONS, GossipDataParallel
 from gossip.exchange.edge_transport import EdgeExchange
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.experiments.datasets import digits
-from gossip.lab.experiments.evaluation import evaluate_together
+from gossip.lab.experiments.evaluation import evaluate
 from gossip.lab.experiments.training_methods import AllRanks, grouped
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.faults.chaos_report import ChaosResult, draw, examine, in_words
@@ -229,7 +229,7 @@ class _Training:
                 if model.step % _STEPS_BETWEEN_QUESTIONS == 0 and self._is_over():
                     break
             model.global_avg()
-        found = evaluate_together(self._module, data.test_inputs.double(), data.test_targets, model.world)
+        found = evaluate(self._module, data.test_inputs.double(), data.test_targets, model.world)
         self._tell("ends", {"accuracy": found.accuracy, "members": self._ranks(), "steps": model.step})
         model.close()
 

@@ -15,12 +15,10 @@ def interface_bytes(interface: str) -> tuple[int, int]:
 
     It is one of this thread's network namespace; a ValueError says that there is none.
     """
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, colon, counts = line.partition(":")
-        if colon and name.strip() == interface:
-            columns = [int(count) for count in counts.split()]
-            return columns[0], columns[8]
-    raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
+    counts = _line("/proc/thread-self/net/dev", interface)
+    if not counts:
+        raise ValueError(f"interface must be one of /proc/net/dev, got {interface!r}")
+    return int(counts[0]), int(counts[8])
 
 
 class PeakMemory:
@@ -47,8 +45,10 @@ class PeakMemory:
 
 
 def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return 1024 * int(value.split()[0])
-    raise OSError(f"/proc/self/status does not tell {key}")
+    return 1024 * int(_line("/proc/self/status", key)[0])
+
+
+def _line(path: str, key: str) -> list[str]:
+    """Return what stands in the line of a key; nothing if there is none."""
+    lines = (line.partition(":") for line in Path(path).read_text().splitlines())
+    return next((values.split() for name, _, values in lines if name.strip() == key), [])

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossip.communication.world import World
 from gossip.lab.experiments import evaluation, lr_schedules
-from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_replicas, evaluate_together
+from gossip.lab.experiments.evaluation import cross_entropy, evaluate, evaluate_replicas
 from gossip.lab.experiments.experiment_build import build
 from gossip.lab.experiments.partition import Shards
 from gossip.lab.experiments.run_state import ElasticShards
@@ -102,10 +102,8 @@ def test_evaluate_is_the_mean_over_all_predictions(shape: tuple[int, ...]) -> No
     logits = torch.randn(*shape, 5, generator=generator)
     targets = torch.randint(5, shape, generator=generator)
     module = Recorder()
-    for found in (
-        evaluate(module, logits, targets),
-        evaluate_together(module, logits, targets, World(timedelta(seconds=5))),
-    ):
+    for world in (None, World(timedelta(seconds=5))):
+        found = evaluate(module, logits, targets, world)
         assert found.accuracy == pytest.approx(float((logits.argmax(-1) == targets).double().mean()))
         assert found.loss == pytest.approx(float(cross_entropy(logits, targets)), rel=1e-5)
     assert len(module.modes) > 2
