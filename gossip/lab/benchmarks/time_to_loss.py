@@ -18,7 +18,6 @@ import torch.distributed as dist
 from pydantic import BaseModel, BeforeValidator, Field, PositiveFloat, TypeAdapter, model_validator
 
 from gossip import World
-from gossip.communication.json_gathering import all_gather_json
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import interface_bytes
@@ -131,16 +130,20 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
 
     def work(self, case: TimeToLossSettings, place: Place, write: Write) -> None:
         """Write what the probe measured, and then the curve of every method from every seed."""
-        reference, *others = case.methods
         training = _Training(case, place)
         measured = training.probe()
-        chosen, advice = training.as_probed(measured) if case.as_probed else (None, "")
-        write({"probe": asdict(measured), "advice": advice})
+        others, sentence = list(case.methods[1:]), ""
+        if case.as_probed:  # every rank has measured the same, and is advised alike
+            advice = advise(measured, "different")
+            assert advice.choice is not None, "complete serves all ranks, and agrees at once"
+            options, sentence = advice.choice.arguments(), advice.sentence
+            others.append(MethodSpecification(label="gossip as probed", kind="gossip", options=options))
+        write({"probe": asdict(measured), "advice": sentence})
         for seed in case.seeds:
-            curve = training.train(reference, seed, lambda point: point.step >= case.steps)
+            curve = training.train(case.methods[0], seed, lambda point: point.step >= case.steps)
             write(curve.model_dump())
             target, limit_s = target_of(curve.points), case.max_time_ratio * curve.points[-1].seconds
-            for method in (*others, *filter(None, [chosen])):
+            for method in others:
                 write(training.train(method, seed, partial(reaches_or_ends, target, limit_s)).model_dump())
         training.close()
 
@@ -249,17 +252,6 @@ class _Training:
     def _batches(self, seed: int) -> Iterator[Any]:
         rank = self._place.rank
         return self._task.batches(self._data, self._case.world_size, seed, range(rank, rank + 1))
-
-    def as_probed(self, measured: Measured) -> tuple[MethodSpecification, str]:
-        """Return gossip as the probe on rank 0 chooses it, and the reason."""
-        made = None
-        if self._place.rank == 0:
-            advice = advise(measured, "different")
-            assert advice.choice is not None, "complete serves all ranks, and agrees at once"
-            made = advice.choice.arguments(), advice.sentence
-        timeout = timedelta(seconds=self._case.timeout_s)
-        options, sentence = all_gather_json(made, "telling what the probe chooses", timeout)[0]
-        return MethodSpecification(label="gossip as probed", kind="gossip", options=options), sentence
 
     def train(self, method: MethodSpecification, seed: int, is_done: Callable[[Point], bool]) -> Curve:
         """Train until ``is_done`` holds for an evaluation; the points are the same on every rank."""

@@ -95,10 +95,8 @@ class GracefulStop:
             # The descriptor informs the thread of the signal even while the main thread executes native code.
             before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             self._at_end.callback(signal.set_wakeup_fd, before)
-            if self.saves:
-                _handle(
-                    lambda *_: None, self._at_end, self.signals
-                )  # without a handler in Python, nothing would be written to it
+            if self.saves:  # without a handler in Python, nothing would be written to it
+                _handle(lambda *_: None, self._at_end, self.signals)
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )

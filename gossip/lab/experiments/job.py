@@ -204,8 +204,7 @@ def reason(error: BaseException) -> str:
 
 
 def _launch(config: Mapping[str, Any], folder: str, settings: Settings) -> dict[str, Any]:
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(signals_for_workers()) if settings.checkpoint.every else []
+    with signals_for_workers() if settings.checkpoint.every else contextlib.nullcontext(list[int]()) as signals:
         try:
             summaries = launch(
                 train,

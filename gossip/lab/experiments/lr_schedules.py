@@ -8,6 +8,8 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from topologies.validation import check_real
+
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0) -> LambdaLR:
     """A linear warm-up, then a constant learning rate; parameters as for :func:`cosine`."""
@@ -52,8 +54,7 @@ def _schedule(
     decay: Callable[[float], float],
 ) -> LambdaLR:
     for name, value in (("warmup_fraction", warmup_fraction), ("final_fraction", final_fraction)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        check_real(name, value, "between 0 and 1", example=0.1)
     warmup_steps = round(warmup_fraction * total_steps)
 
     def factor(step: int) -> float:

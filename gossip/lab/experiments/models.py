@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from topologies.validation import check_real
+
 
 class MLP(nn.Module):
     """Fully connected layers with ReLU on flattened inputs.
@@ -131,8 +133,7 @@ class CharTransformer(nn.Module):
         _check_sizes(width=(width,), depth=(depth,), num_heads=(num_heads,))
         if width % num_heads:
             raise ValueError(f"width must be a multiple of num_heads={num_heads}, got {width}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be a probability below 1, got {dropout}")
+        check_real("dropout", dropout, "at least 0 and below 1", example=0.1)
         if vocabulary_size is not None and vocabulary_size < num_classes:
             raise ValueError(
                 f"vocabulary_size must be at least {num_classes}, the vocabulary of the data, got {vocabulary_size}"

@@ -72,7 +72,7 @@ def test_char_transformer_reads_shorter_texts_and_refuses_longer_ones() -> None:
         (SmallCNN, ((1, 8, 8), 10), {"channels": (2, 2, 2, 2)}, "each of them halves the image"),
         (CharTransformer, ((8,), 10), {"width": 30}, "width must be a multiple of num_heads=4, got 30"),
         (CharTransformer, ((8,), 10), {"depth": 0}, "depth must be at least 1, got 0"),
-        (CharTransformer, ((8,), 10), {"dropout": 1.0}, r"dropout must be a probability below 1, got 1\.0"),
+        (CharTransformer, ((8,), 10), {"dropout": 1.0}, r"dropout must be at least 0 and below 1, got 1\.0"),
     ],
 )
 def test_model_refuses(
