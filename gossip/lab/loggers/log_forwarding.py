@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,11 @@ class LogForwarder:
     step that it lacks. Only the first failure is logged, as a warning.
     """
 
-    def __init__(self, name: str, make: Callable[[], Logger], beginning: Beginning) -> None:
+    def __init__(self, name: str, chosen: Logger, beginning: Beginning) -> None:
         self.name = name
-        self._make, self._beginning = make, beginning
+        self._logger, self._beginning = chosen, beginning
         self._is_over, self._is_given_up = threading.Event(), threading.Event()
         self._ending: Ending | None = None
-        self._logger: Logger | None = None
         self._has_warned = False
         self._thread = daemon_threads.start(f"gossip-{name}", self._run, end=self._give_up, failed=self._warn_of)
 
@@ -98,25 +97,19 @@ class LogForwarder:
         while not self._is_given_up.is_set():
             is_over = self._is_over.is_set()  # checked before reading, so that no record can be missed
             if stream is None and record_files(self._beginning.folder):
-                self._logger = self._logger or self._make()
                 stream = RecordStream(self._beginning, self._logger.begin(self._beginning))
-            if stream is None or not self._bring(stream):
-                if is_over:
-                    break
+            is_whole = self._ending is not None and self._ending.status == "completed"
+            found = [] if stream is None else stream.read(_BATCH, is_whole=is_whole)
+            for step, values in found:
+                self._logger.log(step, values)
+            if found:
+                self._logger.flush()
+            elif is_over:
+                break
+            else:
                 self._is_over.wait(_PAUSE_S)
-        if stream is not None and self._logger and self._ending is not None and not self._is_given_up.is_set():
+        if stream is not None and self._ending is not None and not self._is_given_up.is_set():
             self._logger.end(self._ending)
-
-    def _bring(self, stream: RecordStream) -> int:
-        """Pass one batch of records to the logger, and return their number."""
-        assert self._logger is not None
-        is_whole = self._ending is not None and self._ending.status == "completed"
-        found = stream.read(_BATCH, is_whole=is_whole)
-        for step, values in found:
-            self._logger.log(step, values)
-        if found:
-            self._logger.flush()
-        return len(found)
 
 
 class LogForwarding:
@@ -140,7 +133,7 @@ class LogForwarding:
             tags=tuple(settings.tags),
             wait_s=settings.wait_s,
         )
-        self._forwarders = [LogForwarder(name, make, beginning) for name, make in make_loggers(config).items()]
+        self._forwarders = [LogForwarder(name, made, beginning) for name, made in make_loggers(config).items()]
 
     def __bool__(self) -> bool:
         return bool(self._forwarders)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import PositiveFloat
@@ -51,16 +50,16 @@ def logging_settings(config: Mapping[str, Any]) -> LoggingSettings:
     return settings
 
 
-def make_loggers(config: Mapping[str, Any]) -> dict[str, Callable[[], Logger]]:
-    """Return a factory for each selected logger by name, except the JSON lines, which the ranks write themselves.
+def make_loggers(config: Mapping[str, Any]) -> dict[str, Logger]:
+    """Return each selected logger by its name, except the JSON lines, which the ranks write themselves.
 
     A logger that does not exist, whose library is not installed, or that refuses its options, is refused.
     """
     section = config.get("logger") or {}
-    return {name: _maker(name, options) for name, options in section.items() if name != JSONL and options is not None}
+    return {name: _made(name, options) for name, options in section.items() if name != JSONL and options is not None}
 
 
-def _maker(name: str, options: Mapping[str, Any]) -> Callable[[], Logger]:
+def _made(name: str, options: Mapping[str, Any]) -> Logger:
     try:
         kind = LOGGERS.get(name)
     except ValueError as error:
@@ -72,7 +71,6 @@ def _maker(name: str, options: Mapping[str, Any]) -> Callable[[], Logger]:
             f"'gossip-training[{name}]' (in a clone of the repository: pip install '.[{name}]'), or leave {name} out"
         )
     check_options(f"logger.{name}", kind, options)
-    make = partial(kind, **options)
     with blaming(f"logger.{name}", options):
-        make()
-    return make
+        made: Logger = kind(**options)
+    return made
