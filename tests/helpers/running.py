@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import select
@@ -18,6 +19,8 @@ from unittest import mock
 
 from preloaded import TORCHRUN, Program
 from repository import REPOSITORY
+
+from gossip.lab.experiments.records import read_jsonl, record_files
 
 SCRIPTS = REPOSITORY / "scripts"
 TRAIN = SCRIPTS / "train.py"
@@ -151,6 +154,21 @@ def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) 
 def run_folders(folder: Path) -> list[Path]:
     """The folders that runs made, oldest first."""
     return sorted((folder / "outputs").iterdir())
+
+
+def left_in(folder: Path, kept: Sequence[str] = ()) -> dict[str, Any]:
+    """All that a run has left but overrides and times; of its records only what is kept, if anything is named."""
+
+    def timeless(found: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in found.items() if not key.endswith("_s") and key != "overrides"}
+
+    summary = timeless(json.loads((folder / "summary.json").read_text()))
+    by_rank = {path.name: read_jsonl(path) for path in record_files(folder)}
+    records = {
+        name: [{key: record.get(key) for key in kept or timeless(record)} for record in of_rank]
+        for name, of_rank in by_rank.items()
+    }
+    return {"summary": summary, "records": records, "model": (folder / "model.safetensors").read_bytes()}
 
 
 def _ends(process_id: int) -> bool:

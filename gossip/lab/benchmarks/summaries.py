@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gossip.lab.experiments.run_figures import BLUE, ORANGE
+from gossip.lab.experiments.run_figures import BLUE, GREEN, ORANGE
 
-# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
-_COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINES = ("-", "--", ":")
 
 

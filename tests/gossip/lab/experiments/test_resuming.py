@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from composing import composed
 from faulty_models import FAULTY
+from running import left_in
 
 from gossip.errors import LaunchError
 from gossip.lab.experiments.job import run_job
@@ -41,18 +42,6 @@ def interrupted(folder: Path, *overrides: str) -> dict[str, Any]:
     return {**config, "resume": str(folder)}
 
 
-def result(folder: Path) -> dict[str, Any]:
-    """All that a run leaves but times."""
-    summary = json.loads((folder / "summary.json").read_text())
-    records = {path.name: [timeless(record) for record in read_jsonl(path)] for path in folder.glob("rank*.jsonl")}
-    model = (folder / "model.safetensors").read_bytes()
-    return {"summary": timeless(summary) | {"overrides": []}, "records": records, "model": model}
-
-
-def timeless(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if not key.endswith("_s")}
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,8 +63,8 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, options: tuple[str, ...]) 
     assert sorted(steps) == ["step_0000000005", f"step_{LAST_CHECKPOINT:010}"]
 
     resumed = run_job(config, tmp_path / "run", ["second=2"])
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
-    assert len(result(tmp_path / "run")["records"]["rank2.jsonl"]) == whole["steps"] == 2 * STEPS_PER_EPOCH
+    assert left_in(tmp_path / "run") == left_in(tmp_path / "whole")
+    assert len(left_in(tmp_path / "run")["records"]["rank2.jsonl"]) == whole["steps"] == 2 * STEPS_PER_EPOCH
     assert resumed["overrides"] == ["first=1", "second=2"]
     assert resumed["wall_time_s"] > resumed["training_time_s"] > 0
     if "figures=true" in options:

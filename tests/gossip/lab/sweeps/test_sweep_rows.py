@@ -63,12 +63,6 @@ def test_curve_adds_up_bytes_over_steps_as_the_mean_of_ranks(tmp_path: Path) -> 
     ]
 
 
-def test_curve_of_replicas_in_one_process_has_one_file(tmp_path: Path) -> None:
-    with JsonlWriter(tmp_path / "workers.jsonl") as writer:
-        writer.write({"step": 0, "bytes_sent": 12.5, "averaged_test_loss": 1.0, "averaged_test_accuracy": 0.5})
-    assert read_curve(tmp_path) == [{**point(1, 0.5, 1.0, None), "bytes": 12.5}]
-
-
 def test_target_is_reached_at_the_first_point_that_is_as_good() -> None:
     curve = [point(1, None), point(2, 0.89, 2.0), point(3, 0.9, 1.5), point(4, 0.95, 1.0)]
     assert steps_to_target(curve, ACCURACY) == curve[2]
