@@ -273,7 +273,7 @@ def reseal(checkpoint: Path, change: Callable[[dict[str, Any]], Any] = lambda _:
         entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     change(manifest)
     manifest.pop("manifest_sha256")
-    manifest["manifest_sha256"] = layout._digest(manifest)
+    manifest["manifest_sha256"] = layout.digest_of(manifest)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
