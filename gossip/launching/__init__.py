@@ -8,6 +8,7 @@ from gossip.launching.launcher import launch as launch
 from gossip.launching.launcher import signal_workers as signal_workers
 from gossip.launching.rendezvous import GROUPS as GROUPS
 from gossip.launching.rendezvous import STORE as STORE
+from gossip.launching.rendezvous import serve as serve
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -17,5 +18,6 @@ __all__ = [
     "find_placement",
     "joined_process_group",
     "launch",
+    "serve",
     "signal_workers",
 ]

@@ -103,8 +103,7 @@ def _configured(file: Path, overrides: list[str]) -> dict[str, Any]:
             OmegaConf.update(config, key, OmegaConf.select(OmegaConf.from_dotlist([override]), key), merge=False)
     except OmegaConfBaseException as error:
         raise ConfigurationError(str(error).partition("\n")[0]) from error
-    content: Any = OmegaConf.to_container(config, resolve=True)
-    return dict(content)
+    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
 
 
 def measure_steps(hydra_config: Any) -> None:

@@ -37,11 +37,10 @@ from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.launching import GROUPS, STORE
 
 WARM = "gossip_warm"
-NAMES = (WARM, "gossip_cold", *(name for name in METHODS if name != "gossip"))
-KINDS = ("kill", "freeze", "slow", "cut")
-MIXTURE = "mixture"
-LASTS_S = {"freeze": 5.0, "slow": 20.0, "cut": 5.0}
-_LOST = {"kill": 1.0, "freeze": 1.0, "slow": 1 - 1 / SLOWER, "cut": 1.0}  # of the time of a rank, while it lasts
+NAMES = (WARM, "gossip_cold", *METHODS)
+KINDS = {"kill": (math.inf, 1.0), "freeze": (5.0, 1.0), "slow": (20.0, 1 - 1 / SLOWER), "cut": (5.0, 1.0)}
+"""How many seconds a fault lasts at most, and what share of them the rank loses."""
+MIXTURE, NO_FAULT = "mixture", "none"
 _WORKER = "gossip.lab.benchmarks.failures_worker"
 _SAVING_S = 0.05  # of a checkpoint of DDP, by which it chooses how often to save
 _NEXT_STEPS = 3
@@ -50,8 +49,6 @@ _FIRST_STEPS = 5  # of every rank, before the clock starts
 _NUM_UNSENT = 2  # updates of a rank that is lost to the others, which no other has
 _BEGINNING_S = 120.0
 _POLL_S = 0.02
-Row = tuple[str | None, str, str, Any]
-"""The link, method, kind of faults and seconds between them of a row of the table."""
 
 
 class FailuresSettings(BenchmarkSettings):
@@ -81,7 +78,7 @@ class FailuresSettings(BenchmarkSettings):
     def cases(self) -> Iterator[tuple[str, Self]]:
         for (link, case), method in itertools.product(super().cases(), self.methods):
             runs = itertools.product(self.kinds, self.every_s, self.seeds)
-            for kind, every_s, seed in ("none", math.inf, self.seeds[0]), *runs:
+            for kind, every_s, seed in (NO_FAULT, self.seconds, self.seeds[0]), *runs:
                 if method != WARM or case.link is None:
                     update = {"methods": (method,), "kinds": (kind,), "every_s": (every_s,), "seeds": (seed,)}
                     yield f"{link}/{method}/{kind}_every_{every_s:g}_s/seed_{seed}", case.model_copy(update=update)
@@ -89,10 +86,11 @@ class FailuresSettings(BenchmarkSettings):
     def faults(self) -> list[Fault]:
         """Return the faults of a run, the same for every method."""
         every_s, drawn = self.every_s[0], random.Random(self.seeds[0])
-        kinds = self.kinds if self.kinds != (MIXTURE,) else KINDS if self.link else KINDS[: KINDS.index("cut")]
+        every = [kind for kind in KINDS if self.link or kind != "cut"]
+        kinds = every if self.kinds == (MIXTURE,) else self.kinds
         found: list[Fault] = []
         at = 0.0
-        while (at := at + every_s * drawn.uniform(0.5, 1.5)) < self.seconds:
+        while kinds != (NO_FAULT,) and (at := at + every_s * drawn.uniform(0.5, 1.5)) < self.seconds:
             found.append(Fault(at, drawn.choice(kinds), drawn.randrange(self.world_size)))
         return found
 
@@ -111,7 +109,7 @@ class Run(BaseModel):
     link: str | None
     method: str
     kind: str
-    every_s: float | Literal["never"]
+    every_s: float
     seed: int
     num_faults: int
     batches: int
@@ -124,7 +122,7 @@ class Run(BaseModel):
     loss_s: float | None
 
     @property
-    def row(self) -> Row:
+    def row(self) -> tuple[Any, ...]:
         """What a row of the table is about; runs of several seeds share one."""
         return self.link, self.method, self.kind, self.every_s
 
@@ -140,8 +138,7 @@ class Failures(Benchmark[FailuresSettings, Run]):
         "Goodput: batches per second whose updates are in the model, over those of the same method without faults. Of "
         f"a rank that is killed, frozen or cut off the newest {_NUM_UNSENT} updates count as lost with gossip, and "
         "else what was not committed. The bound is what remains if nothing is lost but the time of the struck ranks "
-        "themselves: of a killed one until its next step, of one that is frozen or cut off 5 s, of a slow one three "
-        "quarters of 20 s."
+        "themselves: of a killed one until its next step, of one that is frozen or cut off 5 s, of a slow one 15 s."
     )
 
     def work(self, case: FailuresSettings, place: Place, write: Write) -> None:  # noqa: ARG002
@@ -171,21 +168,20 @@ class Failures(Benchmark[FailuresSettings, Run]):
         for row in dict.fromkeys(run.row for run in results):
             (link, method, kind, every_s), runs = row, [run for run in results if run.row == row]
             if shares := _shares(results, row):
-                others = _seconds([each for run in runs for each in run.others_s])
-                started = _seconds([each for run in runs for each in run.started_s])
-                back = _seconds([each for run in runs for each in run.back_s])
+                measured = zip(*((run.others_s, run.started_s, run.back_s) for run in runs), strict=True)
+                times = [_seconds(list(itertools.chain(*of_runs))) for of_runs in measured]
                 lost = statistics.fmean(run.lost / max(1, run.num_faults) for run in runs)
                 bound = statistics.fmean(run.bound for run in runs)
-                cells = [method, kind, every_s if every_s == "never" else f"{every_s:g}"]
+                cells = [method, kind, "never" if kind == NO_FAULT else f"{every_s:g}"]
                 cells += [str(sum(run.num_faults for run in runs)), Spread.over(shares).shown(".3f"), f"{bound:.3f}"]
                 to_loss = [run.loss_s for run in runs if run.loss_s is not None]
-                tables[link].append([*cells, f"{lost:.1f}", others, started, back, _seconds(to_loss, ".0f")])
+                tables[link].append([*cells, f"{lost:.1f}", *times, _seconds(to_loss, ".0f")])
         titles = ("method", "faults", "every, s", "number", "goodput", "bound", "batches lost per fault")
-        times = ("others step again after, s", "started after, s", "back after, s", "to the loss, s")
+        heads = ("others step again after, s", "started after, s", "back after, s", "to the loss, s")
         return [
             part
             for link, rows in tables.items()
-            for part in (f"## {link}" if link else "", table((*titles, *times), rows))
+            for part in (f"## {link}" if link else "", table((*titles, *heads), rows))
         ]
 
     def draw(self, settings: FailuresSettings, results: Sequence[Run], folder: Path) -> None:
@@ -195,16 +191,16 @@ class Failures(Benchmark[FailuresSettings, Run]):
             for axes, kind in zip(all_axes, settings.kinds, strict=True):
                 for number, method in enumerate(settings.methods):
                     shares = {60 / each: _shares(results, (link, method, kind, each)) for each in settings.every_s}
-                    known = {0.0: 1.0, **{rate: statistics.fmean(found) for rate, found in shares.items() if found}}
-                    axes.plot(sorted(known), [known[rate] for rate in sorted(known)], label=method, **look(number))
+                    known = {rate: statistics.fmean(found) for rate, found in sorted(shares.items()) if found}
+                    axes.plot([0.0, *known], [1.0, *known.values()], label=method, **look(number))
                 axes.set(title=kind, xlabel="faults per minute", ylim=(0, 1.05))
             all_axes[0].set_ylabel("goodput")
             all_axes[-1].legend()
 
 
-def _shares(results: Sequence[Run], row: Row) -> list[float]:
+def _shares(results: Sequence[Run], row: tuple[Any, ...]) -> list[float]:
     """Return the goodput of the runs of a row, over that of the run without faults."""
-    without = [run.goodput for run in results if run.row == (*row[:2], "none", "never")]
+    without = [run.goodput for run in results if run.row[:3] == (*row[:2], NO_FAULT)]
     return [run.goodput / without[0] for run in results if without and run.row == row]
 
 
@@ -230,8 +226,7 @@ class _Supervised:
         self._case, self._folder, self._lab, self._method = case, folder, lab, case.methods[0]
         self._address = BRIDGE_ADDRESS if lab else "127.0.0.1"  # of this process, which serves the stores
         self._is_one = self._method in (WARM, "ddp")  # process that starts all ranks again
-        every_s = case.every_s[0] if math.isfinite(case.every_s[0]) else case.seconds
-        saving = max(1, round(math.sqrt(2 * _SAVING_S * every_s) / case.step_s))
+        saving = max(1, round(math.sqrt(2 * _SAVING_S * case.every_s[0]) / case.step_s))
         period = saving if self._method == "ddp" else case.period
         content = {"ranks": case.world_size, "step_s": case.step_s, "seed": case.seeds[0], "task": case.task}
         content |= {"period": period, "folder": str(folder), "hosts": lab.namespaces() if lab else None}
@@ -274,7 +269,7 @@ class _Supervised:
                 if pid is not None and fault.slot not in ends:  # else it is about to come back
                     struck.append((now, fault))
                     if (undo := self._strike(fault, pid)) is not None:
-                        ends[fault.slot] = now + LASTS_S[fault.kind], undo
+                        ends[fault.slot] = now + KINDS[fault.kind][0], undo
         return struck
 
     def _strike(self, fault: Fault, pid: int) -> Callable[[], object] | None:
@@ -378,21 +373,23 @@ class _Supervised:
         end = began + case.seconds
         made = [note for note in self._notes if began <= note.at < end]
         counted = {(note.slot, note.step): note.num for note in made}
-        kills = [(at, fault) for at, fault in struck if fault.kind == "kill"]
         leave = sum(fault.kind != "slow" for _, fault in struck)
         lost = _NUM_UNSENT * leave if self._method.startswith("gossip") else 0
         batches = sum(counted.values()) - lost
-        back = [after - at for at, fault in kills if (after := self._back_at(at, fault.slot)) is not None]
-        started = [min((when for when, _ in self._begun[fault.slot] if when > at), default=end) for at, fault in kills]
-        lost_s = 0.0
+        started_s, back_s, lost_s = list[float](), list[float](), 0.0
         for at, fault in struck:
-            last = self._back_at(at, fault.slot) or end if fault.kind == "kill" else at + LASTS_S[fault.kind]
-            lost_s += (min(last, end) - at) * _LOST[fault.kind]
+            lasts_s, share = KINDS[fault.kind]
+            if fault.kind == "kill" and (begun := {pid: when for when, pid in self._begun[fault.slot] if when > at}):
+                started_s.append(min(begun.values()) - at)
+                if back := [note.at - at for note in self._notes if note.pid in begun]:
+                    lasts_s = min(back)
+                    back_s.append(lasts_s)
+            lost_s += min(lasts_s, end - at) * share
         return Run(
             link=case.link,
             method=self._method,
             kind=case.kinds[0],
-            every_s=case.every_s[0] if math.isfinite(case.every_s[0]) else "never",
+            every_s=case.every_s[0],
             seed=case.seeds[0],
             num_faults=len(struck),
             batches=batches,
@@ -400,8 +397,8 @@ class _Supervised:
             goodput=batches / case.seconds / case.world_size,
             bound=1 - lost_s / (case.seconds * case.world_size),
             others_s=[self._others_s(at, fault.slot) for at, fault in struck],
-            started_s=[when - at for when, (at, _) in zip(started, kills, strict=True)],
-            back_s=back,
+            started_s=started_s,
+            back_s=back_s,
             loss_s=self._loss_s(began),
         )
 
@@ -414,11 +411,6 @@ class _Supervised:
                 if len(newest) == self._case.world_size and statistics.fmean(newest.values()) <= self._case.loss:
                     return note.at - began
         return None
-
-    def _back_at(self, at: float, slot: int) -> float | None:
-        """Return when the rank in a slot that was killed makes a step that counts again."""
-        begun = {pid for when, pid in self._begun[slot] if when > at}
-        return min((note.at for note in self._notes if note.pid in begun), default=None)
 
     def _others_s(self, at: float, slot: int) -> float:
         """Return how long the longest of the next steps took of the others that trained then."""

@@ -71,8 +71,9 @@ def _slot() -> int:
     return int(os.environ.get("SLOT") or os.environ["RANK"])
 
 
-def gossips(paced: Paced) -> None:
+def gossips(case: dict[str, Any]) -> None:
     """Train by gossip with ``on_peer_loss="continue"``, in averages of pairs, which wait for no rank that is slow."""
+    paced = Paced(case)
     model = gossip.GossipDataParallel(
         paced.module,
         paced.make_optimizer,
@@ -86,11 +87,6 @@ def gossips(paced: Paced) -> None:
         loss_of(model, next(paced.batches)).backward()
         paced.note(model.step)
         paced.pace()
-
-
-def gossip_of_case(case: dict[str, Any]) -> None:
-    """Train by gossip in a worker of a launcher."""
-    gossips(Paced(case))
 
 
 def averages_gradients(paced: Paced) -> None:
@@ -193,7 +189,6 @@ def torchft_diloco(paced: Paced) -> None:
 
 
 METHODS: dict[str, Callable[[Paced], None]] = {
-    "gossip": gossips,
     "ddp": averages_gradients,
     "torchft_ddp": torchft_ddp,
     "torchft_local_sgd": torchft_local_sgd,
@@ -203,7 +198,7 @@ METHODS: dict[str, Callable[[Paced], None]] = {
 
 def main(method: str, text: str) -> None:
     """Train by a method, or, as "gossip_warm" or "gossip_cold", start what does."""
-    from gossip.lab.benchmarks.failures_worker import gossip_of_case  # not that of __main__, which workers lack
+    from gossip.lab.benchmarks.failures_worker import gossips  # not that of __main__, which workers lack
 
     case = json.loads(text)
     if case["hosts"]:
@@ -213,9 +208,9 @@ def main(method: str, text: str) -> None:
     if method == "gossip_warm":
         preload = ("gossip.lab.benchmarks.failures_worker", "sklearn.datasets", "sklearn.model_selection")
         options = {"world_size": case["ranks"], "restart": 10**6, "preload": preload}
-        gossip.launch(gossip_of_case, case, on_peer_loss="continue", **options)
+        gossip.launch(gossips, case, on_peer_loss="continue", **options)
     elif method == "gossip_cold":
-        gossip.launch(gossip_of_case, case, on_peer_loss="continue")
+        gossip.launch(gossips, case, on_peer_loss="continue")
     else:
         METHODS[method](Paced(case))
 

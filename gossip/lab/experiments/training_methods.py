@@ -6,7 +6,6 @@ All ranks of a run may be in one process, with the same data, initial values and
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -203,9 +202,8 @@ class AllRanks(World):
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         def gather() -> list[bytes]:
-            of_group = json.dumps([each.hex() for each in self._mates.gather_bytes(payload, what)])
-            found = self._groups.gather_bytes(of_group.encode(), what)
-            return [bytes.fromhex(each) for group in found for each in json.loads(group)]
+            of_group = [each.hex() for each in self._mates.gather_bytes(payload, what)]
+            return [bytes.fromhex(each) for group in self._groups.gather_json(of_group, what) for each in group]
 
         gathered = self._groups.collectively(gather)
         self._note()

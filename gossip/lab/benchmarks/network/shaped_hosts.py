@@ -22,6 +22,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from gossip.lab.experiments.validated_models import ConfigurationError
+from gossip.launching import serve
 
 MAX_HOSTS = 200
 _CURRENT = "/proc/thread-self/ns/net"
@@ -203,11 +204,7 @@ class Lab:
 
 def store_at(address: str, timeout: timedelta) -> dist.TCPStore:
     """Start a key-value store on a free port of this address only, in the network namespace of this thread."""
-    with socket.create_server((address, 0)) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
+    return serve(address, socket.create_server((address, 0)), timeout)
 
 
 def what_is_missing() -> str | None:
