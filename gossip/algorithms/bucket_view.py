@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip.compression.conversation import accumulation_dtype
+
 PerParameter = float | torch.Tensor
 """One number, or a tensor [..., numel] where it differs between parameters."""
 
@@ -101,7 +103,7 @@ class BucketView:
 
     def zeros(self) -> torch.Tensor:
         """Return a tensor of zeros like the values, in the accumulation dtype."""
-        wide = torch.float64 if self.values.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(self.values.dtype)
         return torch.zeros_like(self.values, dtype=wide)
 
     def slots(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gossip.communication.world import World, accumulation_dtype
+from gossip.communication.world import World
+from gossip.compression.conversation import accumulation_dtype
 
 STAGING_BYTES = 64 * 2**20
 _GLOO_SEGMENT_BYTES = 2**20

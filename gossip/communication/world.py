@@ -23,6 +23,7 @@ from gossip.communication.host.worker_threads import Job, Operation, WorkerThrea
 from gossip.communication.liveness.progress_markers import ProgressMarkers
 from gossip.communication.membership import Group, Membership, gloo_group, own_connection
 from gossip.communication.waiting import Awaited, Ended, Failure, checked_timeout, wait_for
+from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import ExchangeError, GossipError
 from gossip.private_torch import known_groups
 
@@ -495,8 +496,3 @@ def _loads(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             filling.setdefault(tensor.device, []).append(tensor)
             filled[tensor.device] += tensor.nbytes
     yield from filling.values()
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of ``dtype`` are summed: float64 for float64, otherwise float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gossip.compression.conversation import Arrival, Conversation, Parts, Turns, chunks
+from gossip.compression.conversation import Arrival, Conversation, Parts, Turns, accumulation_dtype, chunks
 from gossip.compression.stacked_codec import StackedCodec
 from topologies import Round, Topology
 
@@ -133,7 +133,7 @@ class BucketShape:
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype in which messages are summed: float64 for float64 values, otherwise float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.dtype)
 
 
 def gaps(numel: int, views: Iterable[View]) -> list[slice]:

@@ -286,6 +286,11 @@ def receive_buffers(kept: list[torch.Tensor], like: torch.Tensor, sources: Colle
     return dict(zip(sources, kept, strict=False))
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are summed: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
     """Yield the parts of a flat tensor that are processed one after the other, which are small on a CPU."""
     size = CHUNK_NUMEL if device.type == "cpu" else max(numel, 1)

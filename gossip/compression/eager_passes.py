@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from loguru import logger
 
-from gossip.compression.conversation import CHUNK_NUMEL, Parts
+from gossip.compression.conversation import CHUNK_NUMEL, Parts, accumulation_dtype
 from gossip.compression.lattice import (
     COARSEST,
     FINEST,
@@ -151,7 +151,7 @@ class EagerPasses:
 
 def in_blocks(values: torch.Tensor, block_numel: int) -> torch.Tensor:
     """Return flat values as [..., num_blocks, block_numel] in the accumulation dtype, padded with zeros."""
-    wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    wide = values.to(accumulation_dtype(values.dtype))
     if missing := -values.shape[-1] % block_numel:
         wide = torch.constant_pad_nd(wide, (0, missing))
     return wide.view(*values.shape[:-1], wide.shape[-1] // block_numel, block_numel)

@@ -25,8 +25,7 @@ from loguru import logger
 
 from gossip.algorithms.asynchronous import Average
 from gossip.communication.host import daemon_threads
-from gossip.communication.world import accumulation_dtype
-from gossip.compression.conversation import chunks, finite_on_host
+from gossip.compression.conversation import accumulation_dtype, chunks, finite_on_host
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind, Outgoing
 from gossip.elastic.elastic_world import ElasticWorld, Questions
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gossip.communication.world import accumulation_dtype
-from gossip.compression.conversation import Arrival, Conversation, Turn
+from gossip.compression.conversation import Arrival, Conversation, Turn, accumulation_dtype
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.transport import LateDifference, Transport

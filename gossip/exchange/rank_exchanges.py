@@ -14,9 +14,8 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
-from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, finite_on_host, rehearse_arrival, squared_norm
+from gossip.compression.conversation import Arrival, accumulation_dtype, finite_on_host, rehearse_arrival, squared_norm
 from gossip.errors import GossipError
 from gossip.exchange.clipping import Clipping, clips_above
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, corrupted, row_sum

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape
+from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import is_mixable
 from gossip.parameters.names import bare, buffer_named, named_buffers

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossip.communication.world import World, accumulation_dtype
+from gossip.communication.world import World
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import Arrival, Turns
+from gossip.compression.conversation import Arrival, Turns, accumulation_dtype
 from gossip.sharding.local_group import SharedGroup
 from gossip.sharding.shard_mesh import chunk_length
 from topologies import Round, Topology

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from gossip.communication.world import World, accumulation_dtype
+from gossip.communication.world import World
+from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket, check_parameters, describe_tensor
 from gossip.parameters.names import named_parameters

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from gossip.communication.world import accumulation_dtype
+from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import Codec
-from gossip.compression.conversation import carry
+from gossip.compression.conversation import accumulation_dtype, carry
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from topologies import Round
 

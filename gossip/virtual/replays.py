@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.algorithms.asynchronous import Average, Recording
-from gossip.communication.world import accumulation_dtype
+from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.parameters.buckets import Bucket
 from gossip.virtual.shards import Shard, written

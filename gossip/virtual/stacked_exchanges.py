@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
-from gossip.communication.world import accumulation_dtype
 from gossip.compression.codec import BucketShape, Compression
+from gossip.compression.conversation import accumulation_dtype
 from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import StackedCodec
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum

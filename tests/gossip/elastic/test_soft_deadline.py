@@ -15,6 +15,8 @@ from tiers import rest_is_slow
 import gossip
 import topologies
 from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange.edge_transport import make_generation_transport
 from gossip.exchange.late_messages import MOST_LATE, LateMessages
 from gossip.lab.faults.injection import Fault
 
@@ -148,6 +150,23 @@ def test_a_step_waits_as_long_as_messages_usually_take() -> None:
     later = LateMessages(mock.Mock(), "auto", late)  # of the next generation, with a member of which little is known
     assert later.ends_at(0, 100.0, [2]) == 102.0
     assert later.ends_at(0, 100.0, [2, 3]) == 102.0
+
+
+def test_what_is_known_of_peers_outlives_a_generation() -> None:
+    make = functools.partial(
+        make_generation_transport,
+        mock.Mock(spec=ElasticWorld, member=0, shared=None),
+        topologies.build("ring", 3),
+        algorithm=gossip.AdaptWhileCommunicating(),
+        compression=gossip.Uncompressed(),
+        soft_deadline_s="auto",
+    )
+    before: Any = make(members=[0, 1, 2])
+    for _ in range(8):
+        before.late_messages.note_arrival(0, 1, 0.0)
+    after: Any = make(members=[0, 1, 3], before=before)
+    assert after.late_messages.ends_at(0, 0.0, [1, 3]) is not None
+    assert after.late_messages._awaited == {}, "what was late has been mixed in before"
 
 
 def test_a_peer_that_is_always_late_is_waited_for() -> None:
