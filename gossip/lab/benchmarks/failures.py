@@ -192,7 +192,7 @@ class Failures(Benchmark[FailuresSettings, Run]):
                 for number, method in enumerate(settings.methods):
                     shares = {60 / each: _shares(results, (link, method, kind, each)) for each in settings.every_s}
                     known = {rate: statistics.fmean(found) for rate, found in sorted(shares.items()) if found}
-                    axes.plot([0.0, *known], [1.0, *known.values()], label=method, **look(number))
+                    axes.plot([0.0, *known], [1.0, *known.values()], label=method, marker="o", **look(number))
                 axes.set(title=kind, xlabel="faults per minute", ylim=(0, 1.05))
             all_axes[0].set_ylabel("goodput")
             all_axes[-1].legend()
