@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +29,27 @@ def test_faults_follow_from_the_seed_and_a_run_without_comes_first() -> None:
     assert all(5 <= later - earlier <= 15 for earlier, later in itertools.pairwise(times))
 
 
+def test_a_rank_that_is_still_struck_is_not_struck_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, now = settings(kinds=["slow"], every_s=[5.0], seconds=200.0), [100.0]
+    run = failures._Supervised(case, tmp_path)
+    monkeypatch.setattr(failures, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(run, "_look", lambda: now.append(now.pop() + 0.25))
+    monkeypatch.setattr(run, "_pid_of", lambda _: 1)
+    struck = run._train(now[0])
+    assert len(struck) < len(case.faults())
+    for slot in range(case.world_size):
+        times = [at for at, fault in struck if fault.slot == slot]
+        assert len(times) > 3
+        assert all(later - earlier >= 20 for earlier, later in itertools.pairwise(times))
+
+
 def test_links_are_cut_in_the_lab() -> None:
     """There, too, ranks are programs of their own."""
     of_lab = settings(network="lab", methods=["gossip_warm", "ddp"], kinds=["mixture"], seconds=4000.0)
     names, cases = zip(*of_lab.cases(), strict=True)
     assert names == ("200mbit/ddp/none_every_4000_s/seed_0", "200mbit/ddp/mixture_every_10_s/seed_0")
     assert {fault.kind for fault in cases[1].faults()} == {"kill", "freeze", "slow", "cut"}
+    assert {fault.kind for fault in settings(kinds=["mixture"], seconds=4000.0).faults()} == {"kill", "freeze", "slow"}
     with pytest.raises(ValidationError, match="cut in the lab only"):
         settings(kinds=["cut"])
 
