@@ -5,7 +5,9 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from replicas import flat
 from tiny_gpt2 import Tokens, batch_of, make_module, make_trainer, sample
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, get_linear_schedule_with_warmup
+from transformers import TrainerCallback, TrainerControl, TrainerState, get_linear_schedule_with_warmup
 
 from gossip import GossipDataParallel, launch
+from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.integrations.transformers import GossipTrainer
 
 LR, NUM_STEPS = 0.05, 10
@@ -163,3 +166,14 @@ def both(folder: Path) -> None:
 
 def test_ranks_of_different_lengths_join(tmp_path: Path) -> None:
     launch(functools.partial(both, tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize(("made", "own", "stops"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, True)])
+def test_a_rank_that_wants_to_stop_does_unless_only_others_made_steps(made: int, own: int, stops: bool) -> None:
+    state, control = TrainerState(max_steps=100), TrainerControl(should_training_stop=True)
+    trainer = mock.MagicMock(state=state, control=control, _tr_loss=torch.zeros(()))
+    model: Any = SimpleNamespace(step=0, world=SimpleNamespace(gather_bytes=lambda said, _: [said]))
+    epoch = UnevenEpoch(model, trainer, number=0, num_steps=3)
+    model.step, state.global_step = made, own
+    epoch.end()
+    assert control.should_training_stop is stops

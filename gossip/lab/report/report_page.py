@@ -93,7 +93,7 @@ def _table(document: Document) -> dict[str, Any]:
     settings, tuned = text_columns(rows)
     num_first = max(_NUM_SHOWN - len(tuned), 0)
     every = [*values[:num_first], *tuned, *settings, *values[num_first:]]
-    stars = [best(rows, column) for column in every]
+    stars = [(column, best(rows, column)) for column in every]
     chosen = {name: [setting(row, name) or _NOTHING for row in rows] for name in (*SETTINGS, "status")}
     filters = [
         (name, SETTINGS.get(name, "Status"), list(dict.fromkeys(chosen[name])))
@@ -104,7 +104,7 @@ def _table(document: Document) -> dict[str, Any]:
         own = {name: texts[index] for name, texts in chosen.items()}
         lines.append({
             "row": row,
-            "cells": [_cell(column, row, index in starred) for column, starred in zip(every, stars, strict=True)],
+            "cells": [_cell(column, row, index in starred) for column, starred in stars],
             "settings": own,
             "searched": " ".join([row.label, *own.values(), *row.reasons]).lower(),
             # These remain visible when the table is scrolled.

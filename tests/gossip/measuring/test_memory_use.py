@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gossip import Codec, Compression, DistributedTransport, GossipDataParallel, make_shard_mesh
-from gossip.measuring.memory_use import READ_BY_OTHERS
+from gossip.measuring.memory_use import READ_BY_OTHERS, memory_use
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 OTHER_MACHINES = functools.partial(DistributedTransport, shares_memory=False)
@@ -64,7 +64,7 @@ ROWS = {
     **{name: functools.partial(dict, compression=row.make(0)) for name, row in COMPRESSIONS.items()},
     **{label: functools.partial(algorithm, label) for label in algorithm_table.ROWS},
 }
-QUICK = ["none", "int8", "gradient_tracking", *list(MODES)[:3]]
+QUICK = ["none", "int8", "gradient_tracking", "continue", *list(MODES)[:3]]
 PER_PARAMETER: dict[str, dict[str, float | None]] = {
     "none": {"state of the optimizer": 8.0, READ_BY_OTHERS: 4.0, MESSAGES: 0.0},
     "bf16": {READ_BY_OTHERS: 2.0, MESSAGES: 0.0},
@@ -111,6 +111,12 @@ def check(*names: str) -> None:
 @pytest.mark.parametrize("names", rest_is_slow([QUICK, *(list(ROWS)[part::4] for part in range(4))]), ids=len)
 def test_what_is_predicted_is_what_training_holds(names: list[str]) -> None:
     run_ranks(check, *names, world_size=4)
+
+
+@pytest.mark.parametrize(("num_buffers", "num_bytes"), [(1, 0), (3, 40)])
+def test_others_can_come_to_read_as_much_again_in_every_further_buffer(num_buffers: int, num_bytes: int) -> None:
+    message = torch.zeros(5)
+    assert memory_use(5, {READ_BY_OTHERS: ([], [message])}, num_buffers).num_spare_bytes == num_bytes
 
 
 @pytest.mark.parametrize(("mode", "most"), [({}, 6), ({"step_in_backward": False}, 40)], ids=["in backward", "outside"])

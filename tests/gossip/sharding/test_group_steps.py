@@ -121,6 +121,7 @@ def measure_norms(way: str) -> None:
             model.clip_grad_norm_(1.0, norm_type=0.0)
         shards, place = model._live().group, dist.get_rank() % 2  # of what each of the ranks has
         assert float(shards.norm(torch.tensor(1.0 + place), math.inf)) == 2.0
+        assert float(shards.norm(torch.tensor(1.0 + place), 1.0)) == 3.0
         for is_no_number in (0, 1):
             assert torch.isnan(shards.norm(torch.tensor(math.nan if place == is_no_number else 1.0), math.inf))
 

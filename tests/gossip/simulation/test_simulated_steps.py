@@ -189,6 +189,11 @@ def test_a_seed_draws_the_same_for_every_method() -> None:
     np.testing.assert_allclose(gossip.step_ends_s, runs[0].step_ends_s)
 
 
+def test_jitter_leaves_the_mean_of_the_steps_as_it_is() -> None:
+    run = simulate_time("none", Cluster(8), dataclasses.replace(PLAIN, jitter=0.5), 500, seed=0)
+    assert run.step_time_s == pytest.approx(0.35, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["ddp", "one_peer_hypercube", "ring", "complete"])
 def test_nobody_waits_for_a_rank_that_has_dropped_out(name: str) -> None:
     slow = (SlowRank(1, 10.0),)

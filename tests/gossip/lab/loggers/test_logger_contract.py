@@ -1,5 +1,7 @@
 """What holds for every logger: a process is killed, the next one goes on, and nothing is missing or there twice."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -88,6 +90,14 @@ def second_attempts(folders: dict[str, Path], figure: Path, model: Path) -> list
     return firsts
 
 
+def silently(*arguments: Any) -> list[int]:
+    """Make second attempts, of which W&B is not to tell on the terminal."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        firsts = second_attempts(*arguments)
+    assert "wandb: " not in told.getvalue()
+    return firsts
+
+
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
     """For every logger the run's folder, and where the second attempt began."""
@@ -100,7 +110,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         folder.mkdir()
     with pytest.raises(LaunchError, match="SIGKILL"):
         launch(first_attempts, folders, world_size=1)
-    (firsts,) = launch(second_attempts, folders, figure, model, world_size=1)
+    (firsts,) = launch(silently, folders, figure, model, world_size=1)
     return {name: (folder, first) for (name, folder), first in zip(folders.items(), firsts, strict=True)}
 
 
