@@ -18,7 +18,7 @@ from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
 from gossip.parameters.global_average import shares
 from gossip.parameters.names import named_buffers, named_parameters
-from gossip.sharding.local_group import LocalGroup
+from gossip.sharding.local_group import PartitionedGroup
 from gossip.step.engine import StepEngine
 
 
@@ -95,7 +95,7 @@ def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
     return [length if place == dimension else size for place, size in enumerate(shape)]
 
 
-def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) -> torch.Tensor | None:
+def gather_shards(mean: Mean, dimension: int, length: int, group: PartitionedGroup) -> torch.Tensor | None:
     """Return the shards as one, without what pads them, on the group's first rank. Collective over the group.
 
     Every rank has the ``mean`` of its own shard, padded to the size of the first rank's. The tensor is divided along
@@ -109,10 +109,12 @@ def gather_shards(mean: Mean, dimension: int, length: int, group: LocalGroup) ->
     piece_numel = max(1, digests.CHUNK_BYTES // (num_shards * mean.tensor.element_size()))
     start = 0
     for chunk in mean.chunks:
-        for piece in chunk.split(piece_numel):
-            gathered = group.gather(piece.cpu(), f"gathering {mean.name!r}") if len(piece) else None
-            if gathered is not None:
-                _place_(rows, gathered, start, math.prod(shape[dimension:]))
+        for piece in chunk.split(piece_numel) if len(chunk) else ():
+            payload = bytes(piece.cpu().contiguous().view(torch.uint8).numpy())
+            payloads = group.world.gather_bytes(payload, f"gathering {mean.name!r}")
+            if is_first:
+                pieces = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in payloads]
+                _place_(rows, torch.stack(pieces).view(piece.dtype), start, math.prod(shape[dimension:]))
             start += len(piece)
     return whole if is_first else None
 

@@ -24,6 +24,7 @@ from gossip.parameters.extra_state import extra_states
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import compact
+from gossip.sharding.local_group import PartitionedGroup
 from gossip.step.collective_operations import settle
 from gossip.step.state.replica_state import module_state, optimizer_state, restore_replica
 from gossip.wrapper import GossipDataParallel
@@ -151,6 +152,7 @@ class RankReplica(Replicas):
             return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
             if divided is not None:
+                assert isinstance(self._group, PartitionedGroup)
                 return gather_shards(mean, *divided, self._group)
             tensor = mean.assemble(is_kept=True)
             assert tensor is not None

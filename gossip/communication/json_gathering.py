@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,5 @@ def all_gather_json(content: Any, what: str, timeout: timedelta) -> list[Any]:
     Numbers, strings, None, lists and dictionaries with strings as keys; a tuple arrives as a list, a float unchanged.
     ``what`` is for error texts.
     """
-    world = World(timeout)
-    try:
+    with closing(World(timeout)) as world:
         return world.gather_json(content, what)
-    finally:
-        world.close()

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gossip.communication.shared_memory import LocalMessages, SharedMessage
-from gossip.communication.world import World
+from gossip.communication.world import Post, World
 
 _CHUNK_BYTES = 2 * 2**20
 _GATHERED, _SUMMED = 0, 1  # the buckets of the messages
@@ -65,14 +65,7 @@ class RowCollectives:
             return partial(self._gather_in_memory, rows.view(len(rows), -1).view(torch.uint8), what)
         data = self._world.on_wire(rows)
         own = data[self._world.rank].reshape(-1).clone()
-        group = self._world.group
-        wait = self._world.begin(
-            [lambda sent, received: group._allgather_base(received[0], sent[0])],
-            [own],
-            [data.view(-1)],
-            what,
-            holds_host=False,
-        )
+        wait = self._begin(self._world.group._allgather_base, own, data.view(-1), what)
 
         def finish() -> None:
             wait()
@@ -104,20 +97,19 @@ class RowCollectives:
             return partial(self._sum_in_memory, rows, rows[self._world.rank] if out is None else out, what)
         data = self._world.on_wire(rows)
         summed = torch.empty_like(data[0])
-        group = self._world.group
-        wait = self._world.begin(
-            [lambda sent, received: group._reduce_scatter_base(received[0], sent[0])],
-            [data.view(-1)],
-            [summed],
-            what,
-            holds_host=False,
-        )
+        wait = self._begin(self._world.group._reduce_scatter_base, data.view(-1), summed, what)
 
         def finish() -> torch.Tensor:
             wait()
             return summed.to(rows.device) if out is None else out.copy_(summed)
 
         return finish
+
+    def _begin(
+        self, operation: Callable[..., object], sent: torch.Tensor, received: torch.Tensor, what: str
+    ) -> Callable[[], None]:
+        posts: list[Post] = [lambda sent, received: operation(received[0], sent[0])]
+        return self._world.begin(posts, [sent], [received], what, holds_host=False)
 
     def _gather_in_memory(self, rows: torch.Tensor, what: str) -> None:
         for chunk in rows.split(self._chunk_bytes, dim=1):

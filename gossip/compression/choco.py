@@ -160,16 +160,9 @@ class ChocoCodec(WholeCodec):
 
 
 class StackedChocoCodec(StackedCodec):
-    """The messages of one bucket on all ranks, see :class:`ChocoCodec`.
+    """The messages of one bucket on all ranks: the attributes of :class:`ChocoCodec`, a row for each rank.
 
-    Attributes
-    ----------
-    known : Tensor, [n, numel]
-        The public copies.
-    total : Tensor, [n, numel], float64
-        The sums :math:`S_i`.
-    has_begun : Tensor, [n], bool, CPU
-        Whether each rank's values have been sent in full.
+    ``has_begun`` is on the CPU.
     """
 
     def __init__(self, sparsifier: Sparsifier, gamma: float, world_size: int) -> None:

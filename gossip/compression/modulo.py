@@ -336,14 +336,9 @@ class ModuloCodec(Codec):
 
 
 class StackedModuloCodec(StackedCodec):
-    """The messages of one bucket on all ranks, see :class:`ModuloCodec`.
+    """The messages of one bucket on all ranks: the attributes of :class:`ModuloCodec`, a row for each rank.
 
-    Attributes
-    ----------
-    levels : Tensor, [n, num_blocks], int16
-        The levels of all ranks.
-    num_resent : Tensor, [n], int64
-        The number of blocks that each rank has had to request again.
+    They are on the device of the values.
     """
 
     def __init__(self, compression: ModuloQuantization, bucket: BucketShape, world_size: int) -> None:

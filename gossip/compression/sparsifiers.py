@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -97,20 +98,17 @@ class TopK(Sparsifier):
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
-        self._kept: list[slice] = []
-        total = 0
-        for part in self.parts:
-            number = part.num_blocks * num_kept(self.ratio, part.width)
-            self._kept.append(slice(total, total + number))
-            total += number
-        self._num_values = total
-        self.num_bytes = total * (self.wide.itemsize + 2)
+        self._kept, num_values = _one_after_another(
+            part.num_blocks * num_kept(self.ratio, part.width) for part in self.parts
+        )
+        self._values_bytes = num_values * self.wide.itemsize
+        self.num_bytes = self._values_bytes + 2 * num_values
 
     def _values(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[..., : self._num_values * self.wide.itemsize].view(self.wide)
+        return payload[..., : self._values_bytes].view(self.wide)
 
     def _places(self, payload: torch.Tensor) -> torch.Tensor:
-        return payload[..., self._num_values * self.wide.itemsize : self.num_bytes].view(torch.int16)
+        return payload[..., self._values_bytes : self.num_bytes].view(torch.int16)
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         kept_values, kept_places = self._values(payload), self._places(payload)
@@ -191,18 +189,14 @@ class Sign(Sparsifier):
 
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
-        self._num_scales = sum(part.num_blocks for part in self.parts)
-        self._bits: list[slice] = []
-        total = self._num_scales * self.wide.itemsize
-        for part in self.parts:
-            number = -(-part.num_blocks * part.width // 8)
-            self._bits.append(slice(total, total + number))
-            total += number
-        self.num_bytes = total
+        self._scales_bytes = sum(part.num_blocks for part in self.parts) * self.wide.itemsize
+        self._bits, self.num_bytes = _one_after_another(
+            (-(-part.num_blocks * part.width // 8) for part in self.parts), self._scales_bytes
+        )
         self._shifts = torch.arange(8, dtype=torch.uint8, device=bucket.device)[:, None]
 
     def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
-        scales = payload[..., : self._num_scales * self.wide.itemsize].view(self.wide)
+        scales = payload[..., : self._scales_bytes].view(self.wide)
         return scales[..., part.first_block : part.first_block + part.num_blocks]
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
@@ -244,6 +238,12 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {"top_k": TopK, "random_k": RandomK, 
 def num_kept(ratio: float, width: int) -> int:
     """Return how many of ``width`` values are sent."""
     return min(width, math.ceil(ratio * width))
+
+
+def _one_after_another(sizes: Iterable[int], start: int = 0) -> tuple[list[slice], int]:
+    """Return the places of pieces of these sizes, from ``start`` on, and the end of the last one."""
+    ends = list(itertools.accumulate(sizes, initial=start))
+    return [slice(*ends) for ends in itertools.pairwise(ends)], ends[-1]
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:

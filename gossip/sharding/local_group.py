@@ -140,14 +140,6 @@ class LocalGroup:
         """Return by a divided parameter's name the dimension along which it is, and its length there. Local."""
         return {}
 
-    def gather(self, piece: torch.Tensor, what: str) -> torch.Tensor | None:
-        """Return pieces of one length, [n], of all ranks' shards as [num_shards, n] on the first, else None.
-
-        On the CPU. Collective over the group; ``what`` it is done for goes into error texts.
-        """
-        del what
-        return piece[None] if self.rank == 0 else None
-
     def gather_json(self, content: Any, what: str) -> list[Any]:
         """Return the plain data of each rank of the group. Collective over the group."""
         del what
@@ -225,9 +217,8 @@ class PartitionedGroup(SharedGroup):
         if self.world.is_alone:
             return norm
         if order == math.inf:
-            norms = self.world.gather_bytes(norm.to(torch.float64).cpu().numpy().tobytes(), "the norm of all gradients")
-            largest = torch.stack([torch.frombuffer(bytearray(each), dtype=torch.float64) for each in norms]).max()
-            return largest.to(norm)
+            norms = self.world.gather_json(float(norm), "the norm of all gradients")
+            return torch.tensor(norms, dtype=torch.float64).max().to(norm)
         power = norm.to(torch.float64) ** order
         self.world.sum_(power, "the norm of all gradients", holds_host=power.is_cpu)
         return (power ** (1.0 / order)).to(norm.dtype)
@@ -243,13 +234,6 @@ class PartitionedGroup(SharedGroup):
         summed = torch.tensor(list(values), dtype=torch.float64)
         self.world.sum_(summed, what)
         return summed.tolist()
-
-    def gather(self, piece: torch.Tensor, what: str) -> torch.Tensor | None:
-        payloads = self.world.gather_bytes(bytes(piece.contiguous().view(torch.uint8).numpy()), what)
-        if self.world.rank:
-            return None
-        rows = [torch.frombuffer(bytearray(payload), dtype=torch.uint8) for payload in payloads]
-        return torch.stack(rows).view(piece.dtype)
 
     def close(self) -> None:
         for handle in self._handles:

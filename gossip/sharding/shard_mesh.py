@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 import torch
@@ -71,16 +72,13 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
             f'device_type must be "cpu", or "cuda" where torch finds a GPU, got {device_type!r}; leave it out for the '
             "one that there is"
         )
-    world = World(_TIMEOUT)
-    try:
+    with contextlib.closing(World(_TIMEOUT)) as world:
         compare_manifests(
             world,
             {"local_size": str(local_size), "device_type": device_type},
             "comparing meshes",
             "call make_shard_mesh alike on all ranks, and start as many on every node",
         )
-    finally:
-        world.close()
     return init_device_mesh(device_type, (world_size // local_size, local_size), mesh_dim_names=DIMENSIONS)
 
 
