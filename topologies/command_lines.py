@@ -42,13 +42,6 @@ def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
                 yield from itertools.islice(rest, 1)
 
 
-def as_written(text: str, spelling: str) -> str:
-    """Return a text of help with the number of ranks as it is written on the command line."""
-    column = " " * (2 + len(spelling) - len("world_size"))
-    text = re.sub(rf"{spelling}[ =](\w+)  ", rf"world_size=\1{column}", text)
-    return re.sub(rf"{spelling}[ =](\w+)", r"world_size=\1", text)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that takes ``world_size=N``, and reports a wrong command line in one line."""
 
@@ -63,8 +56,9 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
 
     def format_help(self) -> str:
-        """Return the usage and what each argument is."""
-        return as_written(super().format_help(), _FLAG)
+        """Return the usage and what each argument is, the number of ranks as it is written."""
+        written = re.sub(rf"{_FLAG}[ =](\w+)  ", r"world_size=\1    ", super().format_help())  # columns stay aligned
+        return re.sub(rf"{_FLAG}[ =](\w+)", r"world_size=\1", written)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import networkx as nx
-import numpy as np
 
 from topologies.registry import Registry, nearest_match
 from topologies.round import Round
-from topologies.schedule import Schedule
+from topologies.schedule import Schedule, ScheduleT, plain_data
 from topologies.validation import check_world_size
 
 Family = Callable[..., Schedule]
@@ -24,7 +22,6 @@ DEFAULT = "one_peer_exponential"
 #: ``(world_size, local_size) -> options``: what is worth trying of a family for n ranks on nodes of ``local_size``.
 Variants = Callable[[int, int], Iterable[Mapping[str, Any]]]
 _FamilyT = TypeVar("_FamilyT", bound=Family)
-_ScheduleT = TypeVar("_ScheduleT", bound=Schedule)
 
 FAMILIES: Registry[Family] = Registry("topology")
 
@@ -94,11 +91,11 @@ def choices_of(name: str, world_size: int, local_size: int) -> list[Mapping[str,
     return [] if any(option.default is option.empty for option in options_of(function).values()) else [{}]
 
 
-def build_family(kind: type[_ScheduleT], name: str, world_size: int, /, **options: Any) -> _ScheduleT:
+def build_family(kind: type[ScheduleT], name: str, world_size: int, /, **options: Any) -> ScheduleT:
     """Return the schedule of a registered family, of the class ``kind``; see :func:`topologies.build`."""
     function = family(name)
     world_size = check_world_size(world_size)
-    filled = _as_plain_data(_fill_in_defaults(name, function, options))
+    filled = plain_data(_fill_in_defaults(name, function, options))
     schedule = function(world_size, **filled) if world_size > 1 else kind.from_rounds([Round.identity(1)])
     if not isinstance(schedule, kind):
         raise TypeError(
@@ -109,7 +106,7 @@ def build_family(kind: type[_ScheduleT], name: str, world_size: int, /, **option
     for option, value in recorded.items():
         if isinstance(value, nx.Graph):
             recorded[option] = nx.node_link_data(value, edges="edges")
-    return replace(schedule, name=name, options=_as_plain_data(recorded), registered=True)
+    return replace(schedule, name=name, options=recorded, registered=True)
 
 
 def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,16 +121,3 @@ def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -
         if default is inspect.Parameter.empty and option not in options:
             raise TypeError(f"topology {name!r} needs the option {option!r}; {listed}")
     return {option: options.get(option, default) for option, default in known.items()}
-
-
-def _as_plain_data(value: Any) -> Any:
-    """Return an option as data that JSON can hold, with tuples for sequences; other objects are returned unchanged."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_plain_data(item) for key, item in value.items()}
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
-        return value.item()
-    if isinstance(value, np.ndarray) or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
-        return tuple(_as_plain_data(item) for item in value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value

@@ -158,16 +158,13 @@ class SparseRows:
 
     @cached_property
     def groups(self) -> Groups:
-        labels = _component_labels(self.world_size, self.targets, self.sources)
-        order = np.argsort(labels, kind="stable")
-        parts = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+        order = np.argsort(self._labels, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(self._labels[order])) + 1)
         return tuple(tuple(part.tolist()) for part in parts)
 
     @cached_property
     def uniform_groups(self) -> Groups | None:
-        size = np.empty(self.world_size, dtype=np.int64)
-        for group in self.groups:
-            size[list(group)] = len(group)
+        size = np.bincount(self._labels)[self._labels]
         all_pairs = np.array_equal(np.diff(self.starts), size - 1)
         weights = np.concatenate((self.self_weights, self.weights))
         expected = 1.0 / np.concatenate((size, size[self.targets]))
@@ -243,6 +240,22 @@ class SparseRows:
         return (others + sparse.diags_array(self.self_weights)).tocsr()
 
     @cached_property
+    def _labels(self) -> IntArray:
+        """The smallest rank of every rank's component.
+
+        Every edge hooks the larger of its two roots below the smaller, then all paths are shortened to their root;
+        a few sweeps suffice, also on long rings.
+        """
+        labels = np.arange(self.world_size)
+        while True:
+            one, other = labels[self.targets], labels[self.sources]
+            if np.array_equal(one, other):
+                return labels
+            np.minimum.at(labels, np.maximum(one, other), np.minimum(one, other))
+            while not np.array_equal(shorter := labels[labels], labels):
+                labels = shorter
+
+    @cached_property
     def _columns(self) -> tuple[IntArray, IntArray]:
         """The readers of rank j are ``readers[starts[j]:starts[j + 1]]``."""
         readers = self.targets[np.argsort(self.sources, kind="stable")]
@@ -292,19 +305,3 @@ Storage = Explicit | Formula
 def complete_row(rank: int, row: Mapping[int, float]) -> Row:
     """Return the row with the weight that a rank keeps: by default what the others leave."""
     return dict(row) if rank in row else {**row, rank: 1.0 - sum(row.values())}
-
-
-def _component_labels(world_size: int, targets: IntArray, sources: IntArray) -> IntArray:
-    """Return for every rank the smallest rank of its component.
-
-    Every edge hooks the larger of its two roots below the smaller, then all paths are shortened to their root;
-    a few sweeps suffice, also on long rings.
-    """
-    labels = np.arange(world_size)
-    while True:
-        one, other = labels[targets], labels[sources]
-        if np.array_equal(one, other):
-            return labels
-        np.minimum.at(labels, np.maximum(one, other), np.minimum(one, other))
-        while not np.array_equal(shorter := labels[labels], labels):
-            labels = shorter

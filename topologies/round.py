@@ -26,8 +26,6 @@ from topologies.matrix_storage import (
 )
 from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_real, check_world_size
 
-_ROWS = "a list of mappings {j: W[i, j]}"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Round:
@@ -135,7 +133,8 @@ class Round:
         >>> Round.from_rows([{1: 0.25}, {0: 0.5, 1: 0.5}]).self_weight(0)
         0.75
         """
-        rows = [complete_row(i, _checked_row(i, row)) for i, row in enumerate(_iterable("rows", rows, _ROWS))]
+        what = "a list of mappings {j: W[i, j]}"
+        rows = [complete_row(i, _checked_row(i, row)) for i, row in enumerate(_iterable("rows", rows, what))]
         edges = [(i, j, weight) for i, row in enumerate(rows) for j, weight in row.items() if j != i]
         own = [row[i] for i, row in enumerate(rows)]
         targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import bisect
 import functools
+import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -65,9 +65,7 @@ class Schedule:
     _cache: dict[int, Round] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "options", MappingProxyType({key: _frozen(value) for key, value in self.options.items()})
-        )
+        object.__setattr__(self, "options", plain_data(self.options))
         check_world_size(self.world_size)
         check_stochasticity(self.stochasticity)
         if self.period is not None:
@@ -324,13 +322,15 @@ class FrozenDict(dict[str, Any]):
         return FrozenDict, (dict(self),)
 
 
-def _frozen(value: Any) -> Any:
-    """Return the data with read-only mappings, and tuples for lists."""
+def plain_data(value: Any) -> Any:
+    """Return read-only data that JSON can hold, with tuples for sequences; other objects are returned unchanged."""
     if isinstance(value, Mapping):
-        return FrozenDict({key: _frozen(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    return value
+        return FrozenDict({str(key): plain_data(item) for key, item in value.items()})
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
+        return value.item()
+    if isinstance(value, np.ndarray) or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+        return tuple(map(plain_data, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 @functools.lru_cache

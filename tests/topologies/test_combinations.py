@@ -171,15 +171,3 @@ def test_what_cannot_be_combined_is_refused() -> None:
     for combine in (row_stochastic(4).product, row_stochastic(4).interleave):
         with pytest.raises(ValueError, match=r"only row-stochastic and .* only column-stochastic"):
             combine(column_stochastic(4))
-
-
-@pytest.mark.parametrize(
-    ("order", "error", "text"),
-    [
-        ([0, 1, 2, 3, 3], ValueError, "order must name every rank from 0 to 3 once"),
-        ([0, 1, 2, 3.0], TypeError, "order must be integers"),
-    ],
-)
-def test_orders_name_every_rank_once(order: object, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        topologies.build("ring", 4).permuted(order)

@@ -161,20 +161,3 @@ def test_a_picture_shows_the_exchanges(topology: Topology, title: str, numbers: 
     assert [t for t in range(200) if f"<!-- round {t}: " in text] == numbers
     draw(topology, path, rounds=3)
     assert [t for t in range(200) if f"<!-- round {t}: " in path.read_text()] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: family("ring", 1).every(0), ValueError, r"k must be at least 1, got 0"),
-        (lambda: family("ring").then(family("star"), after=-1), ValueError, r"after must be at least 0, got -1"),
-        (
-            lambda: Topology.from_function(lambda _: Round.identity(4), name="free").every(2).to_json(),
-            ValueError,
-            "'free' computes its rounds by a function without a period",
-        ),
-    ],
-)
-def test_refusals(build: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()

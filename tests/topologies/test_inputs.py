@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -106,40 +105,6 @@ def test_files_that_hold_no_graph_are_refused(name: str, text: str, message: str
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Topology.from_graph(path)
-
-
-MATRIX = [[0.5, 0.5], [0.5, 0.5]]
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: weighted_round(3, [(-1, 1)]), "edges names rank -1, ranks go from 0 to 2"),
-        (lambda: weighted_round(3, nx.path_graph(3)), "edges is a networkx graph; pass its edges"),
-        (lambda: weighted_round(3, [(0, 1, 2)]), r"edges must have the shape \[edges, 2\], got \[1, 3\]"),
-        (lambda: weighted_round(3, [(0, 1), (2,)]), "edges must be integers, .* lists of the same length"),
-        (lambda: weighted_round(3, [(0.7, 1.2)]), "edges must be integers"),
-        (lambda: Round.from_edges(3, [0], [1], [0.5, 0.2]), r"weights must have the shape \[1\], one per edge.*\[2\]"),
-        (lambda: Round.from_edges(3, [[0]], [[1]], 0.5), r"of shape \[1, 1\]"),
-        (lambda: Round.from_rows(MATRIX), r"rows\[0\] must be a mapping .* use Round.from_matrix"),
-        (lambda: Round.from_rows([{}, {0: "0.5"}]), r"a weight in rows\[1\] must be a number, finite, got '0.5'"),
-        (lambda: Round.from_rows([{1.5: 0.5}, {0: 0.5}]), r"a rank in rows\[0\] must be an integer of at least 0"),
-        (lambda: Round.from_rows(None), "rows must be a list of mappings"),
-        (lambda: Round.from_groups(4, [0, 1]), r"a group in groups must be a list of ranks, got 0"),
-        (lambda: Round.from_groups(3, [(0, 3)]), r"a rank in groups must be at most 2, got 3"),
-        (lambda: Round.from_groups(3, [(0, 1), (1, 2)]), r"rank 1 twice"),
-        (lambda: Round.from_matrix(np.ones((2, 3))), r"square.*\[2, 3\]"),
-        (lambda: Round.from_matrix([[0.5, np.nan], [0, 1]]), r"edge 1 -> 0 has a weight that is not finite"),
-        (lambda: Round.from_matrix([[0.5, 0.5], [0, np.inf]]), r"edge 1 -> 1 has a self weight that is not finite"),
-        (lambda: Round.from_edges(2, [1], [1], 0.5), r"1 -> 1 is a loop"),
-        (lambda: Round.from_edges(2, [0, 0], [1, 1], 0.5), r"1 -> 0 is given twice"),
-        (lambda: Round.identity(2).neighbours(2), r"rank must be at most 1, got 2"),
-        (lambda: Round.from_dict({"world_size": 2}), r"needs the keys"),
-    ],
-)
-def test_rounds_of_something_else_are_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        build()
 
 
 def test_all_kinds_of_exact_numbers_are_taken() -> None:

@@ -4,7 +4,6 @@ import pytest
 
 import topologies
 from topologies import Topology
-from topologies.family_registry import FAMILIES
 from topologies.registry import Registry
 
 
@@ -29,19 +28,8 @@ def test_a_name_is_a_text_that_is_not_taken(colours: Registry[type]) -> None:
     assert colours.get("red") is int
 
 
-def test_an_unknown_option_lists_the_options() -> None:
-    with pytest.raises(
-        TypeError, match=r"'local_global' has no option 'localsize'.*mean 'local_size'.*are: local_size"
-    ):
-        topologies.build("local_global", 8, localsize=2)
-    with pytest.raises(TypeError, match=r"'ring' has no option 'seed'; it has no options"):
-        topologies.build("ring", 8, seed=2)
-    with pytest.raises(TypeError, match=r"'local_global' needs the option 'local_size'"):
-        topologies.build("local_global", 8)
-
-
-def test_options_are_keyword_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+@pytest.mark.usefixtures("own_families")
+def test_options_are_keyword_only() -> None:
     with pytest.raises(TypeError, match=r"'mine' must be keyword-only"):
 
         @topologies.register("mine")

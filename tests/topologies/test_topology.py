@@ -65,25 +65,6 @@ def test_a_function_is_checked_when_its_rounds_are_first_used() -> None:
         grows.round(1)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: Topology.from_rounds([]), TypeError, "at least one Round"),
-        (lambda: Topology.from_rounds([Round.identity(2), Round.identity(3)]), ValueError, "round 1 .* 3 ranks"),
-        (lambda: Topology.from_rounds([np.eye(2)]), TypeError, r"at least one Round.*Round.from_matrix"),
-        (lambda: Topology.from_rounds(PAIRS, stochasticity="rows"), ValueError, "'doubly', 'row', 'column'"),
-        (lambda: Topology.from_function(lambda _: np.eye(2)), TypeError, "must return a Round, got ndarray"),
-        (lambda: Topology.from_function(draw_pair, period=0, seed=1), ValueError, "period must be at least 1"),
-        (lambda: Topology.from_function(draw_pair, seed=-1), ValueError, "seed must be at least 0"),
-        (lambda: Topology.from_rounds(PAIRS).round(-1), ValueError, "t must be at least 0, got -1"),
-        (lambda: Topology.from_json("{"), ValueError, "not JSON"),
-    ],
-)
-def test_refusals(build, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build()
-
-
 # ---------------------------------------------------------------------- for another number of ranks
 
 

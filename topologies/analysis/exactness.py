@@ -9,7 +9,6 @@ import numpy as np
 
 from topologies.analysis.connectivity import distinct_rounds, exchanges_from
 from topologies.analysis.disagreement import ROUNDING
-from topologies.matrix_storage import FloatArray
 from topologies.round import Round
 from topologies.schedule import Schedule
 from topologies.validation import SUM_TOLERANCE, Stochasticity
@@ -77,21 +76,16 @@ def vanishes_within(topology: Schedule, num_rounds: int) -> bool:
 
 def _distances(topology: Schedule, first: int, num_rounds: int) -> Iterator[tuple[Round, float]]:
     """Yield rounds from ``first`` on, each with how far it leaves the ranks from the mean, relative to the start."""
-    mixed = start_values = _start_values(topology.world_size)
-    mean, largest = start_values.mean(axis=0), max(1.0, float(np.abs(start_values).max()))
-    scale = np.ones((topology.world_size, 1))
+    n = topology.world_size
+    mixed = np.eye(n) if n <= _MAX_DENSE_PRODUCT else np.random.default_rng(0).normal(size=(n, 8))
+    mean, largest = mixed.mean(axis=0), max(1.0, float(np.abs(mixed).max()))
+    scale = np.ones((n, 1))
     for t in range(first, first + num_rounds):
         round_ = topology.round(t)
         mixed = round_.mix(mixed)
         if topology.stochasticity == "column":
             scale = round_.mix(scale)
         yield round_, float(np.abs(mixed / scale - mean).max()) / largest
-
-
-def _start_values(world_size: int) -> FloatArray:
-    if world_size <= _MAX_DENSE_PRODUCT:
-        return np.eye(world_size)
-    return np.random.default_rng(0).normal(size=(world_size, 8))
 
 
 @dataclass(frozen=True)

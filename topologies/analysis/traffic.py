@@ -154,23 +154,19 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
     from_node, to_node = senders // local_size, receivers // local_size
     crosses = from_node != to_node
     num_nodes = n // local_size
+    most_steps = steps[crosses].max(initial=0.0)  # a ring all-reduce keeps all members busy for as long
+    if round_.uniform_groups is None:
+        most_steps = max(np.bincount(ranks[crosses], minlength=1).max() for ranks in (senders, receivers))
     links = np.unique(from_node[crosses] * num_nodes + to_node[crosses], return_inverse=True)[1]
     return RoundTraffic(
         sent=_total(senders, amount, n),
         sent_by_node=_total(from_node[crosses], amount[crosses], num_nodes),
         received_by_node=_total(to_node[crosses], amount[crosses], num_nodes),
         largest_link=float(_total(links, amount[crosses], 1).max()),
-        steps=_most_steps(round_, senders[crosses], receivers[crosses], steps[crosses]),
+        steps=int(most_steps),
     )
 
 
 def _total(places: IntArray, amounts: FloatArray, num_places: int) -> FloatArray:
     """Return the sum of the amounts at each place."""
     return np.bincount(places, weights=amounts, minlength=num_places).astype(np.float64)
-
-
-def _most_steps(round_: Round, senders: IntArray, receivers: IntArray, steps: FloatArray) -> int:
-    """Return the most steps of a rank, one after the other."""
-    if round_.uniform_groups is not None:
-        return int(steps.max(initial=0.0))  # a ring all-reduce keeps all members busy for as long
-    return int(max(np.bincount(ranks, minlength=1).max() for ranks in (senders, receivers)))

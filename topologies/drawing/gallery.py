@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from topologies.drawing import draw_compact
 from topologies.drawing.picture_files import output_path
+from topologies.drawing.topology_pictures import MAX_RANKS_WITH_LINES, draw_compact
 from topologies.family_registry import available
 from topologies.reports.docstring_facts import PROPERTIES, Facts, facts_of
 from topologies.reports.family_samples import sample_text, samples
@@ -22,9 +22,6 @@ from topologies.validation import check_integer
 
 if TYPE_CHECKING:
     from topologies.topology import Topology
-
-#: Of more ranks the pictures show no rounds.
-LARGEST_GALLERY = 80
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f4f6f8; --card: #ffffff; --ink: #1f2933; --faint: #52606d; --line: #d5dbe1;
@@ -59,7 +56,7 @@ dd { margin: 0; }
 
 def gallery_page(world_size: int = 16) -> str:
     """Return the page, each family drawn for ``world_size`` ranks, 2 to 80, or the nearest number that it serves."""
-    world_size = check_integer("world_size", world_size, minimum=2, maximum=LARGEST_GALLERY)
+    world_size = check_integer("world_size", world_size, minimum=2, maximum=MAX_RANKS_WITH_LINES)
     names = available()
     links = "\n".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name in names)
     cards = "\n".join(_card(facts_of(name), samples(name, world_size), world_size) for name in names)

@@ -36,11 +36,9 @@ class Layout:
     @property
     def radius(self) -> float:
         """Radius of a rank."""
-        if len(self.places) == 1:
-            return _LARGEST_RADIUS
         distances = np.linalg.norm(self.places[:, None] - self.places, axis=2)
         share = _RADIUS_SHARE if len(self.places) <= _MANY else _RADIUS_SHARE_OF_MANY
-        return float(min(_LARGEST_RADIUS, share * distances[~np.eye(len(distances), dtype=bool)].min()))
+        return float(min(_LARGEST_RADIUS, share * distances[~np.eye(len(distances), dtype=bool)].min(initial=np.inf)))
 
     def way_out(self, rank: int, other: int) -> complex | None:
         """Return the half step x + iy from ``rank`` over the border of a torus to ``other``, if that is their way."""

@@ -42,7 +42,6 @@ def draw_round(axes: Any, round_: Round, layout: Layout, *, side: float) -> None
     """Draw one round, as ``topologies.draw`` describes it, into a square panel of matplotlib, ``side`` points wide."""
     from matplotlib.patches import Circle
 
-    axes.set_axis_off()
     axes.set_xlim(-EXTENT, EXTENT)
     axes.set_ylim(-EXTENT, EXTENT)
     radius = layout.radius

@@ -28,11 +28,7 @@ MAX_DRAWN_WORLD_SIZE = 1024
 #: More rounds make no picture.
 MAX_DRAWN_ROUNDS = 32
 
-_DEFAULT_ROUNDS = 8
 _APERIODIC_ROUNDS = 4
-_EXCHANGES_OF_THE_CURVE = 64
-#: Of many ranks each exchange costs a dense product.
-_EXCHANGES_OF_A_LARGE_CURVE = 16
 
 #: Inches: the width, and the heights of a line of the title, of one below it, of a caption, and of a row of panels.
 _WIDTH = 9.6
@@ -71,7 +67,7 @@ def draw(topology: Topology, path: str | os.PathLike[str], rounds: int | None = 
     path = output_path(path)
     _check_world_size(topology)
     if rounds is None:
-        numbers: Sequence[int] = _exchanges(topology, _DEFAULT_ROUNDS)
+        numbers: Sequence[int] = _exchanges(topology, 8)
     else:
         numbers = range(check_integer("rounds", rounds, minimum=1, maximum=MAX_DRAWN_ROUNDS))
     with settings("path"):
@@ -89,6 +85,8 @@ def draw_compact(topology: Topology) -> str:
 
 def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     """Return the figure: rounds in lines and what they do below them, or one round with that beside it."""
+    from matplotlib.figure import Figure
+
     n = topology.world_size
     layout = layout_of(topology) if n <= MAX_RANKS_WITH_LINES else None
     matrices = _matrices(topology, numbers, with_lines=layout is not None)
@@ -105,7 +103,7 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     body = max(_PANELS * num_rows, side + _CAPTION) if beside else _PANELS * num_rows
 
     panels_width = 6.4 if beside else _WIDTH
-    figure = _new_figure(panels_width + side * beside, header + rounds + body)
+    figure: Any = Figure(figsize=(panels_width + side * beside, header + rounds + body))
     ratios = [part for part in (header, rounds, body) if part]
     head, *parts = figure.subfigures(len(ratios), 1, height_ratios=ratios)
     style = {"x": 0.15 / figure.get_figwidth(), "va": "top"}
@@ -120,7 +118,7 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
     axes = _grid(panels, num_rows, 3 if len(matrices) > 1 else 2, **_AROUND_PANELS)
     for (matrix, matrix_title), panel in zip(matrices, axes, strict=False):
         draw_matrix(panel, matrix, matrix_title)
-    at_most = _EXCHANGES_OF_THE_CURVE if layout is not None else _EXCHANGES_OF_A_LARGE_CURVE
+    at_most = 64 if layout is not None else 16  # of many ranks each exchange costs a dense product
     draw_curve(axes[len(matrices)], topology, at_most=at_most)
     for unused in axes[len(matrices) + 1 :]:
         unused.remove()
@@ -129,6 +127,8 @@ def _whole_figure(topology: Topology, numbers: Sequence[int]) -> Any:
 
 def _compact_figure(topology: Topology) -> Any:
     """Return the figure: one round beside its matrix, or rounds above it, and the curve."""
+    from matplotlib.figure import Figure
+
     width = 4.7
     numbers = _exchanges(topology, 3)
     layout = layout_of(topology) if topology.world_size <= MAX_RANKS_WITH_LINES else None
@@ -136,7 +136,7 @@ def _compact_figure(topology: Topology) -> Any:
     beside = layout is not None and len(numbers) == 1
     side = 2.15 if beside else min(0.95 * width / len(numbers), 2.2)
     above = side + 1.5 * _CAPTION if layout is not None else 0.0
-    figure = _new_figure(width, above + (1.4 if beside else 2.1))
+    figure: Any = Figure(figsize=(width, above + (1.4 if beside else 2.1)))
     panels = figure
     if layout is not None:
         upper, panels = figure.subfigures(2, 1, height_ratios=(above, figure.get_figheight() - above))
@@ -149,12 +149,6 @@ def _compact_figure(topology: Topology) -> Any:
     draw_matrix(first, matrix, matrix_title)
     draw_curve(curve, topology, at_most=32, title="share of a disagreement left")
     return figure
-
-
-def _new_figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height))
 
 
 def _grid(

@@ -103,9 +103,9 @@ def base(world_size: int, *, k: int = 1) -> Topology:
     simple = simple_base(world_size, k=k)
     num_copies = _smooth_part(world_size, k + 1)
     size = world_size // num_copies
-    sides = fewest_factors(num_copies, k + 1)
-    if size == 1 or sides is None:
+    if size == 1:
         return simple
+    sides = fewest_factors(num_copies, k + 1)
     inside = _Schedule(size, k + 1)
     length = inside.length + len(sides)
     assert simple.period is not None
@@ -142,16 +142,12 @@ class _Block:
     @cached_property
     def sides(self) -> tuple[int, ...]:
         """The sides of the box of all ranks of the block."""
-        sides = fewest_factors(self.size * self.count, self.base)
-        assert sides is not None
-        return sides
+        return fewest_factors(self.size * self.count, self.base)
 
     @cached_property
     def sub_sides(self) -> tuple[int, ...]:
         """The sides of the box of a sub-block."""
-        sides = fewest_factors(self.size, self.base)
-        assert sides is not None
-        return sides
+        return fewest_factors(self.size, self.base)
 
     def mean(self, rank: int, sides: tuple[int, ...], side: int) -> dict[int, float]:
         """Return the row of a rank that averages along a side of its box."""

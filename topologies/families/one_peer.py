@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from topologies.families.static_families import circulant
-from topologies.families.uniform_groups import strided_groups
+from topologies.families.uniform_groups import hyper_cuboid
 from topologies.family_registry import register
-from topologies.integers import is_power_of_two
+from topologies.integers import is_power_of_two, prime_factors
 from topologies.round import Round
 from topologies.topology import Topology
 from topologies.validation import check_integer, check_served, check_stored
@@ -107,10 +107,7 @@ def one_peer_hypercube(world_size: int) -> Topology:
     ((0, 2), (1, 3), (4, 6), (5, 7))
     """
     check_served("one_peer_hypercube", world_size, "a power of two", is_power_of_two)
-    num_bits = world_size.bit_length() - 1
-    return Topology(
-        world_size, lambda t: strided_groups(world_size, 1 << t, 2), num_bits, promised_exact_after=num_bits
-    )
+    return hyper_cuboid(world_size, factors=prime_factors(world_size))
 
 
 @register("random_matching")

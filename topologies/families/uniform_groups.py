@@ -102,9 +102,8 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
     2
     """
     k = check_integer("k", k, minimum=1)
-    factors = fewest_factors(world_size, k + 1)
-    if factors is None:
-        needed = prime_factors(world_size)[-1] - 1
+    needed = prime_factors(world_size)[-1] - 1
+    if k < needed:
         check_served(
             "hyper_hypercube",
             world_size,
@@ -113,8 +112,7 @@ def hyper_hypercube(world_size: int, *, k: int) -> Topology:
             sparse=_smooth_numbers(k + 1 if k < _MOST_ENUMERATED else 2, 2 * world_size),
             advice=f"Choose one of these, or k of at least {needed} for {world_size} ranks.",
         )
-    assert factors is not None
-    return hyper_cuboid(world_size, factors=factors)
+    return hyper_cuboid(world_size, factors=fewest_factors(world_size, k + 1))
 
 
 @register("local_global", variants=lambda world_size, local_size: _node_sizes(world_size, local_size))
@@ -250,16 +248,14 @@ def _node_sizes(world_size: int, local_size: int) -> list[dict[str, int]]:
     return [{"local_size": max(size for size in divisors(world_size) if size * size <= world_size)}]
 
 
-def fewest_factors(number: int, largest: int) -> tuple[int, ...] | None:
-    """Return the fewest factors of ``number``, falling and at most ``largest``, or ``None`` if there are none.
+def fewest_factors(number: int, largest: int) -> tuple[int, ...]:
+    """Return the fewest factors, falling and at most ``largest``, of a number without a larger prime factor.
 
     Ties go to the smallest largest factor, then to the smallest second, and so on: (6, 4) for 24 and at most 6.
     """
-    primes = prime_factors(number)
-    if number == 1 or primes[-1] > largest:
-        return () if number == 1 else None
-    choices = (_factors(number, largest, num_factors) for num_factors in range(1, len(primes) + 1))
-    return next(factors for factors in choices if factors is not None)  # at the latest, all prime factors
+    choices = (_factors(number, largest, num_factors) for num_factors in range(1, number.bit_length()))
+    # At the latest, all prime factors.
+    return next(factors for factors in choices if factors is not None) if number > 1 else ()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,12 +26,9 @@ from topologies.matrix_storage import FloatArray
 from topologies.round import Round
 from topologies.validation import SUM_TOLERANCE, check_world_size
 
-#: Weight of an edge from the number of ranks that its reader reads and from the number that read its sender, shape
-#: [edges] each, and the largest of all.
-Scheme = Callable[[FloatArray, FloatArray, float], FloatArray]
-
-
-DEGREE_SCHEMES: dict[str, Scheme] = {
+#: Name -> (number of ranks that an edge's reader reads, number that read its sender, shape [edges] each, the largest of
+#: all) -> weights of shape [edges].
+DEGREE_SCHEMES: dict[str, Callable[[FloatArray, FloatArray, float], FloatArray]] = {
     # Symmetric, and converges on every connected graph.
     "metropolis": lambda reader, sender, _: 1.0 / (1.0 + np.maximum(reader, sender)),
     # Faster, but ranks swap forever on a regular bipartite graph.

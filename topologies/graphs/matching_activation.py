@@ -78,9 +78,7 @@ class _Matchings:
     def forms(self, vectors: FloatArray) -> FloatArray:
         """Return ``V^T L_j V`` for all j, shape ``[m, k, k]``, for V of shape ``[n, k]``."""
         differences = vectors[self.edges[:, 0]] - vectors[self.edges[:, 1]]
-        ends = self.starts + self.sizes
-        parts = (differences[start:end] for start, end in zip(self.starts, ends, strict=True))
-        return np.stack([part.T @ part for part in parts])
+        return np.stack([part.T @ part for part in np.split(differences, self.starts[1:])])
 
     def traces(self, vectors: FloatArray) -> FloatArray:
         """Return the mean over the columns v of ``v^T L_j v``, for all j."""

@@ -107,22 +107,6 @@ def test_slem_is_the_second_largest_modulus() -> None:
     assert analysis.slem(matrix.T) == pytest.approx(moduli[-2])
 
 
-def test_arguments_of_the_wrong_kind() -> None:
-    ring = topologies.build("ring", 8)
-    with pytest.raises(TypeError, match=r"tolerance must be a number, between 0 and 1, .* got 'x' \(str\)"):
-        analysis.rounds_to(ring, "x")
-    with pytest.raises(ValueError, match="must be at least 0 and finite, got inf"):
-        analysis.traffic(ring, message_bytes=math.inf)
-    with pytest.raises(ValueError, match="local_size must divide world_size 8, got 3"):
-        analysis.round_traffic(ring.round(0), 3)
-    with pytest.raises(ValueError, match="num_rounds must be at least 0, got -1"):
-        analysis.product(ring, -1)
-    with pytest.raises(ValueError, match="slem is defined for a matrix whose rows or columns sum to 1"):
-        analysis.slem([[2, 0], [0, 3]])
-    with pytest.raises(ValueError, match="diameter of 20000 ranks is not computed"):
-        analysis.diameter(topologies.build("ring", 20_000))
-
-
 def test_rounds_that_enlarge_a_disagreement_hide_no_earlier_one() -> None:
     def scaling(factor: float) -> Round:
         return Round.from_matrix([[(1 + factor) / 2, (1 - factor) / 2], [(1 - factor) / 2, (1 + factor) / 2]])

@@ -45,21 +45,3 @@ def test_all_forms_of_a_graph_are_the_same(family: str, tmp_path: Path) -> None:
             assert again.round(t) == topology.round(t) == named.round(t)
     assert named.options["graph"] == "ring"
     assert Topology.from_json(named.to_json()) == named
-
-
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [
-        (nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0)]), "graph is directed.*to_undirected"),
-        (nx.cycle_graph(5), "graph has 5 nodes, world_size is 4.*use world_size 5"),
-        ("rings", "graph='rings' is no registered family, and no file without a suffix; pass the name of a family"),
-        ("directed_ring", "graph='directed_ring' names a family that does not repeat one symmetric round"),
-        ("one_peer_ring", "graph='one_peer_ring' names a family that does not repeat one symmetric round"),
-        ("graph", "graph='graph' names a family that cannot be used here.*needs the option 'graph'"),
-        ("paley", "graph='paley' names a family that cannot be used here.*the nearest"),
-        ("cycle.png", "none of the suffixes"),
-    ],
-)
-def test_graphs_that_are_refused(graph: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        topologies.build("matchings", 4, graph=graph)

@@ -53,25 +53,6 @@ def test_random_matching_is_uniform_and_idles_one_rank() -> None:
     assert set(idle) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "options", "error", "message"),
-    [
-        ("grid", 10, {"shape": (3, 4)}, ValueError, r"\(3, 4\).*12 ranks.*rows out of 1, 2, 5, 10"),
-        ("torus", 10, {"shape": 5}, TypeError, r"pair \(rows, columns\), got 5"),
-        ("torus", 10, {"shape": (2.0, 5)}, TypeError, r"side of shape must be an integer"),
-        ("hyper_cuboid", 10, {"factors": (3, 4)}, ValueError, r"multiply to 12, world_size is 10.*\(2, 5\)"),
-        ("hyper_cuboid", 10, {"factors": (-2, -5)}, ValueError, r"a factor in factors must be at least 1, got -2"),
-        ("hyper_hypercube", 22, {"k": 3}, ValueError, r"at most k \+ 1 = 4, got 22; .*18 and 24.*k of at least 10"),
-        ("local_global", 10, {"local_size": 4}, ValueError, r"the nearest are 8 and 12.*\[1, 2, 5, 10\]"),
-    ],
-)
-def test_refusals_say_what_is_possible(
-    name: str, world_size: int, options: dict[str, object], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        topologies.build(name, world_size, **options)
-
-
 CASES = [
     *(("paley", p, nx.paley_graph(p).to_undirected()) for p in (5, 13, 17, 29, 101)),
     *(("margulis", m * m, nx.margulis_gabber_galil_graph(m)) for m in (2, 3, 4, 5, 8, 13)),

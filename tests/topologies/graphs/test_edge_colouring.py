@@ -93,12 +93,3 @@ def test_edge_colouring_depends_on_the_set_of_edges_alone(graph: nx.Graph, rando
     random.shuffle(edges)  # type: ignore[attr-defined]
     for one, other in zip(edge_colouring(graph.edges), edge_colouring(edges), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_edge_colouring_refuses_loops_and_labels() -> None:
-    with pytest.raises(ValueError, match="a loop at node 2"):
-        edge_colouring([(0, 1), (2, 2)])
-    with pytest.raises(TypeError, match="graph must be integers"):
-        edge_colouring([("a", "b")])
-    with pytest.raises(ValueError, match="graph names rank -1"):
-        edge_colouring([(0, -1)])

@@ -129,20 +129,6 @@ def test_push_sum_splits_what_a_rank_has() -> None:
     assert Topology.from_json(topology.to_json()) == topology
 
 
-def test_spectral_weights_need_a_connected_graph() -> None:
-    with pytest.raises(ValueError, match=r"do not join all ranks, and weights='fdla'.*add edges"):
-        weighted_round(4, [(0, 1), (2, 3)], "fdla")
-
-
-@pytest.mark.parametrize("scheme", ["metropolis", "best_constant"])
-def test_schemes_for_undirected_graphs_refuse_directed_ones(scheme: str) -> None:
-    message = rf"weights='{scheme}' is defined for undirected graphs.*'uniform', 'push_sum', 'given'"
-    with pytest.raises(ValueError, match=message):
-        weighted_round(2, [(0, 1)], scheme, directed=True)
-    with pytest.raises(ValueError, match=message):
-        Topology.from_graph(nx.DiGraph([(0, 1), (1, 2), (2, 0)]), scheme)
-
-
 def test_missing_cvxpy_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cvxpy", None)
     with pytest.raises(ImportError, match=r"'fdla' needs cvxpy.*clone.*pip install '\.\[weights\]'"):

@@ -94,11 +94,6 @@ def test_graphs_that_cannot_work_are_refused(graph: nx.Graph, message: str) -> N
             Topology.from_graph(graph, scheme)
 
 
-def test_a_directed_graph_must_be_strongly_connected() -> None:
-    with pytest.raises(ValueError, match=r"not strongly connected: 3 components"):
-        Topology.from_graph(nx.DiGraph([(0, 1), (1, 2)]), "uniform")
-
-
 WEIGHTED = nx.Graph([(one, other, {"weight": 2.0 + one}) for one, other in KITE.edges])
 
 

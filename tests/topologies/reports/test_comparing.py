@@ -51,22 +51,6 @@ def test_csv_and_dicts_hold_the_same_rows() -> None:
         assert {key: "" if value is None else str(value) for key, value in row.items()} == line
 
 
-@pytest.mark.parametrize(
-    ("items", "options", "error", "text"),
-    [
-        (["rng"], {"world_size": 8}, ValueError, "unknown topology 'rng'.*mean 'ring'"),
-        (["ring"], {}, TypeError, "world_size is needed to build 'ring'"),
-        (["hypercube"], {"world_size": 6}, ValueError, "'hypercube' needs a world_size that is a power of two, got 6"),
-        ([], {"world_size": 6}, ValueError, "topologies is empty"),
-        ("ring", {"world_size": 6}, TypeError, "topologies must be a list of names and topologies, got 'ring'"),
-        ([7], {"world_size": 6}, TypeError, "topologies holds 7"),
-    ],
-)
-def test_what_cannot_be_compared(items: object, options: dict[str, int], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        topologies.compare(items, **options)
-
-
 def test_every_topology_that_was_asked_for_has_a_name_in_the_figure(tmp_path: Path) -> None:
     asked = [
         "ring", "torus", "exponential", "one_peer_exponential", "base", "random_matching", "matcha", "local_global",
@@ -101,20 +85,6 @@ def test_recommendation_by_hand() -> None:
     rounds = analysis.rounds_to(topologies.build("ring", 12), 0.01)
     assert by_name["ring"].seconds == pytest.approx(rounds * (10e-6 + 2e-3))  # a node sends one each way
     assert by_name["ring"].rounds == rounds
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"latency_us": -1}, "latency_us must be at least 0 and finite, got -1"),
-        ({"bandwidth_gbps": 0}, "bandwidth_gbps must be above 0 and finite, got 0"),
-        ({"message_mb": float("nan")}, "message_mb must be above 0 and finite, got nan"),
-        ({"local_size": 5}, "local_size must divide world_size 8, got 5; use one of 1, 2, 4, 8"),
-    ],
-)
-def test_what_cannot_be_recommended(options: dict[str, float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        topologies.recommend(8, **{"latency_us": 1, "bandwidth_gbps": 1, "message_mb": 1, **options})
 
 
 def test_named_topologies_are_ranked_alone() -> None:

@@ -6,24 +6,17 @@ import re
 
 import numpy as np
 import pytest
+from contracts import tau
 
 import topologies
 from topologies import Facts, Topology, facts_of
 from topologies.analysis import beta, slem
-from topologies.family_registry import FAMILIES
 from topologies.reports.docstring_facts import PROPERTIES
 
 DOCSTRING = inspect.getdoc(topologies.family("complete")) or ""
 
 
-@pytest.fixture(autouse=True)
-def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
-
-
 def register(docstring: str) -> None:
-    FAMILIES._entries.pop("all", None)
-
     def everybody(world_size: int) -> Topology:
         return topologies.build("complete", world_size)
 
@@ -43,6 +36,7 @@ def test_every_family_states_its_facts(name: str) -> None:
         assert re.search(rf"^{option}\b", documented, re.MULTILINE), option
 
 
+@pytest.mark.usefixtures("own_families")
 def test_a_docstring_becomes_facts() -> None:
     register(DOCSTRING.replace("algorithms for clusters", "algorithms\nfor clusters").replace("1/n,", "1/n :"))
     assert facts_of("all") == Facts(
@@ -60,6 +54,7 @@ def test_a_docstring_becomes_facts() -> None:
     )
 
 
+@pytest.mark.usefixtures("own_families")
 @pytest.mark.parametrize(
     ("text", "replacement", "key"),
     [
@@ -77,10 +72,6 @@ def test_what_is_missing_is_named(text: str, replacement: str, key: str) -> None
     register(DOCSTRING.replace(text, replacement))
     with pytest.raises(ValueError, match=rf"family 'all' (has|lacks) .*\b{key}\b"):
         facts_of("all")
-
-
-def tau(n: int) -> int:
-    return (n - 1).bit_length()
 
 
 def test_one_peer_rates_over_a_period() -> None:

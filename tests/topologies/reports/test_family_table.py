@@ -8,16 +8,10 @@ from repository import REPOSITORY
 import topologies
 from topologies import Round, Topology
 from topologies.__main__ import main
-from topologies.family_registry import FAMILIES
 from topologies.reports.family_samples import samples
 from topologies.reports.family_table import BEGIN, END, markdown_table, update_table
 
 PAGE = REPOSITORY / "docs" / "topologies.md"
-
-
-@pytest.fixture(autouse=True)
-def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 def test_the_page_has_the_table_of_today(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +29,7 @@ def test_samples_take_the_nearest_size_and_drop_repetitions() -> None:
     assert samples("ring", 7) == [topologies.build("ring", 7)]
 
 
+@pytest.mark.usefixtures("own_families")
 def test_a_family_without_a_size_is_refused() -> None:
     @topologies.register("picky")
     def picky(world_size: int, *, choice: str) -> Topology:  # noqa: ARG001
