@@ -136,6 +136,17 @@ VALUES = [
         lambda: Topology.from_graph(CYCLE, "best_constant"),
         "'best_constant' is defined for undirected graphs.*'uniform', 'push_sum', 'given'",
     ),
+    (lambda: Topology.from_graph(nx.Graph([(0, 1), *EDGES[2:], (3, 4)])), "not connected: 2 components of 3, 2 nodes"),
+    (
+        lambda: Topology.from_graph(nx.Graph([(0, "a")])),
+        "labels of the types int, str, which have no common order; relabel",
+    ),
+    # These compare as subsets, so they sort, but to no order.
+    (lambda: Topology.from_graph(nx.Graph([(frozenset("a"), frozenset("b"))])), "labels of the types frozenset, which"),
+    (
+        lambda: Topology.from_graph(nx.Graph([(0, 1, {"weight": -1.0})])),
+        r"the weight of the edge 0 - 1 of graph must be above 0 and finite, got -1\.0",
+    ),
     (lambda: edge_colouring([(0, 1), (2, 2)]), "a loop at node 2"),
     (lambda: edge_colouring([(0, -1)]), "graph names rank -1"),
     # Of rounds
@@ -213,6 +224,7 @@ TYPES = [
     (lambda: build("torus", 10, shape=(2.0, 5)), "side of shape must be an integer"),
     (lambda: build("hyper_cuboid", 12, factors=12), r"use for example \[2, 2, 3\]"),
     # Of graphs, and families that name one
+    (lambda: Topology.from_graph(nx.Graph([(0, 1, {"weight": "heavy"})])), "must be a number, above 0 .* got 'heavy'"),
     (lambda: edge_colouring([("a", "b")]), "graph must be integers"),
     # Of rounds
     (lambda: weighted_round(3, nx.path_graph(3)), "edges is a networkx graph; pass its edges"),

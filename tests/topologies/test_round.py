@@ -16,18 +16,6 @@ from hypothesis.extra import numpy as hnp
 from topologies import Round
 
 
-def test_data_flows_from_the_source_to_the_reader() -> None:
-    round_ = Round.from_edges(3, targets=[0, 0, 2], sources=[1, 2, 0], weights=[0.25, 0.5, 0.125])
-    np.testing.assert_array_equal(round_.matrix(), [[0.25, 0.25, 0.5], [0, 1, 0], [0.125, 0, 0.875]])
-    assert round_.neighbours(0) == {1: 0.25, 2: 0.5}
-    assert round_.neighbours(1) == {}
-    assert round_.targets(0) == (2,)
-    assert round_.targets(1) == (0,)
-    assert round_.peers(2) == (0,)
-    assert round_.graph.edges[1, 0]["weight"] == 0.25
-    assert not round_.graph.has_edge(0, 1)
-
-
 def test_uniform_groups_are_recognised_in_a_matrix() -> None:
     grouped = Round.from_groups(5, [(0, 3), (1, 2, 4)])
     recognised = Round.from_matrix(grouped.matrix())

@@ -10,7 +10,6 @@ import pytest
 
 import topologies
 from topologies import Topology
-from topologies.graphs.edge_weights import SCHEMES
 
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
 
@@ -66,32 +65,6 @@ def test_given_weights_that_leave_less_than_nothing_are_refused() -> None:
     thirds = nx.complete_graph(11)
     nx.set_edge_attributes(thirds, 0.1, "weight")  # ten of them sum to 1 but for the last bits
     assert Topology.from_graph(thirds, "given").round(0).self_weight(0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kinds"),
-    [
-        (0, "a", "int, str"),
-        (frozenset({1}), frozenset({2}), "frozenset"),  # compares as subsets, so it sorts, but to no order
-    ],
-)
-def test_labels_without_an_order_are_refused(one: object, other: object, kinds: str) -> None:
-    with pytest.raises(ValueError, match=rf"labels of the types {kinds}, which have no common order; relabel"):
-        Topology.from_graph(nx.Graph([(one, other)]))
-
-
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [
-        (nx.disjoint_union(nx.path_graph(3), nx.path_graph(2)), r"not connected: 2 components of 3, 2"),
-        (nx.Graph([(0, 1, {"weight": -1.0}), (1, 2)]), r"edge 0 - 1 of graph must be above 0 and finite, got -1\.0"),
-        (nx.Graph([(0, 1, {"weight": "heavy"}), (1, 2)]), r"must be a number, above 0 and finite, got 'heavy'"),
-    ],
-)
-def test_graphs_that_cannot_work_are_refused(graph: nx.Graph, message: str) -> None:
-    for scheme in SCHEMES:
-        with pytest.raises((TypeError, ValueError), match=message):
-            Topology.from_graph(graph, scheme)
 
 
 WEIGHTED = nx.Graph([(one, other, {"weight": 2.0 + one}) for one, other in KITE.edges])
