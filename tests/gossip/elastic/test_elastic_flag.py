@@ -1,8 +1,14 @@
 """Loss scales and the last step of all are agreed on by those who are left, whomever a lost rank had told."""
 
+import contextlib
 import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fault_places
 import pytest
 import torch
 import unsupervised
@@ -10,6 +16,7 @@ from elastic_ranks import NUM_MORE, flat, make_model, make_steps, targets, train
 from fault_places import injected
 from tiers import rest_is_slow
 
+from gossip.elastic.flag_votes import FlagVotes
 from gossip.lab.faults.injection import Fault
 
 NUMEL = 16
@@ -59,12 +66,38 @@ def test_a_rank_that_joins_has_batches_of_its_own() -> None:
     assert len({num_steps for num_steps, _ in results}) == 1
 
 
-def train_scaled(fault: Fault, in_backward: bool) -> tuple[list[float], torch.Tensor]:
+@contextlib.contextmanager
+def ends_once_told(told: Path) -> Iterator[None]:
+    """Let rank 2 end only when one of the others has what it told, which is noted in the file ``told``."""
+    note, happen = FlagVotes._note, fault_places._happen
+
+    def note_and_say(self: Any, member: int, frame: Any) -> None:
+        note(self, member, frame)
+        if member == 2 and frame.key[3] % 2:
+            told.touch()
+
+    def wait_and_happen(fault: Fault) -> None:
+        while fault.place == "telling" and not told.exists():
+            time.sleep(0.01)
+        happen(fault)
+
+    with (
+        mock.patch.object(FlagVotes, "_note", note_and_say),
+        mock.patch.object(fault_places, "_happen", wait_and_happen),
+    ):
+        yield
+
+
+def train_scaled(fault: Fault, in_backward: bool, folder: str) -> tuple[list[float], torch.Tensor]:
     """By step the scale before it, and the parameters; the gradients of rank 2, of the fault, overflow in step 5."""
     rank = torch.distributed.get_rank()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=6)
     options = {"topology": "ring", "scaler": scaler, "step_in_backward": in_backward}
-    with injected([fault] if rank == 2 else []), make_model(NUMEL, options) as model:
+    with (
+        ends_once_told(Path(folder) / "told"),
+        injected([fault] if rank == 2 else []),
+        make_model(NUMEL, options) as model,
+    ):
         scales = []
         for step in range(16):
             scales.append(scaler.get_scale())
@@ -79,9 +112,9 @@ def train_scaled(fault: Fault, in_backward: bool) -> tuple[list[float], torch.Te
 
 
 @pytest.mark.parametrize(("place", "in_backward"), rest_is_slow([("telling", True), ("sending", False)]))
-def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool) -> None:
+def test_scales_are_those_of_all_who_are_left(place: Any, in_backward: bool, tmp_path: Path) -> None:
     """An overflow that a rank told one of the others before it died halves the scales of all, or of none."""
-    told = unsupervised.results_of(train_scaled, Fault(place=place, step=5), in_backward, world_size=4)
+    told = unsupervised.results_of(train_scaled, Fault(place=place, step=5), in_backward, str(tmp_path), world_size=4)
     results = [result for result in told if result is not None]
     assert len(results) == 3
     scales, mean = results[0]
