@@ -26,6 +26,7 @@ from gossip.errors import CheckpointError, ExchangeError, GossipError, LaunchErr
 from gossip.exchange.debug_transport import DebugTransport
 from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.exchanges import UsesExchange
+from gossip.exchange.recording import Average, Recording
 from gossip.exchange.transport import Exchange, Transport
 from gossip.exchange.transport_names import TRANSPORTS
 from gossip.launching.joining import join_training
@@ -57,6 +58,7 @@ __all__ = [
     "AccumAdam",
     "AccumAdamW",
     "Arrival",
+    "Average",
     "BucketShape",
     "Cast",
     "Checkpoint",
@@ -81,6 +83,7 @@ __all__ = [
     "ModuloQuantization",
     "PowerGossip",
     "RandomDelays",
+    "Recording",
     "SimulatedGoodput",
     "SimulatedRun",
     "SlowRank",

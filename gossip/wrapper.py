@@ -7,6 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -120,6 +121,9 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         status 143. A rank that receives SIGTERM by itself leaves.
     authenticate : bool
         With "continue": whether every message carries an authentication code, see docs/several_nodes.md.
+    record : path, optional
+        With "continue": a folder in which each rank notes who trains when, and which messages were lost or late, so
+        that virtual workers can repeat the run (:meth:`gossip.Recording.load`).
     mesh : DeviceMesh, optional
         A mesh of the dimensions "gossip" and "shard" (:func:`gossip.make_shard_mesh`). The ranks along "shard",
         a group, train one replica together, and each group is one rank of the topology. By default the module is one
@@ -215,6 +219,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         partition_timeout: timedelta | float | None = None,
         on_preemption: Callable[[GossipDataParallel], object] | None = None,
         authenticate: bool = True,
+        record: str | Path | None = None,
         mesh: DeviceMesh | None = None,
         shard: Literal["optimizer", "none"] | None = None,
         max_difference: Literal["warn", "clip"] | float | None = "warn",
@@ -466,6 +471,8 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
             if engine.error is None and not engine.is_parents:
                 engine.settle(closes=True)
                 engine.drop_in_flight()
+                if self._generations is not None:
+                    self._generations.end()
         finally:
             self._finalizer()
         self._kept.wait_for_save()

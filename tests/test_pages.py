@@ -17,6 +17,7 @@ from running import run, run_folders, train
 
 import gossip
 import topologies
+from gossip.exchange.recording import Ended, Members, Recorder
 from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
 SESSIONS = ("docs/goodput.md", "docs/modes.md", "docs/module_state.md", "docs/schedules.md")
@@ -131,28 +132,42 @@ def test_a_task_of_ray_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == {"max_retries": 3, "max_calls": 1}
 
 
-def test_a_recording_is_replayed() -> None:
-    cluster = gossip.Cluster(4, latency_us=500)
-    workload = gossip.Workload(0.01, 0.02, (72,), stragglers=(gossip.SlowRank(0, 2.0),))
-    recording = gossip.simulate_averages(topologies.build("ring", 4), cluster, workload, 10)
-    drawn: list[tuple[int, int]] = []
+SIMULATED = gossip.simulate_averages(
+    topologies.build("ring", 4),
+    gossip.Cluster(4, latency_us=500),
+    gossip.Workload(0.01, 0.02, (72,), stragglers=(gossip.SlowRank(0, 2.0),)),
+    10,
+)
+LOST = gossip.Recording([Members(1, 0, 0, [0, 1, 2], "base"), Members(1, 4, 1, [1, 2], "base")], [4, 6, 6])
+
+
+@pytest.mark.parametrize(
+    ("example", "recording"), [(("docs/uneven_ranks.md", 1), SIMULATED), (("docs/when_ranks_die.md", 3), LOST)]
+)
+def test_a_recording_is_replayed(
+    example: tuple[str, int], recording: gossip.Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank, steps in enumerate(recording.num_steps):
+        recorder = Recorder("recording", rank)
+        for event in [event for event in recording.events if event.rank == rank] + [Ended(rank, steps)]:
+            recorder(event)
+    drawn: set[tuple[int, int]] = set()
 
     def samples(rank: int, step: int) -> torch.Tensor:
-        drawn.append((rank, step))
+        drawn.add((rank, step))
         return torch.ones(1, 8)
 
     names = {
         "gossip": gossip,
-        "histories": [recording.averages],
-        "num_steps": recording.num_steps,
         "module": torch.nn.Linear(8, 1),
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "samples": samples,
         "loss_of": lambda workers, batch: workers(torch.cat(batch)).square().mean(),
     }
-    defined("docs/uneven_ranks.md", 1, **names)
+    defined(*example, **names)
     assert min(recording.num_steps) > 1
-    assert set(drawn) == {(rank, step) for rank, steps in enumerate(recording.num_steps) for step in range(steps)}
+    assert drawn == {(rank, step) for rank, steps in enumerate(recording.num_steps) for step in range(steps)}
 
 
 def examples_of(page: Path) -> list[tuple[str, int]]:

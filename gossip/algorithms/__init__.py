@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gossip.algorithms.adam_tracking import AdamTracking
 from gossip.algorithms.adapt_and_combine import AdaptThenCombine, AdaptWhileCommunicating
-from gossip.algorithms.asynchronous import Asynchronous, Average, Recording
+from gossip.algorithms.asynchronous import Asynchronous
 from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
@@ -35,7 +35,6 @@ __all__ = [
     "Algorithm",
     "Arrived",
     "Asynchronous",
-    "Average",
     "BucketView",
     "DecentLaM",
     "DiLoCo",
@@ -51,7 +50,6 @@ __all__ = [
     "PushSum",
     "QuasiGlobalIntegral",
     "QuasiGlobalMomentum",
-    "Recording",
     "RelaySum",
     "Requires",
     "SlowMo",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,52 +10,6 @@ from gossip.algorithms.base import Algorithm
 from topologies import Round, Topology
 from topologies.graphs.edge_colouring import edge_colouring
 from topologies.validation import check_integer
-
-
-class Average(NamedTuple):
-    """One average that a rank made with a partner, from the values that both showed at the time.
-
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    step : int
-        The newest step of the rank whose values it showed.
-    bucket : int
-        The bucket.
-    partner : int
-        The other rank.
-    partner_step : int
-        The newest step of the partner whose values it showed.
-    entered : int
-        The step of the rank before whose update the average entered the parameters.
-    is_read : bool
-        Whether the gradient of that step was computed with the average: true if the average entered between two steps,
-        because all ranks performed a collective operation there.
-    """
-
-    rank: int
-    step: int
-    bucket: int
-    partner: int
-    partner_step: int
-    entered: int = -1
-    is_read: bool = False
-
-
-class Recording(NamedTuple):
-    """The averages and step counts of all ranks of a run.
-
-    Attributes
-    ----------
-    averages : sequence of Average
-        The averages of all ranks; those of one rank and bucket are in the order in which they were made.
-    num_steps : sequence of int
-        The number of steps that each rank has made.
-    """
-
-    averages: Sequence[Average]
-    num_steps: Sequence[int]
 
 
 class Asynchronous(Algorithm):
@@ -90,13 +42,6 @@ class Asynchronous(Algorithm):
     max_staleness : int
         The number of steps, at least 1, after which a rank waits for an average that it asked for, if it has not
         arrived by then.
-    history : list, optional
-        A list to which each rank appends its averages, as :class:`Average`, when they enter its parameters; those of
-        one bucket in the order in which they were made. Together with the updates, the histories of all ranks determine
-        all values.
-    replay : Recording, optional
-        For :class:`gossip.VirtualWorkers`: a run that was recorded in this form, or predicted by
-        :func:`gossip.simulate_averages`, is repeated, each replica at its own pace.
 
     References
     ----------
@@ -107,12 +52,8 @@ class Asynchronous(Algorithm):
     is_asynchronous = True
     _constants = ("max_staleness",)
 
-    def __init__(
-        self, max_staleness: int = 2, history: list[Average] | None = None, replay: Recording | None = None
-    ) -> None:
+    def __init__(self, max_staleness: int = 2) -> None:
         self.max_staleness = check_integer("max_staleness", max_staleness, minimum=1)
-        self.history = history
-        self.replay = replay
 
     def schedule(self, topology: Topology) -> Topology:
         return in_pairs(topology)

@@ -63,6 +63,8 @@ class BucketView:
         (``gossip.Algorithm.remembers_before``); else the values.
     samples : float or Tensor, [..., 1]
         How many samples the update counts, where the algorithm weighs ranks (``gossip.Algorithm.weighted``).
+    lags : Tensor, [..., 1], optional
+        How many steps fewer each of several ranks has made than the optimizers have counted.
     exchanges : bool
         Whether the current step ends with an exchange in which this rank takes part.
     rates, earlier_rates : tuple of float
@@ -85,6 +87,7 @@ class BucketView:
         self.numbers: dict[str, torch.Tensor] = {}
         self.round_index = 0
         self.samples: float | torch.Tensor = 1.0
+        self.lags: torch.Tensor | None = None
         self.exchanges = True
         self.before = values
         self.rates: tuple[float, ...] = ()
@@ -168,7 +171,8 @@ class BucketView:
     @property
     def updates_made(self) -> PerParameter:
         """The number of updates that the optimizers have counted ("step"); 0 where they do not count."""
-        return self._spread([float(self._entry(parameter).get("step", 0.0)) for parameter in self.parameters])
+        counted = self._spread([float(self._entry(parameter).get("step", 0.0)) for parameter in self.parameters])
+        return counted if self.lags is None else counted - self.lags
 
     def _of_groups(self, pick: Callable[[Mapping[str, Any]], float]) -> tuple[float, ...]:
         found = {

@@ -80,6 +80,8 @@ class ElasticWorld(RepeatedOperations):
         Called when the members may have changed.
     shared : SharedPayloads or None
         Carries messages to ranks on this machine.
+    record : callable
+        Called with each event of a recording (``gossip.exchange.recording``).
     questions : SimpleQueue
         What ranks ask each other if they do not make their steps together; the thread that replies may start later.
     """
@@ -106,6 +108,7 @@ class ElasticWorld(RepeatedOperations):
         self.shard_group = shard_group
         self.group_size, self._place = (1, 0) if shard_group is None else (shard_group.world_size, shard_group.rank)
         self.on_enter: Callable[[], None] = lambda: None
+        self.record: Callable[[tuple[Any, ...]], None] = lambda _: None
         self.questions: Questions = queue.SimpleQueue()
         self._member = 0
         self._min_ranks = min_ranks

@@ -22,6 +22,7 @@ from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.late_messages import LateMessages
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.pair_transport import PairTransport
+from gossip.exchange.recording import Missed
 from gossip.exchange.transport import LateDifference, SoftDeadline, Transport
 from topologies import Round, Topology
 
@@ -132,6 +133,8 @@ class EdgeExchange:
             self.finish()
         else:
             self.end()
+        for place in sorted(self.dropped):
+            self._world.record(Missed(self._world.member, self._step, self._bucket, self._members[place]))
         arrival = self._conversation.arrival
         return arrival._replace(parts=self._read(arrival.parts))
 
@@ -279,7 +282,7 @@ def make_generation_transport(
     if members is None:
         members = world.holding_shard(range(schedule.world_size * world.group_size))
     if isinstance(algorithm, Asynchronous):
-        averager = before.averager if isinstance(before, PairTransport) else PairAverager(world, algorithm.history)
+        averager = before.averager if isinstance(before, PairTransport) else PairAverager(world)
         return PairTransport(world, members, averager, algorithm.max_staleness)
     follows_up = (algorithm.compression or compression).follows_up
     return EdgeTransport(world, members, follows_up=follows_up, soft_deadline_s=soft_deadline_s, before=before)

@@ -79,6 +79,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     ----------
     samples : float, Tensor [n], float64, or None
         How many samples the updates of this rank count, or those of each; None if nobody has said so.
+    has_update : float or Tensor [n], float64
+        0 where a step makes no update, because there are no gradients; otherwise 1.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         self.in_flight: list[AnyInFlight | None] = []  # by bucket
         self.algorithm = algorithm
         self.samples: float | torch.Tensor | None = None
-        self._has_update: float | torch.Tensor = 1.0  # 0 where an update is none, as there are no gradients
+        self.has_update: float | torch.Tensor = 1.0
         self._topology = topology
         self._compression = compression
         self._readers = [optimizer for optimizer in optimizers if isinstance(optimizer, UsesExchange)]
@@ -175,7 +177,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             )
 
     def _samples_of(self, view: BucketView) -> float | torch.Tensor:
-        samples = self._has_update * (1.0 if self.samples is None else self.samples)
+        samples = self.has_update * (1.0 if self.samples is None else self.samples)
         if not isinstance(samples, torch.Tensor):
             return samples
         return samples[view.ranks.start : view.ranks.stop, None].to(view.values.device)
@@ -200,13 +202,13 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             self._set_updating(1.0)
 
     def _set_updating(self, has_update: float | torch.Tensor) -> None:
-        self._has_update = has_update
+        self.has_update = has_update
         for view in self._parameter_views() if self.algorithm.weighted else ():
             view.samples = self._samples_of(view)
 
     def check_weighed(self) -> None:
         """Raise GossipError if ranks count by their samples, and nobody has said how many these are."""
-        if self.algorithm.weighted and self.samples is None and bool(torch.as_tensor(self._has_update).any()):
+        if self.algorithm.weighted and self.samples is None and bool(torch.as_tensor(self.has_update).any()):
             raise GossipError(
                 f"algorithm {self.algorithm.describe()} counts ranks by their samples: call weigh(samples) before the "
                 "backward pass of each step whose number differs from the last one's, on every rank"

@@ -13,6 +13,7 @@ import torch
 
 from gossip.elastic.connections.peer_connection import Key
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange.recording import Missed
 from gossip.exchange.transport import LateDifference, SoftDeadline
 
 MOST_LATE = 4
@@ -106,6 +107,8 @@ class LateMessages:
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)
+            entered = self._world.consensus.position[1]
+            self._world.record(Missed(self._world.member, late.key.first, bucket, late.member, entered, waits))
             yield LateDifference(late.key.first, difference)
             mesh.give_back([payload])  # for float64 the difference was computed in its memory
 

@@ -23,11 +23,11 @@ from functools import partial
 import torch
 from loguru import logger
 
-from gossip.algorithms.asynchronous import Average
 from gossip.communication.host import daemon_threads
 from gossip.compression.conversation import accumulation_dtype, chunks, finite_on_host
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind, Outgoing
 from gossip.elastic.elastic_world import ElasticWorld, Questions
+from gossip.exchange.recording import Average
 
 
 @dataclass
@@ -61,9 +61,8 @@ class Shown:
 class PairAverager:
     """The averages of one rank; it lives as long as its model, across generations."""
 
-    def __init__(self, world: ElasticWorld, history: list[Average] | None = None) -> None:
+    def __init__(self, world: ElasticWorld) -> None:
         self.num_steps = 0  # that have been shown
-        self._history = history
         self._world = world
         self._shown: dict[int, Shown] = {}
         self._making = threading.Lock()  # held while a bucket is shown for the first time
@@ -139,8 +138,8 @@ class PairAverager:
             if not shown.has_pending:
                 return None
             shown.taken, shown.pending, shown.has_pending = shown.pending, shown.taken, False
-            if self._history is not None:
-                self._history += [average._replace(entered=step, is_read=is_read) for average in shown.made]
+            for average in shown.made:
+                self._world.record(average._replace(entered=step, is_read=is_read))
             shown.made = []
             return shown.taken.to(shown.device)
 
@@ -192,7 +191,7 @@ class PairAverager:
                 if frame.payload.nbytes:
                     difference = frame.payload.view(shown.values.dtype)
                     self._add(shown, difference, -1.0)
-                    self._note(shown, bucket, member, shown_at)
+                    shown.made.append(Average(self._world.member, shown.step, bucket, member, shown_at))
                 self._end(shown)
         with self._world.mesh.changed:
             self._world.mesh.changed.notify_all()
@@ -240,7 +239,7 @@ class PairAverager:
             )
             return None
         self._add(shown, difference, 1.0)
-        self._note(shown, bucket, member, step)
+        shown.made.append(Average(self._world.member, shown.step, bucket, member, step))
         return difference
 
     def _add(self, shown: Shown, difference: torch.Tensor, sign: float) -> None:
@@ -252,10 +251,6 @@ class PairAverager:
             else:
                 torch.mul(change, sign, out=shown.pending[part])
         shown.has_pending = True
-
-    def _note(self, shown: Shown, bucket: int, member: int, step: int) -> None:
-        if self._history is not None:
-            shown.made.append(Average(self._world.member, shown.step, bucket, member, step))
 
     def _refuse(self, member: int, frame: Frame) -> None:
         self._world.mesh.send(member, Key(Kind.AVERAGE, frame.key.first, frame.key.second))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gossip.algorithms import Asynchronous
-from gossip.algorithms.asynchronous import Average, Recording
+from gossip.exchange.recording import Average, Recording
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Topology

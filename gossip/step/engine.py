@@ -411,12 +411,19 @@ class StepEngine(HealthChecks, ABC):
                 self.group.changed()
 
     @torch.no_grad()
-    def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
-        """Combine what is in flight, and continue with another topology and position among other ranks. Local."""
+    def combine_all(self) -> None:
+        """Combine what is in flight, between two steps, or where the backward pass of the first ends. Local."""
         with self.fatal(), self._lock:
             for bucket in self.buckets:
                 bucket.reclaim()
                 self.exchanges.combine_(bucket.index, self._progress.meter)
+            self.group.changed()
+
+    @torch.no_grad()
+    def move(self, topology: Topology, transport: Transport | None, algorithm: Algorithm, rank: int) -> None:
+        """Combine what is in flight, and continue with another topology and position among other ranks. Local."""
+        self.combine_all()
+        with self.fatal(), self._lock:
             self.exchanges.combine_late(self._progress.meter)
             self.exchanges.move(topology, transport, algorithm, rank)
             regroup(self.exchanges)

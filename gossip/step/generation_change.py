@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from loguru import logger
 
-import topologies
 from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication.world import World
 from gossip.elastic.connections.mesh import in_words
@@ -21,12 +20,13 @@ from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason, warn_user
 from gossip.exchange.edge_transport import make_generation_transport
+from gossip.exchange.recording import Ended, Idle, Joined, Members, Recorder
 from gossip.exchange.transport import Transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import deserialize, serialize
 from gossip.step.building.construction import Parts
-from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm
+from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm, resized_or
 from gossip.step.engine import do_nothing
 from gossip.step.preemption import Preemption
 from gossip.step.state.algorithm_state import algorithm_state, common_state
@@ -46,10 +46,12 @@ class GenerationChange:
         assert isinstance(world, ElasticWorld)
         # The model exchanges along this generation's topology; the rank is this one's place among its members.
         self.generation, self.rank = world.generation, world.rank
+        if len(world.holding_shard(self.generation.members)) != parts.topology.world_size:  # some were lost meanwhile
+            self.generation = Generation(-1, tuple(range(parts.topology.world_size * world.group_size)))
         self._model = weakref.ref(model)
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
-        self._is_in_loop = False
+        self._is_in_loop = self._begins_recording = False
         self._joined_at: int | None = None
         self._astray: str | None = None
         self._is_checked = False
@@ -65,11 +67,14 @@ class GenerationChange:
     def begin(self) -> None:
         """Enter the first generation, or join the ranks that train. Collective."""
         end_joining = do_nothing
+        if self._arguments.record is not None:
+            self._world.record = Recorder(self._arguments.record, self._world.member)
         if self._world.is_alone:
             end_joining = self._join()
         else:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
+            self._begins_recording = True
         engine, kept = weakref.proxy(self._engine), self._kept
         self._world.tell_status(
             lambda: {"step": engine.step, "num_late": engine.num_late, "saved_step": kept.newest_saved}
@@ -87,6 +92,11 @@ class GenerationChange:
 
     def _end_pause(self) -> None:
         """Act at the beginning of a step, after everything that happens between two steps."""
+        if self._begins_recording:
+            self._begins_recording = False
+            self._record_members()
+        if not self._engine.exchanges.has_update:
+            self._world.record(Idle(self._world.member, self._engine.step))
         self._give(at_step_end=False)
         self._kept.end_joining()
 
@@ -101,6 +111,8 @@ class GenerationChange:
         self._world.consensus.is_new &= self._engine.step == self._joined_at
         if self._world.is_joint:  # a checkpoint is being loaded: ranks in a collective operation are in a generation
             self._world.consensus.note_loaded(step)
+            if not self._begins_recording:
+                self._record_members()  # that it is another step tells whoever reads it
             return
         try:
             if self._astray is not None:
@@ -157,6 +169,8 @@ class GenerationChange:
         """Give this rank's state to the joining ranks that have asked for it, and its second part to those in step."""
         source, in_step = self._world.state_source, self._world.is_in_step
         if joining := source.asked_by(self._engine.step, at_step_end=at_step_end):
+            if self._engine.exchanges.algorithm.before_forward:
+                self._engine.combine_all()  # what the rank takes over is what this one's next forward pass reads
             source.give(
                 joining,
                 lambda room: serialize(self._state() | ({} if in_step else {"second": self._second_part()}), room),
@@ -168,6 +182,14 @@ class GenerationChange:
     def _step(self) -> int:
         """The step by which the ranks agree on generations; always 0 if they do not make their steps together."""
         return self._engine.step if self._world.is_in_step else 0
+
+    def _record_members(self) -> None:
+        rank, number, fallback = self._world.member, self.generation.number, self._arguments.fallback_topology
+        self._world.record(Members(rank, self._engine.step, number, self.members, fallback))
+
+    def end(self) -> None:
+        """Note in the recording that the model is closed. Local."""
+        self._world.record(Ended(self._world.member, self._engine.step))
 
     def catch_up(self) -> None:
         """Exchange along the topology of the newest generation that can begin with this collective operation. Local."""
@@ -206,6 +228,7 @@ class GenerationChange:
             engine.group.changed()
             self._has_common_state = False  # it is from an earlier step
             given_at = self._joined_at = engine.step
+            world.record(Joined(world.member, given_at, source))
             num_loaded, step, num_ended = state["position"]
             world.consensus.position = num_loaded, step, num_ended
             second = state.get("second")
@@ -349,6 +372,7 @@ class GenerationChange:
         self._engine.group.changed()
         before, self.generation = self.generation, generation
         self._engine.generation = generation.number
+        self._record_members()
         self._agree()
         self._tell(before, topology)
         if (model := self._model()) is not None:
@@ -364,24 +388,22 @@ class GenerationChange:
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
         """Return the topology and the algorithm bound to it by which so many ranks exchange."""
         topology, fallback = self._parts.topology, self._arguments.fallback_topology
-        try:
-            return self._resized(topology, world_size)
-        except (ValueError, TypeError) as error:
+
+        def bound(resized: Topology) -> Algorithm:
+            return prepare_algorithm(
+                resolve_algorithm(self._arguments.algorithm),
+                resized,
+                self._parts.compression,
+                self._parts.optimizers,
+                averages_buffers=self._arguments.buffers == "average",
+            )
+
+        def tell(error: Exception) -> None:
             if self._world.member == self._world.generation.members[0]:
                 text = "topology {} cannot serve {} ranks, which {} does from here on ({})"
                 logger.warning(text, topology.name, world_size, fallback, error)
-            return self._resized(topologies.build(fallback, world_size), world_size)
 
-    def _resized(self, topology: Topology, world_size: int) -> tuple[Topology, Algorithm]:
-        resized = topology.resized(world_size)
-        algorithm = prepare_algorithm(
-            resolve_algorithm(self._arguments.algorithm),
-            resized,
-            self._parts.compression,
-            self._parts.optimizers,
-            averages_buffers=self._arguments.buffers == "average",
-        )
-        return resized, algorithm
+        return resized_or(fallback, topology, world_size, bound, tell)
 
     def _tell(self, before: Generation, topology: Topology) -> None:
         if self._world.member != self.generation.members[0]:

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.algorithms.asynchronous import Average, Recording
 from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
+from gossip.exchange.recording import Average, Recording
 from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.shards import Shard, written
 from gossip.virtual.stacked_exchanges import StackedExchanges
-from gossip.virtual.stacked_optimizers import has_shape, left_alone, step_all
+from gossip.virtual.stacked_optimizers import COUNTER, left_alone, step_all, step_counters
 from gossip.virtual.stacked_updating import StackedUpdater
-
-_COUNTER = "step"
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Replay:
     Each call of the workers gives all replicas gradients; a replica uses them if it has none yet for the step that it
     is about to make. Then updates and averages are made in the recording's order, as far as these gradients allow.
 
-    Raises ValueError: the recording is for another number of ranks, or for other buckets.
+    Raises ValueError: the recording is for other buckets, or buffers are to be averaged.
     """
 
     def __init__(
@@ -67,16 +66,15 @@ class Replay:
         recording: Recording,
         shards: Sequence[Shard],
         buckets: Sequence[Bucket],
+        buffer_buckets: Sequence[BufferBucket],
         optimizers: Sequence[Optimizer],
         exchanges: StackedExchanges,
     ) -> None:
+        if buffer_buckets:
+            raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
         world_size = shards[-1].ranks.stop
-        if len(recording.num_steps) != world_size:
-            raise ValueError(
-                f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; pass the "
-                "same number"
-            )
-        found = {average.bucket for average in recording.averages}
+        averages = [event for event in recording.events if isinstance(event, Average)]
+        found = {average.bucket for average in averages}
         if found and max(found) >= len(buckets):
             raise ValueError(
                 f"replay names bucket {max(found)}, but the model has {len(buckets)}; choose bucket_cap_mb as in the "
@@ -86,7 +84,7 @@ class Replay:
         self._num_steps = recording.num_steps
         self._shards, self._buckets, self._optimizers, self._exchanges = shards, buckets, optimizers, exchanges
         made: dict[tuple[int, int], deque[Average]] = defaultdict(deque)
-        for average in recording.averages:
+        for average in averages:
             made[average.rank, average.bucket].append(average)
         self._places = {
             (rank, bucket.index): _Place(made[rank, bucket.index]) for rank in range(world_size) for bucket in buckets
@@ -220,15 +218,6 @@ class Replay:
         """Set the counters in the optimizers' states to this rank's, before the step that it makes."""
         step = self.next_steps[rank]
         assert step is not None
-        for optimizer in self._optimizers:
-            for parameter in parameters:
-                entry = optimizer.state.get(parameter, {})
-                for key, value in entry.items():
-                    if has_shape(value, parameter):
-                        continue
-                    if key != _COUNTER:
-                        raise ValueError(
-                            f"replay: {type(optimizer).__name__} keeps {key!r}, which all replicas share, whereas "
-                            "each makes its own steps; choose SGD, Adam or AdamW"
-                        )
-                    entry[key] = torch.full_like(value, step) if isinstance(value, torch.Tensor) else step
+        for entry in step_counters(self._optimizers, parameters):
+            value = entry[COUNTER]
+            entry[COUNTER] = torch.full_like(value, step) if isinstance(value, torch.Tensor) else step

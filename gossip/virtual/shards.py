@@ -92,16 +92,17 @@ def average_of(shards: Sequence[Shard], name: str, weights: Weights) -> torch.Te
     return mean_of(stacks, weights.get(name)) if has_mean else stacks[0][0]
 
 
-def distance_from_mean(shards: Sequence[Shard], weights: Weights) -> tuple[float, float]:
-    """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
+def distance_from_mean(shards: Sequence[Shard], weights: Weights, ranks: Sequence[int]) -> tuple[float, float]:
+    """Return the root mean square distance of these replicas from their mean, and relative to the mean's norm."""
     square, mean_square = 0.0, 0.0
     for name in filter(lambda name: is_mixable(shards[0].parameters[name]), shards[0].parameters):
         stacks = [shard.parameters[name].detach() for shard in shards]
         mean = mean_of(stacks, weights.get(name)).to(stacks[0].dtype)
         mean_square += float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
-        for stack in stacks:
-            square += float(torch.linalg.vector_norm(stack - mean.to(stack), dtype=torch.float64)) ** 2
-    distance = math.sqrt(square / shards[-1].ranks.stop)
+        for shard, stack in zip(shards, stacks, strict=True):
+            own = stack[[rank - shard.ranks.start for rank in ranks if rank in shard.ranks]]
+            square += float(torch.linalg.vector_norm(own - mean.to(stack), dtype=torch.float64)) ** 2
+    distance = math.sqrt(square / len(ranks))
     return distance, distance / math.sqrt(mean_square) if mean_square else 0.0
 
 

@@ -21,6 +21,7 @@ from gossip.parameters.buffers import BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.rank_codecs import RankCodecs
 from gossip.virtual.shards import Shard
+from gossip.virtual.stacked_updating import StackedUpdater
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -118,6 +119,19 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 [compression.codec(shape, rank) for rank, shape in enumerate(shapes)],
                 decodes_all=self.algorithm.reads_sent,
             )
+
+    @property
+    def next_ranks(self) -> Sequence[int]:
+        """The ranks that make the next step."""
+        return range(self._topology.world_size)
+
+    def begin_step(self, step: int, updater: StackedUpdater) -> None:
+        """React to the beginning of a step."""
+
+    def end_step(self, step: int, updater: StackedUpdater, meter: StackedMeter) -> Topology | None:
+        """React to what happens before ``step``; return the topology from here on if it and the algorithm change."""
+        del step, updater, meter
+        return None
 
     # ------------------------------------------------------------------ hooks of the policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from gossip.private_torch import note_step_called
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """The stacks of each of the module's parameters, by the parameter's id: one per device."""
+COUNTER = "step"
 IMPLEMENTATION = {"capturable": False, "fused": None, "foreach": None}
 """The constants of a group that choose an implementation; the default implementation runs anywhere."""
 
@@ -70,6 +72,36 @@ def step_all(optimizers: Sequence[Optimizer]) -> None:
         type(optimizer).step(optimizer)
 
 
+def step_counters(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
+    """Yield the entries in the optimizers' states that count the steps of these parameters.
+
+    Raises ValueError: an optimizer keeps something else that all replicas share.
+    """
+    for optimizer, parameter in itertools.product(optimizers, parameters):
+        entry = optimizer.state.get(parameter, {})
+        for key in [key for key, value in entry.items() if not has_shape(value, parameter)]:
+            if key != COUNTER:
+                raise ValueError(
+                    f"replay: {type(optimizer).__name__} keeps {key!r}, which all replicas share, whereas each makes "
+                    "its own steps; choose SGD, Adam or AdamW"
+                )
+            yield entry
+
+
+@contextlib.contextmanager
+def lagging(optimizers: Sequence[Optimizer], lag: int, *, is_counted: bool) -> Iterator[None]:
+    """Within the block, which makes a step, let the counters be so many steps less; the step may count or not."""
+    parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+
+    def count(difference: int) -> None:
+        for entry in step_counters(optimizers, parameters) if difference else ():
+            entry[COUNTER] = entry[COUNTER] + difference
+
+    count(-lag)
+    yield
+    count(lag - (not is_counted))
+
+
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """Refuse, by ValueError, a parameter that does not belong to the module, or that is held twice."""
     known = [stack for by_shard in stacks.values() for stack in by_shard]
@@ -100,7 +132,7 @@ def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) 
         key
         for parameter, entry in entries
         for key, value in entry.items()
-        if key != "step" and has_shape(value, parameter)
+        if key != COUNTER and has_shape(value, parameter)
     }
 
 

@@ -20,6 +20,7 @@ from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import (
     Stacks,
     check_stacks_held,
+    lagging,
     left_alone,
     stack_groups,
     step_all,
@@ -42,6 +43,8 @@ class StackedUpdater:
         The number of consecutive steps in which something on a rank was not finite.
     reached : dict of str to Tensor, [n], bool
         Which ranks' backward passes have reached a parameter, for parameters that only some have reached.
+    lags : Tensor, [n], int64
+        How many steps fewer each rank has made than the optimizers have counted.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class StackedUpdater:
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
         self.reached: dict[str, torch.Tensor] = {}
+        self.lags = torch.zeros_like(self.num_bad_steps)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
@@ -116,10 +120,29 @@ class StackedUpdater:
         if direct is not None:
             direct(left)
             self.reached = {}
-        with left_alone(self._optimizers, self._rows_left_alone(left)):
-            step_all(self._optimizers)
+        self._step(left)
         self.drop_gradients()
         return skipped
+
+    def _step(self, left: RowsByName) -> None:
+        """Let the optimizers step, once for all ranks that have made equally many steps."""
+        lags = sorted(set(self.lags[self.scales != 0].tolist()), reverse=True) or [0]
+        gradients = {}
+        if len(lags) > 1:
+            stacks = [parameter for shard in self._shards for parameter in shard.parameters.values()]
+            gradients = {parameter: parameter.grad for parameter in stacks if parameter.grad is not None}
+        for lag in lags:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient.clone()
+            others = [self.lags[shard.ranks.start : shard.ranks.stop] != lag for shard in self._shards]
+            rows = left
+            if gradients:
+                rows = {name: [a | b for a, b in zip(own, others, strict=True)] for name, own in left.items()}
+            with (
+                left_alone(self._optimizers, self._rows_left_alone(rows)),
+                lagging(self._optimizers, lag, is_counted=lag == lags[-1]),
+            ):
+                step_all(self._optimizers)
 
     def prepare(self, step: int) -> tuple[torch.Tensor, RowsByName]:
         """Rescale the gradients to each replica's own, and clip them.

@@ -9,6 +9,7 @@ from torch import nn
 
 from gossip.parameters.buckets import check_dense, check_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
+from topologies.validation import check_real
 
 
 def make_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -43,3 +44,12 @@ def resolve_devices(devices: Sequence[torch.device | str] | None, world_size: in
         return [torch.device(device) for device in devices]
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'devices must name devices of torch, such as "cpu" or "cuda:0", got {devices!r}') from error
+
+
+def checked_samples(samples: Sequence[float], world_size: int) -> torch.Tensor:
+    """Return the numbers of samples of all replicas, [n], float64; raise ValueError if they cannot be that."""
+    if len(samples) != world_size:
+        raise ValueError(f"samples must have one number for each of the {world_size} replicas, got {len(samples)}")
+    named = {f"samples[{rank}]": each for rank, each in enumerate(samples)}
+    checked = [check_real(name, each, "above 0 and finite", example=32) for name, each in named.items()]
+    return torch.tensor(checked, dtype=torch.float64)

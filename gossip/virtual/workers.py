@@ -13,10 +13,11 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
+from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.compression.codec import Compression
 from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
+from gossip.exchange.recording import Recording
 from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
 from gossip.parameters.buckets import check_unfrozen, make_buckets
@@ -30,15 +31,16 @@ from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
 from gossip.virtual.batch_division import count_samples, divide, gather, scatter
+from gossip.virtual.replayed_exchanges import ReplayedExchanges, check_recording
 from gossip.virtual.replays import Replay
 from gossip.virtual.replica_calls import ReplicaCalls
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
 from gossip.virtual.stacked_updating import RowsByName, StackedUpdater, along_rows
-from gossip.virtual.virtual_arguments import make_module, resolve_devices
+from gossip.virtual.virtual_arguments import checked_samples, make_module, resolve_devices
 from topologies import Topology
-from topologies.validation import check_integer, check_real
+from topologies.validation import check_integer
 
 
 class VirtualWorkers(KeepsObjects):
@@ -78,6 +80,9 @@ class VirtualWorkers(KeepsObjects):
     devices : sequence of torch.device or str, optional
         The devices over which the replicas are distributed evenly, in order. By default the first GPU if there is one,
         otherwise the CPU.
+    replay : Recording, optional
+        A run of so many ranks, joining ones included, that was recorded (``GossipDataParallel(record=...)``) or
+        predicted (:func:`gossip.simulate_averages`), is repeated, with the other arguments of that run.
 
     Raises
     ------
@@ -93,8 +98,8 @@ class VirtualWorkers(KeepsObjects):
     algorithm, compression, topology, world_size
         Those in use.
     step : int
-        The number of steps made, which is also the index of the next round. With a recording
-        (:class:`gossip.Asynchronous`) each replica has its own number, see :attr:`next_steps`.
+        The number of steps made, which is also the index of the next round. With a recording of ranks that step
+        independently (:class:`gossip.Asynchronous`) each replica has its own number, see :attr:`next_steps`.
     is_vectorised : bool
         Whether the replicas run at once. A module that ``torch.func.vmap`` does not support is run replica by replica,
         and a warning says so. Each replica then uses a copy of ``module``: what its forward passes keep in attributes
@@ -143,14 +148,17 @@ class VirtualWorkers(KeepsObjects):
         dim: int = 0,
         loss_reduction: Literal["mean", "sum"] = "mean",
         devices: Sequence[torch.device | str] | None = None,
+        replay: Recording | None = None,
     ) -> None:
         check_integer("world_size", world_size, minimum=1)
         check_integer("dim", dim, minimum=0)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_update(clip, clip_grad_norm, buffers, bucket_cap_mb)
         module = make_module(module)
-        self.topology = resolve_topology(topology, world_size)
         resolved = resolve_algorithm(algorithm)
+        has_changes = replay is not None and not resolved.is_asynchronous
+        num_ranks = world_size if replay is None else check_recording(replay, world_size, has_changes=has_changes)
+        self.topology = resolve_topology(topology, num_ranks)
         self.compression = resolve_compression(compression)
         chosen = resolve_devices(devices, world_size)
         module.to(chosen[0])
@@ -168,35 +176,35 @@ class VirtualWorkers(KeepsObjects):
         stacks = {id(parameter): [shard.parameters[name] for shard in self._shards] for name, parameter in named}
         self._optimizers = build_stacked_optimizers(optimizer, module, stacks)
         self.optimizer: Any = self._optimizers if len(self._optimizers) > 1 else next(iter(self._optimizers), None)
-        self.algorithm = prepare_algorithm(
-            resolved, self.topology, self.compression, self._optimizers, averages_buffers=buffers == "average"
+        bound = partial(
+            prepare_algorithm,
+            resolved,
+            compression=self.compression,
+            optimizers=self._optimizers,
+            averages_buffers=buffers == "average",
         )
+        self.algorithm = bound(self.topology)
         self._updater = StackedUpdater(
             self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
         )
         self._calls = ReplicaCalls(module, self._updater.note_reached)
-        self._exchanges = StackedExchanges(
-            self._shards,
-            buckets,
-            buffer_buckets,
-            self._optimizers,
-            self.algorithm.schedule(self.topology),
-            self.algorithm,
-            self.compression,
-        )
-        self._order = StepOrder(self._exchanges)
+        places = self._shards, buckets, buffer_buckets, self._optimizers
         self._replay: Replay | None = None
-        if isinstance(self.algorithm, Asynchronous) and self.algorithm.replay is not None:
-            if buffer_buckets:
-                raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
-            self._replay = Replay(self.algorithm.replay, self._shards, buckets, self._optimizers, self._exchanges)
+        if replay is not None and has_changes:
+            self._exchanges: StackedExchanges = ReplayedExchanges(
+                replay, self.topology, bound, *places, self.compression
+            )
+        else:
+            schedule = self.algorithm.schedule(self.topology)
+            self._exchanges = StackedExchanges(*places, schedule, self.algorithm, self.compression)
+            self._replay = None if replay is None else Replay(replay, *places, self._exchanges)
+        self._order = StepOrder(self._exchanges)
         self._kept = KeptObjects()
-        self._synchronise, self._is_averaged = True, False
-        self._callback_is_queued = self._has_gradients = False
+        self._synchronise = True
+        self._is_averaged = self._callback_is_queued = self._has_gradients = False
         self._newest: VirtualStats | None = None
-        self._optimizer_step_calls = OptimizerStepCalls(
-            "", "train in processes, by GossipDataParallel(step_in_backward=False)"
-        )
+        otherwise = "train in processes, by GossipDataParallel(step_in_backward=False)"
+        self._optimizer_step_calls = OptimizerStepCalls("", otherwise)
         for each in self._optimizers:
             replace_step(each, self._note_step, by_bucket=False)
         self.module = module  # set last: from here on only existing attributes can be set
@@ -394,14 +402,7 @@ class VirtualWorkers(KeepsObjects):
         See :meth:`gossip.GossipDataParallel.weigh`, which says when, and raises the same.
         """
         self.algorithm.check_weighted()
-        if len(samples) != self.world_size:
-            raise ValueError(
-                f"samples must have one number for each of the {self.world_size} replicas, got {len(samples)}"
-            )
-        checked = [
-            check_real(f"samples[{rank}]", each, "above 0 and finite", example=32) for rank, each in enumerate(samples)
-        ]
-        self._exchanges.weigh(torch.tensor(checked, dtype=torch.float64))
+        self._exchanges.weigh(checked_samples(samples, self.world_size))
 
     def idle_step(self) -> None:
         """Make a step in which no replica has anything to backpropagate: they are mixed, and exchange.
@@ -421,6 +422,7 @@ class VirtualWorkers(KeepsObjects):
         trained = {name for shard in self._shards for name in self._frozen if shard.parameters[name].requires_grad}
         self._unfreeze(trained)
         meter = StackedMeter(torch.zeros(self.world_size, dtype=torch.int64))
+        self._exchanges.begin_step(self.step, self._updater)
         skipped = self._update(meter) if self._replay is None else self._replay.make_steps(self._updater, self.step)
         refused = meter.num_refused > 0
         if bool(refused.any()):
@@ -429,6 +431,9 @@ class VirtualWorkers(KeepsObjects):
         self._updater.count_bad_steps(skipped | refused, self.step)
         self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
         self.step += 1
+        if (topology := self._exchanges.end_step(self.step, self._updater, meter)) is not None:
+            self.topology, self.algorithm = topology, self._exchanges.algorithm
+            self._order = StepOrder(self._exchanges)
 
     def _update(self, meter: StackedMeter) -> torch.Tensor:
         """Combine, update and send; return the ranks whose gradients are not finite, [n]."""
@@ -453,18 +458,21 @@ class VirtualWorkers(KeepsObjects):
 
     @property
     def next_steps(self) -> list[int | None]:
-        """The step that each replica makes next; with a recording each has its own, and None after its last one.
+        """The step that each replica makes next; with a recording each has its own, and None while it makes none.
 
         Samples that a replica receives while it has no step to make do not count.
         """
-        return [self.step] * self.world_size if self._replay is None else list(self._replay.next_steps)
+        if self._replay is not None:
+            return list(self._replay.next_steps)
+        ranks = self._exchanges.next_ranks
+        return [self.step if rank in ranks else None for rank in range(self.world_size)]
 
     # ------------------------------------------------------------------ averaging
 
     @torch.no_grad()
     def consensus_distance(self) -> tuple[float, float]:
         """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
-        return distance_from_mean(self._shards, self._exchanges.weights())
+        return distance_from_mean(self._shards, self._exchanges.weights(), self._exchanges.next_ranks)
 
     @torch.no_grad()
     def global_avg(self) -> None:
@@ -495,6 +503,5 @@ class VirtualWorkers(KeepsObjects):
 
     def _load_mean(self) -> None:
         weights = self._exchanges.weights()
-
         load_into(self.module, self._shards, lambda name, _: average_of(self._shards, name, weights))
         self._calls.copy_extra_states(0, self.module)

@@ -4,18 +4,16 @@ Every rank's loss is half its squared distance from a target of its own. With ``
 there are shard groups in place of ranks: as many as the shape says, of so many ranks.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import os
 import re
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,8 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import topologies
-from gossip import GossipDataParallel
+from gossip import GossipDataParallel, Recording, VirtualWorkers
 from gossip.communication import training_store
+from gossip.exchange.recording import Missed, Recorder
 from gossip.lab.faults.injection import Fault
 from gossip.parameters.serializable_state import serialize, to_serializable
 
@@ -74,7 +73,18 @@ def make_model(numel: int, options: Mapping[str, Any]) -> GossipDataParallel:
         module, of_mesh = make_sharded(module, shape, chosen.pop("shard"))
         chosen |= of_mesh
         chosen["bucket_cap_mb"] *= 1 if "shard" in of_mesh else 1.001  # FSDP
-    return GossipDataParallel(module, **chosen)
+        folder = chosen.pop("record", None)
+    model = GossipDataParallel(module, **chosen)
+    if size > 1 and folder is not None:
+        model.world.record = Recorder(folder, model.world.member)  # type: ignore[attr-defined]
+    return model
+
+
+class Rows(Pair):
+    """Of a batch of one sample."""
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(target[0])[None]
 
 
 def targets(rank: int, numel: int) -> torch.Tensor:
@@ -149,27 +159,13 @@ class Stay(NamedTuple):
         return len(self.digests) == len(self.values)
 
 
-@contextlib.contextmanager
-def recorded(file: Path) -> Iterator[None]:
-    """Within the block it is noted whose messages are not mixed in, also for those who will end."""
-    from gossip.exchange.edge_transport import EdgeExchange
-
-    finish = EdgeExchange.finish
-
-    def finish_and_record(self: Any) -> None:
-        finish(self)
-        if self.dropped:
-            members = sorted(self._members[place] for place in self.dropped)
-            with file.open("a") as notes:
-                notes.write(json.dumps([self._step, self._bucket, members]) + "\n")
-
-    with mock.patch.object(EdgeExchange, "finish", finish_and_record):
-        yield
-
-
-def read_dropped(file: Path) -> Dropped:
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {(step, bucket): members for step, bucket, members in map(json.loads, lines)}
+def dropped_of(recording: Recording) -> dict[int, Dropped]:
+    """By member, step and bucket, whose messages it did not mix in."""
+    found: defaultdict[int, Dropped] = defaultdict(dict)
+    for event in recording.events:
+        if isinstance(event, Missed) and event.entered < 0:
+            found[event.rank].setdefault((event.step, event.bucket), []).append(event.source)
+    return found
 
 
 def stay(
@@ -184,8 +180,7 @@ def stay(
     """Make so many steps; or train until the members have been these, those that leave have left, and some steps more.
 
     ``ends`` says by rank where it ends. With ``is_told`` it is SIGTERM that makes those leave that do.
-    With ``shares_memory=False`` among the options all messages go over sockets. Whose messages member r does not mix in
-    is in ``folder/r``, for :func:`read_dropped`.
+    With ``shares_memory=False`` among the options all messages go over sockets. The recording is in the folder.
     """
     from fault_places import injected  # it loads what a test shows not to be loaded otherwise
 
@@ -207,11 +202,9 @@ def stay(
     with (
         mock.patch.object(elastic_world, "can_share", return_value=shares_memory),
         injected([ends[number]] if number in ends else []),
-        contextlib.ExitStack() as stack,
     ):
-        model = make_model(numel, options)
+        model = make_model(numel, options | {"record": folder})
         member, first = model.world.member, model.step
-        stack.enter_context(recorded(Path(folder) / str(member)))
         target = targets(model.world.worker, numel)
 
         def note() -> None:
@@ -258,6 +251,37 @@ def stay(
 # ---------------------------------------------------------------------- what becomes of them
 
 
+REPEATED = ("algorithm", "buffers", "clip_grad_norm", "compression", "optimizer", "topology")
+
+
+def replay(
+    recording: Recording, numel: int, num_steps: int, weigh: Callable[[int], int] | None = None, **options: Any
+) -> Iterator[tuple[VirtualWorkers, torch.Tensor]]:
+    """Virtual workers before each step and after the last one, and the values of all replicas, [n, 2, numel]."""
+    size = len(recording.num_steps)
+    chosen = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE)}
+    chosen |= {name: value for name, value in options.items() if name in REPEATED}
+    shape: dict[str, Any] = {"bucket_cap_mb": numel * 8 / 2**20, "loss_reduction": "sum", "devices": ["cpu"]}
+    workers = VirtualWorkers(Rows(numel), size, replay=recording, **chosen, **shape)
+    samples = torch.stack([targets(rank, numel) for rank in range(size)])
+    for step in range(num_steps + 1):
+        yield workers, torch.stack([stack.detach() for stack in workers.parameters()], 1)
+        if step < num_steps:
+            if weigh is not None:
+                workers.weigh([weigh(rank) for rank in range(size)])
+            workers(samples).sum().backward()
+
+
+def assert_repeated(recording: Recording, stories: Mapping[int, Mapping[int, Any]], numel: int, **options: Any) -> None:
+    """Virtual workers that replay the recording have the values that each member tells of each step."""
+    num_steps = max(map(max, stories.values()))
+    for step, (_, values) in enumerate(replay(recording, numel, num_steps, **options)):
+        for member, story in stories.items():
+            if step in story:
+                where = f"replay of rank {member}, step {step}"
+                np.testing.assert_allclose(values[member], story[step], atol=1e-11, rtol=0, err_msg=where)
+
+
 class Outcome(NamedTuple):
     """By member, what those tell who have not ended, and whose messages each did not mix in.
 
@@ -268,6 +292,7 @@ class Outcome(NamedTuple):
     dropped: dict[int, Dropped]
     size: int = 1
     holds_shards: bool = True
+    recording: Recording = Recording([], [])
 
     @property
     def numel(self) -> int:
@@ -317,8 +342,17 @@ def run(
         told = [one for one in results if one is not None]
         groups = {group for one in told for _, generation in one.generations for group in generation}
         members = [member for group in groups for member in range(group * size, group * size + size)]
-        dropped = {member: read_dropped(Path(folder) / str(member)) for member in members}
-    return Outcome({one.member: one for one in told}, dropped, size, options.get("shard", "fsdp") == "fsdp")
+        recording = Recording.load(folder)
+    found = dropped_of(recording)
+    dropped = {member: found[member] for member in members}
+    stays = {one.member: one for one in told}
+    if size == 1 and options.get("compression") in (None, "bf16"):
+        stories = {
+            member: dict(enumerate(one.values if one.has_left else one.values[:-2], one.first_step))
+            for member, one in stays.items()
+        }
+        assert_repeated(recording, stories, numel, **options)
+    return Outcome(stays, dropped, size, options.get("shard", "fsdp") == "fsdp", recording)
 
 
 def dense(outcome: Outcome, topology: str) -> list[dict[int, np.ndarray]]:

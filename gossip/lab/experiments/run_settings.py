@@ -34,7 +34,7 @@ _SAID_ELSEWHERE = {
     "compression": "compression",
     "timeout": "launch.timeout_s",
 }
-_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption")
+_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption", "record")
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import topologies
-from gossip.algorithms import VALUES, Algorithm, Asynchronous, Kept, resolve_algorithm
+from gossip.algorithms import VALUES, Algorithm, Kept, resolve_algorithm
 from gossip.communication.membership import Membership
 from gossip.compression.codec import Compression
 from gossip.compression.value_codecs import Cast, Uncompressed
@@ -79,6 +80,7 @@ class Arguments:
     soft_deadline: timedelta | float | Literal["auto"] | None = None
     partition_timeout: timedelta | float | None = None
     authenticate: bool = True
+    record: str | Path | None = None
     mesh: DeviceMesh | None = None
     shard: str | None = None
     max_difference: str | float | None = "warn"
@@ -207,6 +209,9 @@ def check_mesh_arguments(arguments: Arguments) -> None:
             "different times; choose another algorithm": has_mesh and arguments.is_asynchronous,
             "partition_timeout cannot be combined with mesh: the ranks of a shard group come back together, in new "
             "processes; leave it out": has_mesh and arguments.partition_timeout is not None,
+            "record cannot be combined with mesh, because virtual workers have no shard groups; leave it out": (
+                has_mesh and arguments.record is not None
+            ),
             'soft_deadline cannot be combined with shard="none": the ranks of a group would mix parts of a message at '
             'different times, and their replicas would differ; leave it out, or pass shard="optimizer"': (
                 has_mesh and shard == "none" and arguments.soft_deadline is not None
@@ -218,7 +223,7 @@ def check_mesh_arguments(arguments: Arguments) -> None:
 def _check_peer_loss(arguments: Arguments) -> None:
     check_choice("on_peer_loss", arguments.on_peer_loss, ("raise", "continue"))
     if not arguments.continues:
-        for name in ("min_ranks", "soft_deadline", "partition_timeout", "authenticate", "on_preemption"):
+        for name in ("min_ranks", "soft_deadline", "partition_timeout", "authenticate", "on_preemption", "record"):
             value = getattr(arguments, name)
             if value is not None and value is not True:
                 raise ValueError(
@@ -336,6 +341,26 @@ def prepare_algorithm(
     return algorithm.on(topology, compression.delivers)
 
 
+def resized_or(
+    fallback: str,
+    topology: Topology,
+    world_size: int,
+    bound: Callable[[Topology], Algorithm],
+    on_fallback: Callable[[Exception], None],
+) -> tuple[Topology, Algorithm]:
+    """Return a topology for another number of ranks, or the fallback if it cannot serve them, and what is bound to it.
+
+    ``bound`` raises ValueError or TypeError too if its algorithm cannot use the topology.
+    """
+    try:
+        resized = topology.resized(world_size)
+        return resized, bound(resized)
+    except (ValueError, TypeError) as error:
+        on_fallback(error)
+        resized = topologies.build(fallback, world_size)
+        return resized, bound(resized)
+
+
 def _reader(optimizers: Sequence[Optimizer]) -> str:
     """Return the type of an optimizer that is shown what was communicated; empty if there is none."""
     return next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, UsesExchange)), "")
@@ -389,8 +414,6 @@ def _check_asynchronous(
         {
             f"{what} averages with any rank that is ready, over connections that survive the loss of a rank; pass "
             f'on_peer_loss="continue", got "{arguments.on_peer_loss}"': not arguments.continues,
-            f"{what}: a replay is for gossip.VirtualWorkers; leave it out": isinstance(algorithm, Asynchronous)
-            and algorithm.replay is not None,
             f"{what} sends uncompressed values and differences, got compression {compression.describe()}; leave it "
             "out": not isinstance(compression, Uncompressed),
             f"{what} waits max_staleness steps for a peer, got a soft_deadline as well; leave it "

@@ -251,8 +251,9 @@ def test_ranks_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
     quiet = Topology.from_rounds([pair, alone, alone])
     reason = "step is 2 on rank 0, but 3 on rank 1; call gossip.save on every rank after the same number of steps"
     run_ranks(save_at_different_steps, str(tmp_path), quiet, reason, world_size=2)
-    # A rank that waits for a message that is not coming hears of nothing else: the time-out says where it was.
-    reason = "gossip.save at step {step}: every rank must call it, .*; not all of the 2 ranks took part within 2 s"
+    # A rank that waits for a message that is not coming hears of nothing else: the time-out says where it was, and, if
+    # the other one has given up before, where that one was.
+    reason = "gossip.save at step {step}: (?=.*every rank must call it).*not all of the 2 ranks took part within 2 s"
     run_ranks(save_at_different_steps, str(tmp_path), Topology.from_rounds([pair]), reason, world_size=2)
 
 

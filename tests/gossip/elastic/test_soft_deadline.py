@@ -1,6 +1,7 @@
 """A step waits no longer than its soft deadline, and what comes later is mixed in then: the mean stays exact."""
 
 import functools
+import tempfile
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, flat, make_model, targets
+from elastic_ranks import RATE, Dropped, assert_repeated, dropped_of, flat, make_model, targets
 from fault_places import injected
 from tiers import rest_is_slow
 
@@ -18,6 +19,7 @@ from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.edge_transport import make_generation_transport
 from gossip.exchange.late_messages import MOST_LATE, LateMessages
+from gossip.exchange.recording import Missed
 from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
@@ -27,11 +29,11 @@ class Course(NamedTuple):
     """What a rank tells."""
 
     values: list[torch.Tensor]  # by step, its parameters before it, and in the end, when nothing is late any more
-    delayed: dict[tuple[int, int], list[int]]  # by step and bucket, whose messages were not waited for
-    mixed: list[tuple[int, int, int]]  # step of the message, bucket, and the step in which it was mixed in
     mean: torch.Tensor
     num_late: int  # as the stats count them
     total: torch.Tensor  # the sum of its updates
+    delayed: Dropped  # by step and bucket, whose messages were not waited for
+    mixed: list[tuple[int, ...]]  # step of the message, bucket, and the step in which it was mixed in
 
 
 def subtract_(total: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -39,30 +41,9 @@ def subtract_(total: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> Course:
-    from gossip.exchange.edge_transport import EdgeExchange, EdgeTransport
-
     rank = torch.distributed.get_rank()
-    delayed: dict[tuple[int, int], list[int]] = {}
-    mixed: list[tuple[int, int, int]] = []
-    finish, late = EdgeExchange.finish, EdgeTransport.late
-
-    def finish_and_record(self: Any) -> None:
-        finish(self)
-        if self.delayed:
-            delayed[self._step, self._bucket] = sorted(self.delayed)
-
-    def late_and_record(self: Any, bucket: int, *, waits: bool) -> Any:
-        for found in late(self, bucket, waits=waits):
-            mixed.append((found.round_index, bucket, model.step))
-            yield found
-
     values, num_late, total = [], 0, torch.zeros(2, NUMEL, dtype=torch.float64)
-    with (
-        injected([faults[rank]] if rank in faults else []),
-        mock.patch.object(EdgeExchange, "finish", finish_and_record),
-        mock.patch.object(EdgeTransport, "late", late_and_record),
-        make_model(NUMEL, options) as model,
-    ):
+    with injected([faults[rank]] if rank in faults else []), make_model(NUMEL, options) as model:
         for parameter, row in zip(model.parameters(), total, strict=True):
             parameter.register_hook(functools.partial(subtract_, row))
         for _ in range(num_steps):
@@ -75,14 +56,23 @@ def train(num_steps: int, faults: dict[int, Fault], options: dict[str, Any]) -> 
             num_late += stats.num_late if stats is not None else 0
         model.consensus_distance()
         values.append(flat(model.module))
-        before_average = delayed.copy(), mixed.copy()  # what is late in global_avg() is dropped with all in flight
         model.global_avg()
-        return Course(values, *before_average, flat(model.module), num_late, total)
+        return Course(values, flat(model.module), num_late, total, {}, [])  # what was late is in the recording
 
 
 def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course]:
-    results: list[Course] = unsupervised.results_of(train, num_steps, faults, options, world_size=4)
-    return results
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = options | {"record": folder}
+        results: list[Course] = unsupervised.results_of(train, num_steps, faults, recorded, world_size=4)
+        recording = gossip.Recording.load(folder)
+    if "algorithm" not in options:  # values are those before forward passes, which others may change
+        stories = {rank: dict(enumerate(one.values[:-1])) for rank, one in enumerate(results) if one is not None}
+        assert_repeated(recording, stories, NUMEL, **options)
+    # What is late in global_avg(), after the last step, is dropped with all that is in flight.
+    events = [event for event in recording.events if isinstance(event, Missed) and event.step < num_steps - 1]
+    delayed = dropped_of(gossip.Recording(events, []))
+    mixed = [[event[1:3] + event[4:5] for event in events if event.rank == n and event.entered >= 0] for n in range(4)]
+    return [one and one._replace(delayed=delayed[n], mixed=mixed[n]) for n, one in enumerate(results)]
 
 
 def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) -> list[list[np.ndarray]]:

@@ -7,14 +7,23 @@ import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, Dropped, joins, make_model, read_dropped, recorded, steps_until, targets, without
+from elastic_ranks import (
+    RATE,
+    Dropped,
+    assert_repeated,
+    dropped_of,
+    joins,
+    make_model,
+    steps_until,
+    targets,
+    without,
+)
 from fault_places import injected
 from tiers import rest_is_slow
 
@@ -55,25 +64,24 @@ def train(folder: str, changes: Changes, options: Mapping[str, Any]) -> tuple[in
     number = -1 if joins() else torch.distributed.get_rank()
     moments: Story = {}
     with injected([changes.faults[number]] if number in changes.faults else []):
-        model = make_model(NUMEL, {"topology": "complete", "min_ranks": 1} | dict(options))
+        model = make_model(NUMEL, {"topology": "complete", "min_ranks": 1, "record": folder} | dict(options))
         first = model.world.member  # type: ignore[attr-defined]
         target = targets(first, NUMEL)
         expected = changes.expected if number in changes.leaves else without(changes.expected, changes.leaves)
-        with recorded(Path(folder) / str(first)):
-            for last in steps_until(model, lambda: model.members == expected, NUM_MORE):
-                if model.step == changes.dies_before.get(number):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if last is not None and number in changes.leaves and model.step == last - NUM_MORE // 2:
-                    model.leave()
-                    return first, moments
-                if model.algorithm.weighted:
-                    model.weigh(samples_of(first))
-                loss = model(target)
-                moments[model.step] = moment_of(model)
-                loss.backward()
-            model.consensus_distance()
-            member = model.world.member  # type: ignore[attr-defined]
-            model.close()
+        for last in steps_until(model, lambda: model.members == expected, NUM_MORE):
+            if model.step == changes.dies_before.get(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if last is not None and number in changes.leaves and model.step == last - NUM_MORE // 2:
+                model.leave()
+                return first, moments
+            if model.algorithm.weighted:
+                model.weigh(samples_of(first))
+            loss = model(target)
+            moments[model.step] = moment_of(model)
+            loss.backward()
+        model.consensus_distance()
+        member = model.world.member  # type: ignore[attr-defined]
+        model.close()
     return member, moments
 
 
@@ -99,8 +107,13 @@ def run(changes: Changes, **options: Any) -> Outcome:
         if changes.joins:
             ranks.join(train, folder, changes, options)
         told = [story for story in ranks.results() if story is not None]
-        dropped = {int(file.name): read_dropped(file) for file in Path(folder).iterdir()}
-    return Outcome(dict(told), dropped)
+        recording = gossip.Recording.load(folder)
+    algorithm, is_same = options["algorithm"], not any(fault.kind == "freeze" for fault in changes.faults.values())
+    if is_same and algorithm.compression is None and not algorithm.requires.tree:
+        stories = {member: {step: moment.values for step, moment in story.items()} for member, story in told}
+        weigh = samples_of if algorithm.weighted else None
+        assert_repeated(recording, stories, NUMEL, weigh=weigh, **{"topology": "complete"} | options)
+    return Outcome(dict(told), dropped_of(recording))
 
 
 class Dense:

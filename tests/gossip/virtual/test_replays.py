@@ -2,17 +2,18 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, TIMEOUT, Pair, flat, targets
+from elastic_ranks import RATE, TIMEOUT, Pair, Rows, flat, targets
 from tiers import rest_is_slow
 
 import gossip
 import topologies
-from gossip import Asynchronous, Average, Cluster, GossipDataParallel, GossipError, Recording, VirtualWorkers, Workload
+from gossip import Average, Cluster, GossipDataParallel, GossipError, Recording, VirtualWorkers, Workload
 
 NUMEL = 16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -29,16 +30,17 @@ def noisy(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
 
 
 def train(
-    topology: str, optimizer: str, num_steps: Sequence[int], numel: int, rests: bool
-) -> tuple[list[Average], torch.Tensor]:
+    topology: str, optimizer: str, num_steps: Sequence[int], numel: int, rests: bool, folder: str
+) -> torch.Tensor:
     """The higher the rank, the slower it is."""
-    rank, history = torch.distributed.get_rank(), list[Average]()
+    rank = torch.distributed.get_rank()
     with GossipDataParallel(
         Pair(numel),
         OPTIMIZERS[optimizer],
         topology,
-        algorithm=Asynchronous(history=history),
+        algorithm="asynchronous",
         on_peer_loss="continue",
+        record=folder,
         bucket_cap_mb=numel * 8 / 2**20,
         timeout=TIMEOUT,
     ) as model:
@@ -50,7 +52,7 @@ def train(
             if rests and step == 3:
                 model.consensus_distance()
         model.consensus_distance()
-        return history, flat(model.module)
+        return flat(model.module)
 
 
 def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Tensor:
@@ -59,7 +61,8 @@ def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Te
         Rows(numel),
         len(recording.num_steps),
         OPTIMIZERS[optimizer],
-        algorithm=Asynchronous(replay=recording),
+        algorithm="asynchronous",
+        replay=recording,
         bucket_cap_mb=numel * 8 / 2**20,
         loss_reduction="sum",
         devices=["cpu"],
@@ -68,13 +71,6 @@ def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Te
         samples = [noisy(rank, 0 if step is None else step, numel) for rank, step in enumerate(workers.next_steps)]
         workers(torch.stack(samples)).sum().backward()
     return torch.stack([stack.detach() for stack in workers.parameters()], 1)
-
-
-class Rows(Pair):
-    """Of a batch of one sample."""
-
-    def forward(self, target: torch.Tensor) -> torch.Tensor:
-        return super().forward(target[0])[None]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +85,21 @@ class Rows(Pair):
         3,
     ),
 )
-def test_a_replay_is_the_run(topology: str, optimizer: str, num_steps: list[int], numel: int, rests: bool) -> None:
-    size = len(num_steps)
-    results = unsupervised.results_of(train, topology, optimizer, num_steps, numel, rests, world_size=size)
-    made = [average for history, _ in results for average in history]
+def test_a_replay_is_the_run(
+    topology: str, optimizer: str, num_steps: list[int], numel: int, rests: bool, tmp_path: Path
+) -> None:
+    arguments = topology, optimizer, num_steps, numel, rests, str(tmp_path)
+    results = unsupervised.results_of(train, *arguments, world_size=len(num_steps))
+    recording = Recording.load(tmp_path)
+    assert recording.num_steps == num_steps
+    made = [event for event in recording.events if isinstance(event, Average)]
     ends = {(average.rank, average.step, average.partner, average.partner_step, average.bucket) for average in made}
     assert ends == {(partner, theirs, rank, own, bucket) for rank, own, partner, theirs, bucket in ends}
     assert len(ends) == len(made)
     assert all(average.step < average.entered <= num_steps[average.rank] for average in made)
     assert any(average.is_read for average in made if average.entered < 6) or not rests
-    found = replay(Recording(made, num_steps), optimizer, numel)
-    torch.testing.assert_close(found, torch.stack([values for _, values in results]), rtol=0, atol=1e-11)
+    found = replay(recording, optimizer, numel)
+    torch.testing.assert_close(found, torch.stack(results), rtol=0, atol=1e-11)
 
 
 def simulated(**options: Any) -> Recording:
@@ -137,7 +137,8 @@ def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[
             module,
             3,
             OPTIMIZERS["sgd"],
-            algorithm=Asynchronous(replay=recording),
+            algorithm="asynchronous",
+            replay=recording,
             bucket_cap_mb=NUMEL * 8 / 2**20,
             devices=["cpu"],
             **options,
@@ -145,18 +146,16 @@ def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[
 
 
 def test_a_replay_is_not_saved(tmp_path: Any) -> None:
-    algorithm = Asynchronous(replay=Recording([], [2, 2]))
-    workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["sgd"], "ring", algorithm=algorithm, devices=["cpu"])
+    options = {"algorithm": "asynchronous", "replay": Recording([], [2, 2]), "devices": ["cpu"]}
+    workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["sgd"], "ring", **options)
     with pytest.raises(GossipError, match="a replay can be neither saved nor loaded"):
         gossip.save(workers, tmp_path)
 
 
 def test_optimizers_with_other_counters_are_refused() -> None:
-    algorithm = Asynchronous(replay=Recording([], [2, 2]))
+    options = {"algorithm": "asynchronous", "replay": Recording([], [2, 2]), "devices": ["cpu"]}
     optimizer = functools.partial(torch.optim.NAdam, lr=RATE)
-    workers = VirtualWorkers(
-        Rows(NUMEL), 2, optimizer, "ring", algorithm=algorithm, loss_reduction="sum", devices=["cpu"]
-    )
+    workers = VirtualWorkers(Rows(NUMEL), 2, optimizer, "ring", loss_reduction="sum", **options)
     with pytest.raises(ValueError, match="NAdam keeps 'mu_product', which all replicas share"):
         workers(torch.stack([noisy(0, 0), noisy(1, 0)])).sum().backward()
 

@@ -222,7 +222,9 @@ class Change(GenerationChange):
 
     def _plan(self, world_size: int) -> tuple[Topology, Any]:
         topology = schedule(self._topology_name, world_size)[0]
-        return topology, SimpleNamespace(follow=lambda _: None, schedule=lambda each: each, compression=None)
+        algorithm = SimpleNamespace(follow=lambda _: None, schedule=lambda each: each, compression=None)
+        algorithm.before_forward = False
+        return topology, algorithm
 
     def _agree(self) -> None:
         is_latest = self._world.generation.number == self.generation.number
@@ -256,7 +258,11 @@ class Engine:
         self.updater = SimpleNamespace(scaler=None)
         self.group = SimpleNamespace(carried=lambda transport: transport, changed=lambda: None)
         self.exchanges = SimpleNamespace(
-            algorithm=None, transport=None, on_astray=None, updating=contextlib.nullcontext
+            algorithm=SimpleNamespace(before_forward=False),
+            transport=None,
+            on_astray=None,
+            updating=contextlib.nullcontext,
+            has_update=1.0,
         )
         self.on_step_begin = self.on_step_end = lambda: None
         self._in_flight: Any = None
@@ -275,6 +281,8 @@ class Engine:
         arguments = SimpleNamespace(
             soft_deadline_s=settings.soft_deadline_s,
             partition_timeout_s=20.0 if settings.returns else None,
+            record=None,
+            fallback_topology="base",
             on_preemption=None,
         )
         self.model = SimpleNamespace(topology=topology, algorithm=None, leave=lambda: None)

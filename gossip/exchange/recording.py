@@ -1,0 +1,161 @@
+"""What happened in a run besides what its arguments and batches determine, for virtual workers to repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_FILES = "rank*.jsonl"
+
+
+class Average(NamedTuple):
+    """One average that a rank made with a partner, from the values that both showed at the time.
+
+    Attributes
+    ----------
+    rank : int
+        The rank.
+    step : int
+        The newest step of the rank whose values it showed.
+    bucket : int
+        The bucket.
+    partner : int
+        The other rank.
+    partner_step : int
+        The newest step of the partner whose values it showed.
+    entered : int
+        The step of the rank before whose update the average entered the parameters.
+    is_read : bool
+        Whether the gradient of that step was computed with the average: true if the average entered between two steps,
+        because all ranks performed a collective operation there.
+    """
+
+    rank: int
+    step: int
+    bucket: int
+    partner: int
+    partner_step: int
+    entered: int = -1
+    is_read: bool = False
+
+
+class Missed(NamedTuple):
+    """A message of round ``step`` that a rank did not mix in together with the others of that round.
+
+    ``bucket`` counts the channels of an exchange as well, as transports do. Until a late message arrives, and for one
+    that never does, ``entered`` is -1; then there is a second event: it entered the values before the update of step
+    ``entered``, and ``is_read`` if the gradient of that step was computed with it.
+    """
+
+    rank: int
+    step: int
+    bucket: int
+    source: int
+    entered: int = -1
+    is_read: bool = False
+
+
+class Members(NamedTuple):
+    """The ranks that train from step ``step`` on, a generation, and what replaces a topology that cannot serve them."""
+
+    rank: int
+    step: int
+    generation: int
+    members: Sequence[int]
+    fallback_topology: str
+
+
+class Joined(NamedTuple):
+    """A rank took over the state that ``source`` had before step ``step``."""
+
+    rank: int
+    step: int
+    source: int
+
+
+class Idle(NamedTuple):
+    """A rank made step ``step`` without an update, because it had no batch, or was about to leave."""
+
+    rank: int
+    step: int
+
+
+class Ended(NamedTuple):
+    """A rank closed its model after so many steps."""
+
+    rank: int
+    step: int
+
+
+Event = Average | Missed | Members | Joined | Idle | Ended
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Average, Missed, Members, Joined, Idle, Ended)}
+
+
+class Recording(NamedTuple):
+    """What happened to all ranks of a run, for :class:`gossip.VirtualWorkers` to repeat.
+
+    Attributes
+    ----------
+    events : sequence of Average and other events
+        The averages of ranks that make their steps independently, those of one rank and bucket in the order in which
+        they were made; of other ranks, who trained when, and which messages were lost or late.
+    num_steps : sequence of int
+        The number of steps that each rank has made, by its number; ranks that join are counted on.
+    """
+
+    events: Sequence[Event]
+    num_steps: Sequence[int]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Recording:
+        """Read what the ranks of a run wrote into ``record=folder``; of several hosts, copy all files into one folder.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no recording in the folder.
+        ValueError
+            A file is something else.
+        """
+        files = sorted(Path(folder).glob(_FILES))
+        if not files:
+            raise FileNotFoundError(
+                f"folder {str(folder)!r} has no file {_FILES}; pass the one that was record= of the run"
+            )
+        events = [event for file in files for event in _read(file)]
+        last: dict[int, int] = {}
+        for event in events:
+            ends = event.step if isinstance(event, Ended) else max(event.step, getattr(event, "entered", 0)) + 1
+            last[event.rank] = ends if isinstance(event, Ended) else max(last.get(event.rank, 0), ends)
+        return cls(events, [last.get(rank, 0) for rank in range(max(last) + 1)])
+
+
+class Recorder:
+    """Appends the events of a process to a file of its own, line by line, so that a kill loses none."""
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        self._path = Path(folder) / _FILES.replace("*", str(rank))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.touch(exist_ok=False)
+        except FileExistsError:
+            raise ValueError(
+                f"record={str(folder)!r} has a recording already ({self._path.name}), and each has a folder of its "
+                "own; pass another one"
+            ) from None
+
+    def __call__(self, event: tuple[Any, ...]) -> None:
+        """Write an event before it has an effect on other ranks."""
+        with self._path.open("a") as file:
+            file.write(json.dumps([type(event).__name__, *event]) + "\n")
+
+
+def _read(file: Path) -> Iterator[Event]:
+    for line in file.read_text().split("\n")[:-1]:  # what is not a whole line was being written at the end
+        try:
+            kind, *values = json.loads(line)
+            yield _KINDS[kind](*values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is not a recording of a rank: {line[:80]!r}; pass the run's record=") from error

@@ -1,0 +1,298 @@
+"""The exchanges of virtual workers that repeat what happened to ranks that make their steps together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from gossip.algorithms import VALUES, Algorithm, BucketView
+from gossip.compression.codec import Compression
+from gossip.errors import GossipError
+from gossip.exchange.exchanges import CHANNEL_STRIDE
+from gossip.exchange.recording import Idle, Joined, Members, Missed, Recording
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
+from gossip.step.building.wrapper_arguments import resized_or
+from gossip.step.state.algorithm_state import regroup
+from gossip.virtual.shards import Shard
+from gossip.virtual.stacked_exchanges import StackedExchanges, StackedInFlight, StackedMeter
+from gossip.virtual.stacked_optimizers import has_shape
+from gossip.virtual.stacked_updating import StackedUpdater
+from topologies import Round, Topology
+
+
+class _Late(NamedTuple):
+    """What a late message adds to the values of a rank."""
+
+    block: int
+    rank: int
+    round_index: int
+    difference: torch.Tensor
+
+
+class ReplayedExchanges(StackedExchanges):
+    """The exchanges of all ranks that a recording names: those that do not train at a step have no edges.
+
+    Raises ValueError: the recording does not say who trained, or the compression or the algorithm cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        topology: Topology,
+        bound: Callable[[Topology], Algorithm],
+        shards: Sequence[Shard],
+        buckets: Sequence[Bucket],
+        buffer_buckets: Sequence[BufferBucket],
+        optimizers: Sequence[Optimizer],
+        compression: Compression,
+    ) -> None:
+        self._world_size = len(recording.num_steps)
+        self._generations = _generations(recording)
+        self._first = next(iter(self._generations.values()))
+        self._initial, self._bound = topology, bound
+        self._plans: dict[int, tuple[Topology, Algorithm]] = {}  # by generation
+        self._missed: dict[tuple[int, int], list[Missed]] = defaultdict(list)  # by round and bucket of a rank
+        self._joined: dict[int, dict[int, int]] = defaultdict(dict)  # sources by the step before which they gave
+        self._idle: dict[int, set[int]] = defaultdict(set)
+        for event in recording.events:
+            if isinstance(event, Missed):
+                self._missed[event.step, event.bucket].append(event)
+            elif isinstance(event, Joined):
+                self._joined[event.step][event.rank] = event.source
+            elif isinstance(event, Idle):
+                self._idle[event.step].add(event.rank)
+        self._late: dict[tuple[int, bool], list[_Late]] = defaultdict(list)  # by when they enter
+        self._given: dict[int, dict[tuple[object, ...], torch.Tensor]] = {}  # by rank that joins, what it takes over
+        self._given_samples: dict[int, float] = {}
+        self._step = self._next = 0
+        topology, algorithm = self.planned(0)
+        if algorithm.requires.tree:
+            raise ValueError(
+                f"replay: algorithm {algorithm.describe()} relays along a tree of the ranks, which are others after "
+                "each change; no virtual workers can repeat that"
+            )
+        rounds = Topology.from_function(self._round, stochasticity=algorithm.schedule(topology).stochasticity)
+        super().__init__(shards, buckets, buffer_buckets, optimizers, rounds, algorithm, compression)
+        if self.codecs:
+            raise ValueError(
+                f"replay: what codecs of compression {compression.describe()} remember of lost messages is not in a "
+                "recording; only messages that are values can be repeated (none, bf16, fp16)"
+            )
+        self._place_of = {index: place for place, (_, indices) in enumerate(self._blocks) for index in indices}
+
+    @property
+    def next_ranks(self) -> Sequence[int]:
+        return self.members(self._next)
+
+    # ------------------------------------------------------------------ who trains
+
+    def members(self, step: int) -> Sequence[int]:
+        """Return the ranks that make a step."""
+        return self._generation(step)[1].members
+
+    def planned(self, step: int) -> tuple[Topology, Algorithm]:
+        """Return the topology and the algorithm of a step."""
+        number, entered = self._generation(step)
+        if number not in self._plans:
+            fallback, size = entered.fallback_topology, len(entered.members)
+            self._plans[number] = resized_or(fallback, self._initial, size, self._bound, lambda _: None)
+        return self._plans[number]
+
+    def _generation(self, step: int) -> tuple[int, Members]:
+        return max(
+            ((number, each) for number, each in self._generations.items() if each is self._first or each.step <= step),
+            key=lambda each: each[0],
+        )
+
+    def _round(self, step: int) -> Round:
+        """Return the round of the ranks that train, among all."""
+        topology, algorithm = self.planned(step)
+        return among(algorithm.schedule(topology).round(step), self.members(step), self._world_size)
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self, step: int, updater: StackedUpdater) -> None:
+        """Mix in late messages, and drop the gradients of ranks that make no update in this step.
+
+        Raises GossipError: the run began at a later step, from a checkpoint.
+        """
+        if step < self._first.step:
+            raise GossipError(
+                f"replay: the run began at step {self._first.step}, from a checkpoint, but this is step "
+                f"{step}; gossip.load that checkpoint first"
+            )
+        self._enter((step, False))
+        updating = set(self.members(step)) - self._idle[step]
+        for rank in set(range(self._world_size)) - updating:
+            updater.scales[rank] = 0
+            updater.lags[rank] += 1
+        if updater.lags.any():
+            for view in self._parameter_views():
+                view.lags = updater.lags[view.ranks.start : view.ranks.stop, None].to(view.values.device, torch.float64)
+
+    def end_step(self, step: int, updater: StackedUpdater, meter: StackedMeter) -> Topology | None:
+        """Do what happens between the last step and this one: late messages, another generation, ranks that join."""
+        self._next = step
+        changes = self._generation(step)[0] != self._generation(step - 1)[0]
+        self._enter((step, True))
+        if changes or self.algorithm.before_forward:  # what arrives is combined here, too
+            self._enter((step, False))
+        if changes:
+            self._change(step, meter)
+        for rank, source in self._joined[step].items():
+            self._given[rank] = {key: row.clone() for key, row in self._state_of(source).items()}
+            updater.lags[rank] = updater.lags[source]
+            if isinstance(self.samples, torch.Tensor):
+                self._given_samples[rank] = float(self.samples[source])
+        return self.planned(step)[0] if changes else None
+
+    def _enter(self, moment: tuple[int, bool]) -> None:
+        for late in self._late.pop(moment, ()):
+            row = self._row(self.views(late.block), late.rank)
+            self.algorithm.combine_(row, late.difference.to(row.device), late.round_index)
+            self._written(late.block)
+
+    def _change(self, step: int, meter: StackedMeter) -> None:
+        before, after = self.members(step - 1), self.members(step)
+        for index in range(len(self.in_flight)):
+            self.combine_(index, meter)
+        _, algorithm = self.planned(step)
+        algorithm.follow(self.algorithm)
+        self.algorithm = algorithm
+        joining = set(after) - set(before)
+        if isinstance(self.samples, torch.Tensor):
+            samples = [self._given_samples[i] if i in joining else float(each) for i, each in enumerate(self.samples)]
+            self.weigh(torch.tensor(samples, dtype=torch.float64))
+        regroup(self)
+        for rank in joining:
+            for key, row in self._state_of(rank).items():
+                row.copy_(self._given[rank].get(key, torch.zeros(())))  # an optimizer begins with zeros
+        trained = sorted(set(after) & set(before)) or after
+        for name in (name for name, how in algorithm.keeps.items() if how.scope == "common"):
+            for index in self._buckets:
+                rows = [self._row(self.views(index), rank, name) for rank in range(self._world_size)]
+                mean = torch.stack([rows[rank].cpu() for rank in trained]).double().mean(0)
+                for rank in after:
+                    rows[rank].copy_(mean)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Return the place of the shard that holds a rank, and of the rank's row in it."""
+        place = next(place for place, shard in enumerate(self._shards) if rank in shard.ranks)
+        return place, rank - self._shards[place].ranks.start
+
+    def _row(self, views: Sequence[BucketView], rank: int, kept: str | None = None) -> torch.Tensor:
+        place, row = self._place(rank)
+        return (views[place].values if kept is None else views[place].kept[kept])[row]
+
+    def _state_of(self, rank: int) -> dict[tuple[object, ...], torch.Tensor]:
+        """Return the rows of a rank that another one takes over when it joins."""
+        place, row = self._place(rank)
+        shard, found = self._shards[place], dict[tuple[object, ...], torch.Tensor]()
+        for name, parameter in shard.parameters.items():
+            found[name,] = parameter.data[row]
+            for number, optimizer in enumerate(self._optimizers):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if has_shape(value, parameter):
+                        found[name, number, key] = value[row]
+        found |= {(name,): buffer[row] for name, buffer in shard.buffers.items()}
+        for name, how in self.algorithm.keeps.items():
+            if how.scope != "joint":
+                found |= {(index, name): self._row(self.views(index), rank, name) for index in self._buckets}
+        for name in self.algorithm.numbers if self.algorithm.keeps_numbers else ():
+            found |= {(index, name): self.views(index)[place].numbers[name][row] for index in self._buckets}
+        return found
+
+    # ------------------------------------------------------------------ what was lost, and what was late
+
+    def _start(
+        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: StackedMeter
+    ) -> StackedInFlight:
+        self._step = step
+        compression = self._compression_of(index, VALUES)
+
+        def sent_by(rank: int) -> torch.Tensor:
+            place, row = self._place(rank)
+            sent = compression.messages(messages[VALUES][place][row : row + 1])
+            assert sent is not None
+            return sent[0].to("cpu", torch.float64)
+
+        for late in self._missed[step, self._place_of[index]]:
+            if late.entered >= 0:
+                weight = round_.neighbours(late.rank)[late.source]
+                difference = weight * (sent_by(late.source) - sent_by(late.rank))
+                self._late[late.entered, late.is_read].append(_Late(index, late.rank, step, difference))
+        return super()._start(index, messages, round_, step, meter)
+
+    def _edges(self, index: int, channel: str, round_: Round) -> Round:
+        edges = super()._edges(index, channel, round_)
+        place = self._place_of[index] + CHANNEL_STRIDE * self._channels(index).index(channel)
+        missed = {(each.rank, each.source) for each in self._missed[self._step, place]}
+        return without(edges, missed) if missed else edges
+
+    def weights(self) -> dict[str, list[torch.Tensor]]:
+        trains = torch.zeros(self._world_size, 1, dtype=torch.float64)
+        trains[list(self.next_ranks)] = 1
+        by_shard = [trains[shard.ranks.start : shard.ranks.stop].to(shard.device) for shard in self._shards]
+        weights = dict.fromkeys((*self._shards[0].parameters, *self._shards[0].buffers), by_shard)
+        numbers = super().weights().items()
+        return weights | {name: [a * b for a, b in zip(own, by_shard, strict=True)] for name, own in numbers}
+
+
+def among(round_: Round, members: Sequence[int], world_size: int) -> Round:
+    """Return a round of some ranks as one of all ranks, of which the others have no edges."""
+    targets, sources, weights = round_.edges()
+    place = np.asarray(members)
+    own = np.ones(world_size)
+    own[place] = [round_.self_weight(rank) for rank in range(round_.world_size)]
+    return Round.from_edges(world_size, place[targets], place[sources], weights, own)
+
+
+def without(round_: Round, missed: set[tuple[int, int]]) -> Round:
+    """Return a round without the edges (target, source) in ``missed``, whose targets keep these weights."""
+    own = np.array([round_.self_weight(rank) for rank in range(round_.world_size)])
+    edges: list[tuple[int, int, float]] = []
+    for target, source, weight in zip(*round_.edges(), strict=True):
+        if (int(target), int(source)) in missed:
+            own[target] += weight
+        else:
+            edges.append((int(target), int(source), float(weight)))
+    targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())
+    return Round.from_edges(round_.world_size, targets, sources, weights, own)
+
+
+def check_recording(recording: Recording, world_size: int, *, has_changes: bool) -> int:
+    """Return the number of ranks with which a run began, which is smaller than ``world_size`` if others joined.
+
+    Raises ValueError: the recording is of another number of ranks, or, if the ranks may change, does not say which.
+    """
+    if len(recording.num_steps) != world_size:
+        raise ValueError(
+            f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; pass the same "
+            "number"
+        )
+    return len(next(iter(_generations(recording).values())).members) if has_changes else world_size
+
+
+def _generations(recording: Recording) -> dict[int, Members]:
+    """Return by number, in order, who trains from which step on."""
+    found: dict[int, Members] = {}
+    for event in recording.events:
+        if isinstance(event, Members):
+            known = found.setdefault(event.generation, event)
+            if (known.step, known.members) != (event.step, event.members):
+                raise ValueError(
+                    f"replay: the recording contradicts itself, {known} and {event}: its files are of several runs, or "
+                    "the run loaded a checkpoint after its first step, which no virtual workers repeat"
+                )
+    if not found:
+        raise ValueError(
+            'replay: the recording does not say which ranks began, as with algorithm="asynchronous"; pass the '
+            "algorithm of the run, and all files of its record="
+        )
+    return dict(sorted(found.items()))

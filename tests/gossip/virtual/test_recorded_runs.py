@@ -1,0 +1,178 @@
+"""Recordings of ranks that make their steps together, and what virtual workers make of them.
+
+That the values are those of the run is checked wherever ranks are lost, late, leave and join, in ``elastic_ranks``.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unsupervised
+from elastic_ranks import RATE, Pair, Rows, flat, make_model, make_steps, replay, run, targets
+
+import gossip
+import topologies
+from gossip import GossipDataParallel, GossipError, Recording, VirtualWorkers
+from gossip.exchange.recording import Ended, Event, Idle, Joined, Members, Missed, Recorder
+from gossip.lab.faults.injection import Fault
+
+NUMEL = 16
+
+
+def begun(*events: Event, num_ranks: int = 3, step: int = 0) -> Recording:
+    """Of three ranks, or of others beside them that join."""
+    return Recording([Members(0, step, 0, [0, 1, 2], "base"), *events], [9] * num_ranks)
+
+
+def make_workers(
+    recording: Recording, topology: Any = "ring", module: torch.nn.Module | None = None, **options: Any
+) -> VirtualWorkers:
+    chosen: dict[str, Any] = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE), "loss_reduction": "sum"}
+    chosen |= {"bucket_cap_mb": NUMEL * 8 / 2**20, "devices": ["cpu"], "replay": recording} | options
+    return VirtualWorkers(module or Rows(NUMEL), len(recording.num_steps), topology=topology, **chosen)
+
+
+def make_step(workers: VirtualWorkers) -> torch.Tensor:
+    """The replicas' values after it, [n, 2, numel]."""
+    workers(torch.stack([targets(rank, NUMEL) for rank in range(workers.world_size)])).sum().backward()
+    return torch.stack([stack.detach() for stack in workers.parameters()], 1)
+
+
+def test_a_second_replay_has_the_bits_of_the_first() -> None:
+    """A rank dies in mid-message, another one joins; Adam counts the steps of each rank by itself."""
+    options = {"topology": "one_peer_exponential", "optimizer": functools.partial(torch.optim.AdamW, lr=RATE)}
+    ends = {0: Fault(step=6, bucket=1, num_bytes=40)}
+    outcome = run((1, 2, 3, 4), num_joining=1, ends=ends, min_ranks=2, **options)
+    mean = next(iter(outcome.stays.values())).values[-1]
+    num_steps = outcome.longest.first_step + len(outcome.longest.values) - 2
+    *_, (_, again) = replay(outcome.recording, 64, num_steps, **options)
+    *_, (workers, values) = replay(outcome.recording, 64, num_steps, **options)
+    assert torch.equal(values, again)
+    assert workers.next_steps == [None] + [num_steps] * 4
+    left = values[1:].flatten(1)
+    distance = (left - left.mean(0)).square().sum(1).mean().sqrt()
+    assert workers.consensus_distance()[0] == pytest.approx(float(distance), rel=1e-12)
+    with workers.averaged() as module:
+        torch.testing.assert_close(flat(module), mean, rtol=0, atol=1e-11)
+
+
+def test_ranks_without_an_update_are_mixed_nevertheless() -> None:
+    workers, idle = make_workers(begun()), make_workers(begun(Idle(1, 0)))
+    assert torch.equal(make_step(workers)[[0, 2]], (first := make_step(idle))[[0, 2]])
+    assert not first[1].any()
+    assert make_step(idle)[1].any()
+
+
+class Normed(Rows):
+    """With float buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(NUMEL)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+
+REFUSED: dict[str, tuple[Recording, dict[str, Any]]] = {
+    "replay is a recording of 3 ranks, but world_size is 4": (begun(), {"world_size": 4}),
+    "the recording does not say which ranks began": (Recording([Ended(0, 9)], [9]), {}),
+    "the recording contradicts itself, .* its files are of several runs, or the run loaded a checkpoint": (
+        begun(Members(1, 4, 0, [0, 1, 2], "base")),
+        {},
+    ),
+    "replay: algorithm RelaySum.* relays along a tree": (begun(), {"algorithm": "relay_sum", "topology": "path"}),
+    "replay: what codecs of compression .* only messages that are values": (begun(), {"compression": "int8"}),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_repeated_is_refused(text: str) -> None:
+    recording, options = REFUSED[text]
+    optimizer = functools.partial(torch.optim.SGD, lr=RATE)
+    options = {"world_size": len(recording.num_steps), "topology": "ring"} | options
+    with pytest.raises(ValueError, match=text):
+        VirtualWorkers(Rows(NUMEL), optimizer=optimizer, replay=recording, devices=["cpu"], **options)
+
+
+def test_an_optimizer_whose_counters_are_no_steps_cannot_repeat_that_a_rank_joins() -> None:
+    recording = begun(Joined(3, 1, 0), Members(0, 2, 1, [0, 1, 2, 3], "base"), num_ranks=4)
+    workers = make_workers(recording, optimizer=functools.partial(torch.optim.NAdam, lr=RATE))
+    make_step(workers)
+    make_step(workers)
+    with pytest.raises(ValueError, match="NAdam keeps 'mu_product', which all replicas share"):
+        make_step(workers)
+
+
+@pytest.mark.parametrize("buffers", ["local", "average"])
+def test_what_a_rank_takes_over_includes_buffers(buffers: Any) -> None:
+    recording = begun(Joined(3, 1, 1), Members(0, 2, 1, [0, 1, 2, 3], "base"), Missed(2, 0, 2, 1), num_ranks=4)
+    workers = make_workers(recording, module=Normed(), buffers=buffers)
+    (seen,) = (stack for _, stack in workers.named_buffers())
+    seen.copy_(torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, 3))
+    make_step(workers)
+    taken = seen[1].clone()
+    make_step(workers)
+    assert torch.equal(seen[3], taken)
+    if buffers == "average":  # after round 0, in which rank 2 missed what rank 1 sent of the third bucket: 1, 1, 4/3
+        torch.testing.assert_close(seen[0], torch.full((3,), 10 / 9, dtype=torch.float64))
+
+
+def train_on(folder: str, record: str | None, num_steps: int) -> torch.Tensor:
+    """A run of three steps, saved; or one that goes on from there, recorded."""
+    with make_model(NUMEL, {"topology": "ring", "record": record}) as model:
+        if record is None:
+            make_steps(model, num_steps)
+            gossip.save(model, folder)
+        else:
+            gossip.load(model, folder)
+            make_steps(model, num_steps)
+        model.consensus_distance()
+        return flat(model.module)
+
+
+def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_there(tmp_path: Path) -> None:
+    folder, record = str(tmp_path / "checkpoint"), str(tmp_path / "record")
+    unsupervised.results_of(train_on, folder, None, 3, world_size=2)
+    expected = unsupervised.results_of(train_on, folder, record, 2, world_size=2)
+    recording = Recording.load(record)
+    assert recording.num_steps == [5, 5]
+    with pytest.raises(GossipError, match="the run began at step 3, from a checkpoint, but this is step 0"):
+        make_step(make_workers(recording))
+    workers = make_workers(recording)
+    gossip.load(workers, folder)
+    for _ in range(2):
+        found = make_step(workers)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-11)
+
+
+def test_a_recording_is_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    events: list[Event] = [Members(0, 0, 0, [0, 1], "base"), Missed(0, 3, 1, 1), Missed(0, 3, 1, 1, 5, True)]
+    for event in events:
+        recorder(event)
+    Recorder(tmp_path, 2)(Joined(2, 4, 0))
+    with (tmp_path / "rank0.jsonl").open("a") as file:
+        file.write('["Missed", 0, 4')
+    assert Recording.load(tmp_path) == Recording([*events, Joined(2, 4, 0)], [6, 0, 5])
+    with pytest.raises(ValueError, match=r"record='.*' has a recording already \(rank0.jsonl\)"):
+        Recorder(tmp_path, 0)
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no file rank\*\.jsonl; pass the one that was record="):
+        Recording.load(tmp_path)
+    (tmp_path / "rank0.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match=r"rank0\.jsonl is not a recording of a rank: '\{\"step\": 0\}'"):
+        Recording.load(tmp_path)
+
+
+def test_where_ranks_do_not_change_there_is_nothing_to_record() -> None:
+    with pytest.raises(ValueError, match='record=folder is for on_peer_loss="continue"'):
+        GossipDataParallel(Pair(NUMEL), functools.partial(torch.optim.SGD, lr=RATE), record="folder")
+
+
+def test_a_topology_that_cannot_serve_those_left_is_replaced_as_in_the_run() -> None:
+    recording = Recording([Members(0, 0, 0, [0, 1, 2, 3], "star"), Members(0, 1, 1, [0, 1, 3], "star")], [9] * 4)
+    workers = make_workers(recording, "hypercube")
+    make_step(workers)
+    assert workers.topology == topologies.build("star", 3)
