@@ -274,12 +274,13 @@ class _Supervised:
 
     def _strike(self, fault: Fault, pid: int) -> Callable[[], object] | None:
         """Make a fault, and return what ends it if it is temporary."""
+        send = os.kill if self._is_one else os.killpg  # else to its helpers, too, as hivemind's
         if fault.kind == "kill":
-            os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
             return None
         if fault.kind == "freeze":
-            os.kill(pid, signal.SIGSTOP)
-            return lambda: os.kill(pid, signal.SIGCONT) if _is_there(pid) else None
+            send(pid, signal.SIGSTOP)
+            return lambda: send(pid, signal.SIGCONT) if _is_there(pid) else None
         if fault.kind == "cut":
             assert self._lab is not None
             self._lab.set_link(fault.slot, "down")
@@ -318,10 +319,15 @@ class _Supervised:
     def _meeting_place(self, stack: contextlib.ExitStack) -> dict[str, str]:
         if self._method == "gossip_cold":
             return {STORE: f"{self._address}:{self._serve()}", GROUPS: str(self._case.world_size)}
-        if not self._method.startswith("torchft"):
+        rival = self._method.partition("_")[0]
+        if rival not in ("torchft", "hivemind"):
             return {}
-        if importlib.util.find_spec("torchft") is None:
-            raise ConfigurationError(f"{self._method} needs torchft; install the extra: pip install '.[rivals]'")
+        if importlib.util.find_spec(rival) is None:
+            raise ConfigurationError(f"{self._method} needs {rival}; install the extra: pip install '.[rivals]'")
+        if rival == "hivemind":
+            dht = importlib.import_module(rival).DHT(start=True, host_maddrs=[f"/ip4/{self._address}/tcp/0"])
+            stack.callback(dht.shutdown)
+            return {"PEER": str(dht.get_visible_maddrs()[0])}
         with socket.create_server((self._address, 0)) as server:
             address = f"{self._address}:{server.getsockname()[1]}"
         program = self._folder / "lighthouse.py"  # which reads the process's second and later arguments

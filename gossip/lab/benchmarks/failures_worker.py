@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -152,22 +153,26 @@ def torchft_ddp(paced: Paced) -> None:
         paced.pace()
 
 
+def _train_locally(paced: Paced, optimizer: Any, num_synchronised: Callable[[], int], most: float) -> None:
+    """Make local steps, of which at most ``most`` count at a synchronisation."""
+    num_local, before = 0, 0
+    while True:
+        loss_of(paced.module, next(paced.batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_local += 1
+        if (now := num_synchronised()) > before:  # by more than one for a rank that takes over the state of another
+            paced.note(now * paced.case["period"], num_local if now == before + 1 else 0)
+        num_local = 0 if now > before or num_local == most else num_local
+        before = now
+        paced.pace()
+
+
 def _torchft_locally(paced: Paced, synchronised: Callable[[Any, nn.Module, Any], Any]) -> None:
     optimizer = paced.make_optimizer(list(paced.module.named_parameters()))
     manager = _manager(paced, {"module": paced.module, "optimizer": optimizer}, use_async_quorum=False)
-    period, num_local = paced.case["period"], 0
     with synchronised(manager, paced.module, optimizer):
-        while True:
-            step = manager.current_step()
-            optimizer.zero_grad()
-            loss_of(paced.module, next(paced.batches)).backward()
-            optimizer.step()
-            num_local += 1
-            if manager.current_step() > step:
-                paced.note(manager.current_step() * period, num_local)
-            if num_local == period:
-                num_local = 0
-            paced.pace()
+        _train_locally(paced, optimizer, manager.current_step, paced.case["period"])
 
 
 def torchft_local_sgd(paced: Paced) -> None:
@@ -188,11 +193,32 @@ def torchft_diloco(paced: Paced) -> None:
     _torchft_locally(paced, synchronised)
 
 
+def hivemind_local(paced: Paced) -> None:
+    """Train by local steps with hivemind's Optimizer, whose peers average in the background once all made a period."""
+    from hivemind import DHT, Optimizer
+
+    case = paced.case
+    address = Lab.address(paced.slot) if case["hosts"] else "127.0.0.1"
+    optimizer = Optimizer(
+        dht=DHT(initial_peers=[os.environ["PEER"]], host_maddrs=[f"/ip4/{address}/tcp/0"], start=True),
+        run_id="failures",
+        optimizer=paced.make_optimizer(list(paced.module.named_parameters())),
+        batch_size_per_step=1,  # its samples are batches here
+        target_batch_size=case["period"] * case["ranks"],
+        use_local_updates=True,
+        delay_state_averaging=True,
+        matchmaking_time=2.0,
+        averaging_timeout=TIMEOUT.total_seconds(),
+    )
+    _train_locally(paced, optimizer, lambda: optimizer.local_epoch, math.inf)
+
+
 METHODS: dict[str, Callable[[Paced], None]] = {
     "ddp": averages_gradients,
     "torchft_ddp": torchft_ddp,
     "torchft_local_sgd": torchft_local_sgd,
     "torchft_diloco": torchft_diloco,
+    "hivemind": hivemind_local,
 }
 
 

@@ -1,16 +1,21 @@
 """Goodput under faults: the faults, what counts, what is not measured twice, and ranks that are really killed."""
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from gossip.lab.benchmarks import failures, harness
+from gossip.lab.benchmarks import failures, failures_worker, harness
 from gossip.lab.benchmarks.failures import Failures, FailuresSettings, Fault, Run
+from gossip.lab.experiments.validated_models import ConfigurationError
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "methods": ["gossip_warm"], "every_s": [10.0], "seconds": 40.0}
 
@@ -94,6 +99,33 @@ def test_goodput_is_relative_to_the_run_without_faults(tmp_path: Path) -> None:
     assert "| ddp | kill | 10 | 6 | 0.625 (0.500 to 0.750) | 0.900 | 2.0 | 0.50 | 1.00 | 2.00 | 31 |" in text
     Failures().draw(settings(methods=["ddp"]), runs, tmp_path)
     assert "faults per minute" in (tmp_path / "failures.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("synchronised", "most", "expected"),
+    [
+        ([0, 0, 1, 1, 1, 1, 1, 1, 2], 3, [(3, 3), (6, 3)]),  # a synchronisation that fails costs its steps
+        ([0, 0, 0, 1, 1, 4, 5], math.inf, [(3, 4), (12, 0), (15, 1)]),  # so does the state of another rank
+    ],
+)
+def test_local_steps_count_once_they_are_synchronised(
+    synchronised: list[int], most: float, expected: list[tuple[int, int]]
+) -> None:
+    module, notes = torch.nn.Linear(2, 2), list[tuple[int, int]]()
+    batch = torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)
+    paced = mock.Mock(module=module, batches=itertools.repeat(batch), case={"period": 3})
+    paced.note = lambda step, count: notes.append((step, count))
+    counts = iter(synchronised)
+    with pytest.raises(StopIteration):
+        failures_worker._train_locally(paced, torch.optim.SGD(module.parameters(), 0.1), lambda: next(counts), most)
+    assert notes == expected
+
+
+@pytest.mark.parametrize("method", ["hivemind", "torchft_diloco"])
+def test_a_rival_that_is_not_installed_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigurationError, match=rf"{method} needs {method[:7]}\w*; install the extra"):
+        failures._Supervised(settings(methods=[method]), tmp_path)._meeting_place(contextlib.ExitStack())
 
 
 @pytest.mark.slow
