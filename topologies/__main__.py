@@ -62,8 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=_program(), description="Communication topologies for decentralized learning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    listing = commands.add_parser("list", help="the families and their options")
-    listing.set_defaults(run=_list)
+    commands.add_parser("list", help="the families and their options").set_defaults(run=_list)
 
     description = commands.add_parser("describe", help="what can be measured of a topology")
     _add_topology(description)

@@ -6,7 +6,6 @@ import functools
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
 
 from topologies.families.uniform_groups import fewest_factors, hyper_hypercube, strided_groups
 from topologies.family_registry import register
@@ -103,8 +102,6 @@ def base(world_size: int, *, k: int = 1) -> Topology:
     simple = simple_base(world_size, k=k)
     num_copies = _smooth_part(world_size, k + 1)
     size = world_size // num_copies
-    if size == 1:
-        return simple
     sides = fewest_factors(num_copies, k + 1)
     inside = _Schedule(size, k + 1)
     length = inside.length + len(sides)
@@ -128,26 +125,21 @@ def base(world_size: int, *, k: int = 1) -> Topology:
 
 @dataclass(frozen=True)
 class _Block:
-    """The ranks from ``start`` on that belong to one digit: ``count`` sub-blocks of ``size`` ranks."""
+    """The ranks from ``start`` on that belong to one digit: ``count`` sub-blocks of ``size`` ranks.
+
+    ``sides`` are those of the box of all its ranks, ``sub_sides`` those of a sub-block's.
+    """
 
     start: int
     size: int
     count: int
     base: int
+    sides: tuple[int, ...]
+    sub_sides: tuple[int, ...]
 
     @property
     def stop(self) -> int:
         return self.start + self.size * self.count
-
-    @cached_property
-    def sides(self) -> tuple[int, ...]:
-        """The sides of the box of all ranks of the block."""
-        return fewest_factors(self.size * self.count, self.base)
-
-    @cached_property
-    def sub_sides(self) -> tuple[int, ...]:
-        """The sides of the box of a sub-block."""
-        return fewest_factors(self.size, self.base)
 
     def mean(self, rank: int, sides: tuple[int, ...], side: int) -> dict[int, float]:
         """Return the row of a rank that averages along a side of its box."""
@@ -214,7 +206,8 @@ def _blocks(world_size: int, base: int) -> list[_Block]:
     start = 0
     for size in reversed(powers(base, world_size)):
         if count := (world_size - start) // size:
-            blocks.append(_Block(start, size, count, base))
+            sides = fewest_factors(size * count, base), fewest_factors(size, base)
+            blocks.append(_Block(start, size, count, base, *sides))
             start = blocks[-1].stop
     return blocks
 

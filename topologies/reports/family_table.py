@@ -15,13 +15,10 @@ from topologies.reports.family_samples import samples, title_of
 BEGIN = "<!-- python -m topologies table -->"
 END = "<!-- end of python -m topologies table -->"
 
-_COLUMNS = (
-    "topology",
-    "world sizes",
-    "peers",
-    "rounds in a period",
-    "the mean exactly after",
-    "what a period leaves of a disagreement",
+_HEAD = (
+    "| topology | world sizes | peers | rounds in a period | the mean exactly after "
+    "| what a period leaves of a disagreement |\n"
+    "| --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -30,7 +27,7 @@ def markdown_table(world_size: int = 16) -> str:
 
     That is 2 to 1024; the time grows with its third power.
     """
-    lines = [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
+    lines = [_HEAD]
     for name in available():
         sizes = facts_of(name).sizes
         for topology in samples(name, world_size):
@@ -39,7 +36,8 @@ def markdown_table(world_size: int = 16) -> str:
             period = "none" if measured.period is None else str(measured.period)
             exact = count(measured.exact_after, "round") if measured.exact_after else "-"
             what = f"`{name}`{title_of(topology).removeprefix(name)}{nearest}"
-            lines.append(_line((what, sizes, str(measured.max_sends), period, exact, _left(measured))))
+            cells = (what, sizes, str(measured.max_sends), period, exact, _left(measured))
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
 
 
@@ -74,7 +72,3 @@ def _percent(share: float) -> str:
         if rounded < 100:
             break
     return f"{rounded:.{decimals}f} %"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
