@@ -95,6 +95,11 @@ PAIRS = Round.from_groups(4, [(0, 1), (2, 3)])
 CYCLE = nx.DiGraph([(0, 1), (1, 2), (2, 0)])
 NETWORK = {"latency_us": 1, "bandwidth_gbps": 1, "message_mb": 1}
 RING = build("ring", 8)
+WARM = build("complete", 8).then(RING, after=5)
+PULL = Topology.from_rounds(
+    [Round.from_rows([{0: 0.5} if i else {} for i in range(8)])], stochasticity="row", name="pull"
+)
+PUSH = Topology.from_rounds([Round.from_matrix(PULL.round(0).matrix().T)], stochasticity="column", name="push")
 
 #: Values that are not allowed, and what the error says.
 VALUES = [
@@ -181,6 +186,26 @@ VALUES = [
     (lambda: RING.round(-1), "t must be at least 0, got -1"),
     (lambda: build("ring", 1).every(0), "k must be at least 1, got 0"),
     (lambda: RING.then(RING, after=-1), "after must be at least 0, got -1"),
+    (
+        lambda: RING.interleave(build("ring", 3)),
+        "other is 'ring' for 3 ranks.*for 8; build both for the same world_size",
+    ),
+    (lambda: RING.product(WARM), r"a warm-up of 5 rounds; combine first.*then\(\.\.\., after=5"),
+    (lambda: RING.interleave(WARM), "interleave combines schedules that repeat, but .* a warm-up of 5 rounds"),
+    (lambda: WARM.product(RING), "begins with a warm-up of 5 rounds"),
+    (lambda: WARM.interleave(RING), "begins with a warm-up of 5 rounds"),
+    *(
+        (combine, "'pull' is only row-stochastic and 'push' only column-stochastic")
+        for combine in (lambda: PULL.product(PUSH), lambda: PULL.interleave(PUSH), lambda: PULL.then(PUSH, after=1))
+    ),
+    *(
+        (lambda made=made: made.resized(3), r"was made for 4 ranks by rounds, a product or a permutation of its own")
+        for made in (
+            build("ring", 4).permuted([1, 0, 2, 3]),
+            Topology.from_rounds([PAIRS]),
+            Topology.from_function(lambda _: PAIRS, period=6).every(2),
+        )
+    ),
     (lambda: RING.permuted([*range(8), 7]), "order must name every rank from 0 to 7 once"),
     # Of measurements, comparisons and recommendations
     (lambda: analysis.traffic(RING, message_bytes=np.inf), "must be at least 0 and finite, got inf"),
@@ -244,6 +269,8 @@ TYPES = [
         lambda: Topology.from_function(lambda t: None if t else PAIRS).round(3),
         "must return a Round, got NoneType for round 3",
     ),
+    (lambda: RING.product("ring"), r"must be a Topology, got 'ring' \(str\)"),
+    (lambda: RING.interleave("ring"), r"must be a Topology, got 'ring' \(str\)"),
     (lambda: RING.permuted([*range(7), 7.0]), "order must be integers"),
     # Of measurements, comparisons and recommendations
     (lambda: analysis.rounds_to(RING, "x"), r"tolerance must be a number, between 0 and 1, .* 'x' \(str\)"),

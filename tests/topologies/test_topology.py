@@ -87,17 +87,3 @@ def test_expressions_are_built_of_their_parts() -> None:
         return first.then(later.averaged_every(5), after=6)
 
     assert_same(build(8).resized(5), build(5))
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [
-        topologies.build("ring", 4).permuted([1, 0, 2, 3]),
-        Topology.from_rounds([topologies.build("ring", 4).round(0)]),
-        Topology.from_function(lambda t: topologies.build("one_peer_ring", 4).round(t % 6), period=6).every(2),
-    ],
-    ids=["permuted", "rounds", "function"],
-)
-def test_what_was_made_for_its_own_ranks_is_refused(topology: Topology) -> None:
-    with pytest.raises(ValueError, match=r"was made for 4 ranks by rounds, a product or a permutation of its own"):
-        topology.resized(3)
