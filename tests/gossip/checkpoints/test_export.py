@@ -152,10 +152,10 @@ def peak_of(export: Callable[[], object]) -> int:
     return memory.peak
 
 
-def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -> int:
+def export_from_ranks(folder: Path, shape: tuple[int, int] | None) -> int:
     module, arguments = make_module(), {}
     if shape is not None:
-        module, arguments = make_sharded(module, shape, shard)
+        module, arguments = make_sharded(module, shape)
     with gossip.GossipDataParallel(module, partial(torch.optim.SGD, lr=0.1), "ring", **arguments) as model:
         generator = torch.Generator().manual_seed(dist.get_rank())
         model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
@@ -166,7 +166,7 @@ def export_from_ranks(folder: Path, shape: tuple[int, int] | None, shard: str) -
 @pytest.mark.parametrize("shape", [None, (1, 4)], ids=str)
 def test_rank_0_holds_a_tensor_and_the_others_chunks(shape: tuple[int, int] | None, tmp_path: Path) -> None:
     world_size = 2 if shape is None else shape[0] * shape[1]
-    peaks = run_ranks(export_from_ranks, tmp_path, shape, "fsdp", world_size=world_size)
+    peaks = run_ranks(export_from_ranks, tmp_path, shape, world_size=world_size)
     assert LARGEST_BYTES <= peaks[0] <= LARGEST_BYTES + SOME_BYTES < 0.5 * TOTAL_BYTES
     assert max(peaks[1:], default=0) <= SOME_BYTES < 0.9 * LARGEST_BYTES
     exported = load_file(tmp_path / "model.safetensors")

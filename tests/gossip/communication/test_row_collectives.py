@@ -1,21 +1,19 @@
 """Rows of all ranks are gathered and summed: through memory on one machine, and otherwise by the process group."""
 
-import contextlib
 import os
 import signal
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+import unsupervised
+from ranks import error_of, run_ranks
 
-from gossip import ExchangeError, LaunchError, World, launch
+from gossip import ExchangeError, World
 from gossip.communication import row_collectives
 from gossip.communication.row_collectives import RowCollectives
-from gossip.launching import worker_reports
 
 TIMEOUT = timedelta(seconds=60)
 CHUNK_BYTES = 2**16
@@ -83,7 +81,7 @@ def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(shares
 
 
 @small_chunks
-def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
+def stop_in_the_middle(how: str, sums: bool) -> str:
     """Rank 1 has published a first chunk when it stops, so that rank 0 waits for the second one."""
     world = World(TIMEOUT)
     world.timeout = timedelta(seconds=2)  # once both are there
@@ -99,18 +97,13 @@ def stop_in_the_middle(how: str, sums: bool, report: Path) -> None:
             return wait_for(*args, **kwargs)  # type: ignore[arg-type]
 
         world.wait_for = stop  # type: ignore[method-assign, assignment]
-    try:
-        (collectives.begin_sum if sums else collectives.begin_gather)(rows, "step 3: moving rows")()
-    except ExchangeError as error:
-        report.write_text(str(error))
-        raise
+    return error_of(
+        ExchangeError, (collectives.begin_sum if sums else collectives.begin_gather)(rows, "step 3: moving rows")
+    )
 
 
 @pytest.mark.parametrize(("how", "sums"), [("killed", False), ("frozen", True)])
-def test_a_rank_that_stops_is_named(how: str, sums: bool, tmp_path: Path) -> None:
-    grace_s = 30.0 if how == "killed" else 0.5  # for rank 0 after the death of rank 1: it may get no core at once
-    with mock.patch.object(worker_reports, "_SIBLING_GRACE_S", grace_s), contextlib.suppress(LaunchError):
-        launch(stop_in_the_middle, how, sums, tmp_path / "report", world_size=2)
-    text = (tmp_path / "report").read_text()
+def test_a_rank_that_stops_is_named(how: str, sums: bool) -> None:
+    text, _ = unsupervised.results_of(stop_in_the_middle, how, sums, world_size=2, silent={1})
     assert "rank 0: step 3: moving rows: " in text
     assert "rank 1 is " in text

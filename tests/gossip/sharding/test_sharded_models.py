@@ -30,7 +30,6 @@ class Net(nn.Module):
         self.body = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
         self.last = nn.Linear(7, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.last.weight = nn.Parameter(self.last.weight.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(self.frozen(x)).tanh()

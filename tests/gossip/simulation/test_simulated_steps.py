@@ -74,14 +74,6 @@ def test_asynchronous_ranks_wait_for_an_answer_after_so_many_steps(max_staleness
     assert run.exposed_wait_s == pytest.approx(0.2 / max_staleness - 0.03, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["one_peer_hypercube", "one_peer_exponential", "base"])
-def test_a_pair_whose_messages_take_longer_than_the_computation(name: str) -> None:
-    """One bucket of S bytes: it leaves when it is updated, and is needed there a step later."""
-    workload = Workload(0.01, 0.02, (12_500_000,))
-    run = simulate_time(topologies.build(name, 8), Cluster(8, **GIGABIT), workload, 100)
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1)
-
-
 @pytest.mark.parametrize(("contention", "step_s"), [(0.0, 0.1), (0.5, 0.1 + 0.5 * 0.03), (1.0, 0.1 + 0.03)])
 def test_computing_holds_up_the_messages_beside_it(contention: float, step_s: float) -> None:
     topology = topologies.build("one_peer_hypercube", 4)
