@@ -54,7 +54,6 @@ def command() -> int:
 
 
 def _program() -> str:
-    """Return the command by which the program was started."""
     return "topologies" if Path(sys.argv[0]).name == "topologies" else "python -m topologies"
 
 

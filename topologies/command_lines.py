@@ -48,7 +48,6 @@ class Parser(argparse.ArgumentParser):
     spelling = _FLAG  # of the number of ranks, among the parser's own arguments
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the arguments of the command line."""
         try:
             written = with_world_size(sys.argv[1:] if args is None else args, self.spelling)
             return super().parse_args(list(written), namespace)

@@ -24,7 +24,7 @@ from topologies.matrix_storage import (
     UniformGroups,
     complete_row,
 )
-from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_real, check_world_size
+from topologies.validation import check_integer, check_real, check_world_size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -361,19 +361,6 @@ class Round:
                 f"stack what the ranks hold"
             )
         return array
-
-
-def check_sums(round_: Round, stochasticity: Stochasticity, *, where: str) -> None:
-    """Raise a ValueError for the first row or column of W that does not sum to 1 as ``stochasticity`` promises."""
-    for kind, sums in (("row", round_.row_sums()), ("column", round_.column_sums())):
-        wrong = ~(np.abs(sums - 1) <= SUM_TOLERANCE)
-        if stochasticity in ("doubly", kind) and wrong.any():
-            first = int(np.argmax(wrong))
-            raise ValueError(
-                f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
-                f"(within {SUM_TOLERANCE:g}), or the mean over ranks would drift. Scale its weights; or, if the "
-                f"algorithm corrects the bias, declare stochasticity={'column' if kind == 'row' else 'row'!r}."
-            )
 
 
 def _iterable(argument: str, value: Any, what: str) -> Iterable[Any]:

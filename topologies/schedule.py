@@ -13,8 +13,8 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
-from topologies.round import Round, check_sums
-from topologies.validation import Stochasticity, check_integer, check_stochasticity, check_world_size
+from topologies.round import Round
+from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_stochasticity, check_world_size
 
 #: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
 _CACHED_ROUNDS = 64
@@ -231,13 +231,21 @@ class Schedule:
                 f"{where} is for {round_.world_size} ranks, the topology for {self.world_size}; build all rounds "
                 f"for the same world_size"
             )
-        if not round_.is_formula:
-            check_sums(round_, self.stochasticity, where=where)
-            if self.promised_symmetric and not self.registered and not round_.is_symmetric:
+        if round_.is_formula:
+            return
+        for kind, sums in (("row", round_.row_sums()), ("column", round_.column_sums())):
+            wrong = ~(np.abs(sums - 1) <= SUM_TOLERANCE)
+            if self.stochasticity in ("doubly", kind) and wrong.any():
+                first = int(np.argmax(wrong))
                 raise ValueError(
-                    f"{where} is not symmetric, which was promised; make W[i, j] == W[j, i], or do not pass "
-                    f"symmetric=True"
+                    f"{where}: {kind} {first} of the mixing matrix sums to {float(sums[first])!r}, it must sum to 1 "
+                    f"(within {SUM_TOLERANCE:g}), or the mean over ranks would drift. Scale its weights; or, if the "
+                    f"algorithm corrects the bias, declare stochasticity={'column' if kind == 'row' else 'row'!r}."
                 )
+        if self.promised_symmetric and not self.registered and not round_.is_symmetric:
+            raise ValueError(
+                f"{where} is not symmetric, which was promised; make W[i, j] == W[j, i], or do not pass symmetric=True"
+            )
 
 
 @dataclass(frozen=True)

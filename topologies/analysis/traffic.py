@@ -168,5 +168,4 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
 
 
 def _total(places: IntArray, amounts: FloatArray, num_places: int) -> FloatArray:
-    """Return the sum of the amounts at each place."""
     return np.bincount(places, weights=amounts, minlength=num_places).astype(np.float64)

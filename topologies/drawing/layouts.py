@@ -35,7 +35,6 @@ class Layout:
 
     @property
     def radius(self) -> float:
-        """Radius of a rank."""
         distances = np.linalg.norm(self.places[:, None] - self.places, axis=2)
         share = _RADIUS_SHARE if len(self.places) <= _MANY else _RADIUS_SHARE_OF_MANY
         return float(min(_LARGEST_RADIUS, share * distances[~np.eye(len(distances), dtype=bool)].min(initial=np.inf)))

@@ -215,7 +215,6 @@ def _subtitle(topology: Topology, numbers: Sequence[int]) -> str:
 
 
 def _legend(topology: Topology, numbers: Sequence[int], layout: Layout) -> str:
-    """Return what the lines of these rounds mean."""
     rounds = [topology.round(t) for t in numbers]
     parts = ["The thicker a line, the larger its weight"]
     if not all(round_.is_symmetric for round_ in rounds):

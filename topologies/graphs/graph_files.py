@@ -46,7 +46,6 @@ def read_graph(source: GraphSource) -> nx.Graph:
 
 
 def _from_file(path: Path) -> nx.Graph:
-    """Return the graph of a file in the format of its suffix."""
     name = repr(str(path)[-200:])  # its end: a whole document may stand in place of a path
     if path.suffix.lower() not in _READERS:
         raise ValueError(f"graph file {name} has none of the suffixes {', '.join(_READERS)}; rename or convert it")

@@ -110,7 +110,6 @@ class Recommendation:
         return f"{100 * self.tolerance:.3g} %"
 
     def _beginning(self) -> list[str]:
-        """The default and the best."""
         if self.default is None or not self.ranked:
             return []
         best, own = self.ranked[0], self.default
