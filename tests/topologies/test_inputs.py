@@ -12,7 +12,6 @@ import pytest
 
 import topologies
 from topologies import Round, Topology, weighted_round
-from topologies.serialization import from_dict
 
 TRIANGLE = Topology.from_graph(nx.cycle_graph(3))
 
@@ -114,36 +113,3 @@ def test_all_kinds_of_exact_numbers_are_taken() -> None:
     assert Round.from_rows([{np.int64(1): np.float32(0.5)}, {0: Fraction(1, 2)}, {}]) == expected  # type: ignore[dict-item]
     assert weighted_round(3, nx.path_graph(3).edges) == weighted_round(3, [(0, 1), (1, 2)])  # type: ignore[arg-type]
     assert weighted_round(2, []).is_identity
-
-
-RING = {"name": "ring", "world_size": 4, "options": {}}
-IDENTITY = {"name": "x", "world_size": 3, "stochasticity": "doubly", "rounds": [{"world_size": 3, "groups": []}]}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    data: dict[str, Any] = RING
-    for _ in range(depth):
-        data = {"permuted": data, "order": [0, 1, 2, 3]}
-    return data
-
-
-def phases(*starts: object) -> dict[str, Any]:
-    return {"phases": [{"start": start, "every": 1, "topology": RING} for start in starts]}
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (5, "a topology needs the keys .* got 5"),
-        (RING | {"options": 5}, "this is no topology"),
-        (IDENTITY | {"rounds": [5]}, "a round needs the keys .* got 5"),
-        (IDENTITY | {"world_size": 4}, r"world_size is 4, but the rounds are for 3"),
-        ({"interleave": [RING]}, "a topology needs the keys"),
-        (phases(1), r"the first one at 0, got \[1\]"),
-        (phases(0, 5, 5), r"must start at rising rounds.*got \[0, 5, 5\]"),
-        (nested(5000), r"this is no topology \(RecursionError"),
-    ],
-)
-def test_data_that_are_no_topology_are_refused(data: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_dict(Topology, data)

@@ -1,5 +1,6 @@
-"""Whatever is asked for is built or refused at once: absurd sizes and options cost neither minutes nor memory."""
+"""What is refused, and in which words; and whatever is asked for is built or refused at once, absurd sizes included."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from topologies import Round, Topology, analysis, build, compare, recommend, wei
 from topologies.families.uniform_groups import fewest_factors
 from topologies.graphs.edge_colouring import edge_colouring
 from topologies.integers import divisors
+from topologies.registry import Registry
+from topologies.serialization import from_dict
 from topologies.validation import MAX_WORLD_SIZE
 
 pytestmark = pytest.mark.timeout(15)
@@ -95,14 +98,27 @@ PAIRS = Round.from_groups(4, [(0, 1), (2, 3)])
 CYCLE = nx.DiGraph([(0, 1), (1, 2), (2, 0)])
 NETWORK = {"latency_us": 1, "bandwidth_gbps": 1, "message_mb": 1}
 RING = build("ring", 8)
+COLOURS = Registry("colour", {"red": int, "blue": float})
+DATA: dict[str, Any] = {"name": "ring", "world_size": 4, "options": {}}
+ROUNDS = {"name": "x", "world_size": 3, "stochasticity": "doubly", "rounds": [{"world_size": 3, "groups": []}]}
+NESTED = functools.reduce(lambda data, _: {"permuted": data, "order": [0, 1, 2, 3]}, range(5000), DATA)
 WARM = build("complete", 8).then(RING, after=5)
 PULL = Topology.from_rounds(
     [Round.from_rows([{0: 0.5} if i else {} for i in range(8)])], stochasticity="row", name="pull"
 )
 PUSH = Topology.from_rounds([Round.from_matrix(PULL.round(0).matrix().T)], stochasticity="column", name="push")
 
+
+def phases(*starts: int) -> dict[str, Any]:
+    return {"phases": [{"start": start, "every": 1, "topology": DATA} for start in starts]}
+
+
 #: Values that are not allowed, and what the error says.
 VALUES = [
+    # Of names
+    (lambda: COLOURS.get("bleu"), r"^unknown colour 'bleu'\. Did you mean 'blue'\? Available: blue, red$"),
+    (lambda: COLOURS.get("xyz"), r"^unknown colour 'xyz'\. Available: blue, red$"),
+    (lambda: COLOURS.register("red")(str), r"the colour name 'red' is taken by builtins\.int; choose another name"),
     # Of options
     (lambda: build("local_global", 10, local_size=4), r"the nearest are 8 and 12.*\[1, 2, 5, 10\]"),
     (lambda: build("equi_static", 8, m=BILLION), "m must be at most 1000000"),
@@ -183,6 +199,14 @@ VALUES = [
         "'free' computes its rounds by a function without a period",
     ),
     (lambda: Topology.from_json("{"), "not JSON"),
+    (lambda: from_dict(Topology, 5), "a topology needs the keys .* got 5"),
+    (lambda: from_dict(Topology, DATA | {"options": 5}), "this is no topology"),
+    (lambda: from_dict(Topology, ROUNDS | {"rounds": [5]}), "a round needs the keys .* got 5"),
+    (lambda: from_dict(Topology, ROUNDS | {"world_size": 4}), "world_size is 4, but the rounds are for 3"),
+    (lambda: from_dict(Topology, {"interleave": [DATA]}), "a topology needs the keys"),
+    (lambda: from_dict(Topology, phases(1)), r"the first one at 0, got \[1\]"),
+    (lambda: from_dict(Topology, phases(0, 5, 5)), r"must start at rising rounds.*got \[0, 5, 5\]"),
+    (lambda: from_dict(Topology, NESTED), r"this is no topology \(RecursionError"),
     (lambda: RING.round(-1), "t must be at least 0, got -1"),
     (lambda: build("ring", 1).every(0), "k must be at least 1, got 0"),
     (lambda: RING.then(RING, after=-1), "after must be at least 0, got -1"),
@@ -236,6 +260,13 @@ VALUES = [
 
 #: What is of another type.
 TYPES = [
+    # Of names
+    (lambda: COLOURS.get(["red"]), "the name of a colour must be a str, got .*; pass one of blue, red"),
+    (lambda: COLOURS.register(["red"]), "the name of a colour must be a str, got .*; pass one of blue, red"),
+    (
+        lambda: topologies.register("mine")(lambda world_size, hops: build("ring", world_size + hops)),
+        "'mine' must be keyword-only",
+    ),
     # Of options
     (
         lambda: build("local_global", 8, localsize=2),
