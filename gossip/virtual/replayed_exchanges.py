@@ -84,7 +84,6 @@ class ReplayedExchanges(StackedExchanges):
                 f"replay: what codecs of compression {compression.describe()} remember of lost messages is not in a "
                 "recording; only messages that are values can be repeated (none, bf16, fp16)"
             )
-        self._place_of = {index: place for place, (_, indices) in enumerate(self._blocks) for index in indices}
 
     @property
     def next_ranks(self) -> Sequence[int]:
@@ -222,17 +221,21 @@ class ReplayedExchanges(StackedExchanges):
             assert sent is not None
             return sent[0].to("cpu", torch.float64)
 
-        for late in self._missed[step, self._place_of[index]]:
+        for late in self._missed[step, self._number_of(index)]:
             if late.entered >= 0:
                 weight = round_.neighbours(late.rank)[late.source]
                 difference = weight * (sent_by(late.source) - sent_by(late.rank))
                 self._late[late.entered, late.is_read].append(_Late(index, late.rank, step, difference))
         return super()._start(index, messages, round_, step, meter)
 
+    def _number_of(self, index: int) -> int:
+        """Return the number of a block's bucket on a rank."""
+        return next(number for number, (_, indices) in enumerate(self._blocks) if index in indices)
+
     def _edges(self, index: int, channel: str, round_: Round) -> Round:
         edges = super()._edges(index, channel, round_)
-        place = self._place_of[index] + CHANNEL_STRIDE * self._channels(index).index(channel)
-        missed = {(each.rank, each.source) for each in self._missed[self._step, place]}
+        number = self._number_of(index) + CHANNEL_STRIDE * self._channels(index).index(channel)
+        missed = {(each.rank, each.source) for each in self._missed[self._step, number]}
         return without(edges, missed) if missed else edges
 
     def weights(self) -> dict[str, list[torch.Tensor]]:

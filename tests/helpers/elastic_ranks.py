@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 import topologies
 from gossip import GossipDataParallel, Recording, VirtualWorkers
 from gossip.communication import training_store
-from gossip.exchange.recording import Missed, Recorder
+from gossip.exchange.recording import Members, Missed, Recorder
 from gossip.lab.faults.injection import Fault
 from gossip.parameters.serializable_state import serialize, to_serializable
 
@@ -255,15 +255,23 @@ REPEATED = ("algorithm", "buffers", "clip_grad_norm", "compression", "optimizer"
 
 
 def replay(
-    recording: Recording, numel: int, num_steps: int, weigh: Callable[[int], int] | None = None, **options: Any
+    recording: Recording,
+    numel: int,
+    num_steps: int,
+    weigh: Callable[[int], int] | None = None,
+    returned: Mapping[int, int] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[VirtualWorkers, torch.Tensor]]:
-    """Virtual workers before each step and after the last one, and the values of all replicas, [n, 2, numel]."""
+    """Virtual workers before each step and after the last one, and the values of all replicas, [n, 2, numel].
+
+    ``returned`` says by number which ranks had been there before, and with which number.
+    """
     size = len(recording.num_steps)
     chosen = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE)}
     chosen |= {name: value for name, value in options.items() if name in REPEATED}
     shape: dict[str, Any] = {"bucket_cap_mb": numel * 8 / 2**20, "loss_reduction": "sum", "devices": ["cpu"]}
     workers = VirtualWorkers(Rows(numel), size, replay=recording, **chosen, **shape)
-    samples = torch.stack([targets(rank, numel) for rank in range(size)])
+    samples = torch.stack([targets((returned or {}).get(rank, rank), numel) for rank in range(size)])
     for step in range(num_steps + 1):
         yield workers, torch.stack([stack.detach() for stack in workers.parameters()], 1)
         if step < num_steps:
@@ -275,9 +283,13 @@ def replay(
 def assert_repeated(recording: Recording, stories: Mapping[int, Mapping[int, Any]], numel: int, **options: Any) -> None:
     """Virtual workers that replay the recording have the values that each member tells of each step."""
     num_steps = max(map(max, stories.values()))
+    begun: dict[int, int] = {}
+    for event in recording.events:
+        if isinstance(event, Members):
+            begun[event.rank] = min(event.step, begun.get(event.rank, event.step))
     for step, (_, values) in enumerate(replay(recording, numel, num_steps, **options)):
         for member, story in stories.items():
-            if step in story:
+            if step in story and step >= begun[member]:
                 where = f"replay of rank {member}, step {step}"
                 np.testing.assert_allclose(values[member], story[step], atol=1e-11, rtol=0, err_msg=where)
 

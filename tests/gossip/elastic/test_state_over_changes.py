@@ -108,11 +108,13 @@ def run(changes: Changes, **options: Any) -> Outcome:
             ranks.join(train, folder, changes, options)
         told = [story for story in ranks.results() if story is not None]
         recording = gossip.Recording.load(folder)
-    algorithm, is_same = options["algorithm"], not any(fault.kind == "freeze" for fault in changes.faults.values())
-    if is_same and algorithm.compression is None and not algorithm.requires.tree:
+    algorithm = options["algorithm"]
+    if algorithm.compression is None and not algorithm.requires.tree:
         stories = {member: {step: moment.values for step, moment in story.items()} for member, story in told}
         weigh = samples_of if algorithm.weighted else None
-        assert_repeated(recording, stories, NUMEL, weigh=weigh, **{"topology": "complete"} | options)
+        frozen = [rank for rank, fault in changes.faults.items() if fault.kind == "freeze"]
+        returned = dict(enumerate(frozen, start=4))
+        assert_repeated(recording, stories, NUMEL, weigh=weigh, returned=returned, **{"topology": "complete"} | options)
     return Outcome(dict(told), dropped_of(recording))
 
 

@@ -65,6 +65,21 @@ def test_ranks_without_an_update_are_mixed_nevertheless() -> None:
     assert make_step(idle)[1].any()
 
 
+def test_what_was_missed_of_parameters_that_were_unfrozen_meanwhile() -> None:
+    found = []
+    for events in ([], [Missed(0, 1, 1, 2)]):  # the bucket that comes with step 1
+        module = Rows(NUMEL)
+        module.second.requires_grad_(False)
+        workers = make_workers(begun(*events), module=module)
+        make_step(workers)
+        dict(workers.named_parameters())["second"].requires_grad_(True)
+        make_step(workers)
+        found.append(make_step(workers).clone())
+    whole, missed = found
+    assert torch.equal(whole[:, 0], missed[:, 0])
+    assert [torch.equal(*rows) for rows in zip(whole[:, 1], missed[:, 1], strict=True)] == [False, True, True]
+
+
 class Normed(Rows):
     """With float buffers."""
 
