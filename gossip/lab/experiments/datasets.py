@@ -9,14 +9,14 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field, PositiveInt
 
-from topologies.validation import check_integer, check_real
-
+Share = Annotated[float, Field(gt=0, lt=1)]
 VOCABULARY = "\ufffd\t\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary of :func:`stdlib_text`, in token order; token 0 stands for every character that is not in it."""
 
@@ -53,7 +53,7 @@ class Data:
         return tuple(self.train_inputs.shape[1:])
 
 
-def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
+def digits(test_fraction: Share = 0.2, split_seed: int = 0) -> Data:
     """Scikit-learn's handwritten digits: 1,797 images, inputs [N, 1, 8, 8], ten classes.
 
     ``test_fraction`` of them, between 0 and 1, are held out, stratified by class. ``split_seed``, which is independent
@@ -65,7 +65,6 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    check_real("test_fraction", test_fraction, "between 0 and 1, both excluded", example=0.2)
     bunch = load_digits()
     train_images, test_images, train_targets, test_targets = train_test_split(
         bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
@@ -81,7 +80,10 @@ def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Data:
 
 
 def stdlib_text(
-    context_length: int = 128, max_bytes: int = 2_000_000, test_fraction: float = 0.1, split_seed: int = 0
+    context_length: PositiveInt = 128,
+    max_bytes: PositiveInt = 2_000_000,
+    test_fraction: Share = 0.1,
+    split_seed: int = 0,
 ) -> Data:
     """The source of Python's standard library as text for a character language model.
 
@@ -113,9 +115,9 @@ def stdlib_text(
 def text_files(
     folder: str | Path,
     pattern: str = "**/*.txt",
-    context_length: int = 128,
-    max_bytes: int = 2_000_000,
-    test_fraction: float = 0.1,
+    context_length: PositiveInt = 128,
+    max_bytes: PositiveInt = 2_000_000,
+    test_fraction: Share = 0.1,
     split_seed: int = 0,
 ) -> Data:
     """The user's own text files, read and split in the same way as the modules of :func:`stdlib_text`.
@@ -146,9 +148,6 @@ def _text_data(
     split_seed: int,
     notes: str,
 ) -> Data:
-    check_integer("context_length", context_length, minimum=1)
-    check_integer("max_bytes", max_bytes, minimum=1)
-    check_real("test_fraction", test_fraction, "between 0 and 1, both excluded", example=0.1)
     shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
     max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
     test_bytes = int(max_bytes * test_fraction)

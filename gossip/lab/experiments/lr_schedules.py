@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
+from pydantic import Field
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from topologies.validation import check_real
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def constant(optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0) -> LambdaLR:
+def constant(optimizer: Optimizer, total_steps: int, *, warmup_fraction: Fraction = 0.0) -> LambdaLR:
     """A linear warm-up, then a constant learning rate; parameters as for :func:`cosine`."""
     return _schedule(optimizer, total_steps, warmup_fraction, 1.0, lambda _: 1.0)
 
 
 def linear(
-    optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0, final_fraction: float = 0.0
+    optimizer: Optimizer, total_steps: int, *, warmup_fraction: Fraction = 0.0, final_fraction: Fraction = 0.0
 ) -> LambdaLR:
     """A linear warm-up, then linear decay to ``final_fraction`` of the rate; parameters as for :func:`cosine`."""
     return _schedule(optimizer, total_steps, warmup_fraction, final_fraction, lambda progress: 1 - progress)
 
 
 def cosine(
-    optimizer: Optimizer, total_steps: int, *, warmup_fraction: float = 0.0, final_fraction: float = 0.0
+    optimizer: Optimizer, total_steps: int, *, warmup_fraction: Fraction = 0.0, final_fraction: Fraction = 0.0
 ) -> LambdaLR:
     r"""A linear warm-up, then cosine decay (half a period) to ``final_fraction`` of the learning rate.
 
@@ -53,8 +55,6 @@ def _schedule(
     final_fraction: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    for name, value in (("warmup_fraction", warmup_fraction), ("final_fraction", final_fraction)):
-        check_real(name, value, "between 0 and 1", example=0.1)
     warmup_steps = round(warmup_fraction * total_steps)
 
     def factor(step: int) -> float:

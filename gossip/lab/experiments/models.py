@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from pydantic import Field, PositiveInt
 from torch import nn
 from torch.nn import functional
-
-from topologies.validation import check_real
 
 
 class MLP(nn.Module):
@@ -28,9 +28,8 @@ class MLP(nn.Module):
     torch.Size([5, 10])
     """
 
-    def __init__(self, input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> None:
+    def __init__(self, input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[PositiveInt] = (64,)) -> None:
         super().__init__()
-        _check_sizes(input_shape=input_shape, num_classes=(num_classes,), hidden=hidden)
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = []
         for num_in, num_out in itertools.pairwise(widths):
@@ -56,11 +55,12 @@ class SmallCNN(nn.Module):
     torch.Size([5, 10])
     """
 
-    def __init__(self, input_shape: Sequence[int], num_classes: int, *, channels: Sequence[int] = (32, 64)) -> None:
+    def __init__(
+        self, input_shape: Sequence[int], num_classes: int, *, channels: Sequence[PositiveInt] = (32, 64)
+    ) -> None:
         super().__init__()
         if len(input_shape) != 3:
             raise ValueError(f"input_shape must be (C, H, W) for SmallCNN, got {tuple(input_shape)}; use another model")
-        _check_sizes(input_shape=input_shape, num_classes=(num_classes,), channels=channels)
         if not channels or min(input_shape[1:]) < 2 ** len(channels):
             raise ValueError(
                 f"channels={tuple(channels)} must be at least one stage, and each of them halves the image, got "
@@ -117,10 +117,10 @@ class CharTransformer(nn.Module):
         input_shape: Sequence[int],
         num_classes: int,
         *,
-        width: int = 128,
-        depth: int = 2,
-        num_heads: int = 4,
-        dropout: float = 0.0,
+        width: PositiveInt = 128,
+        depth: PositiveInt = 2,
+        num_heads: PositiveInt = 4,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
         tied_head: bool = False,
         vocabulary_size: int | None = None,
     ) -> None:
@@ -129,19 +129,16 @@ class CharTransformer(nn.Module):
             raise ValueError(
                 f"input_shape must be (context_length,) for CharTransformer, got {tuple(input_shape)}; use another"
             )
-        _check_sizes(input_shape=input_shape, num_classes=(num_classes,))
-        _check_sizes(width=(width,), depth=(depth,), num_heads=(num_heads,))
         if width % num_heads:
             raise ValueError(f"width must be a multiple of num_heads={num_heads}, got {width}")
-        check_real("dropout", dropout, "at least 0 and below 1", example=0.1)
         if vocabulary_size is not None and vocabulary_size < num_classes:
             raise ValueError(
                 f"vocabulary_size must be at least {num_classes}, the vocabulary of the data, got {vocabulary_size}"
             )
         num_rows = vocabulary_size or num_classes
-        self.context_length, self.num_classes = input_shape[0], num_classes
+        self.num_classes = num_classes
         self.embedding = nn.Embedding(num_rows, width)
-        self.positions = nn.Parameter(torch.empty(self.context_length, width))
+        self.positions = nn.Parameter(torch.empty(input_shape[0], width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*[_Block(width, num_heads, dropout) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
@@ -152,10 +149,7 @@ class CharTransformer(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, T, num_classes] of the next character; inputs are int64 [N, T], T <= context_length."""
-        length = inputs.shape[-1]
-        if length > self.context_length:
-            raise ValueError(f"inputs have {length} characters, allowed are {self.context_length}; cut them")
-        hidden = self.dropout(self.embedding(inputs) + self.positions[:length])
+        hidden = self.dropout(self.embedding(inputs) + self.positions[: inputs.shape[-1]])
         logits: torch.Tensor = self.head(self.norm(self.blocks(hidden)))[..., : self.num_classes]
         return logits
 
@@ -195,9 +189,3 @@ class _Block(nn.Module):
         expanded = functional.gelu(self.expand(self.feed_forward_norm(hidden)))
         result: torch.Tensor = hidden + self.dropout(self.contract(expanded))
         return result
-
-
-def _check_sizes(**sizes: Sequence[int]) -> None:
-    for argument, values in sizes.items():
-        if any(value < 1 for value in values):
-            raise ValueError(f"{argument} must be at least 1, got {values[0] if len(values) == 1 else tuple(values)}")

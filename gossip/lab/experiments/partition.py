@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import PositiveFloat, PositiveInt
 
-from gossip.lab.experiments.validated_models import nearest
-
-SCHEMES = ("iid", "by_class", "dirichlet")
-DEFAULT_SHARDS_PER_RANK = 2
-DEFAULT_ALPHA = 0.5
+OPTIONS: Mapping[str, tuple[str, Any]] = {"by_class": ("shards_per_rank", 2), "dirichlet": ("alpha", 0.5)}
+"""The option of each scheme that has one, and its default."""
 
 
 def partition(
     labels: npt.ArrayLike,
     world_size: int,
-    scheme: str = "iid",
+    scheme: Literal["iid", "by_class", "dirichlet"] = "iid",
     *,
-    alpha: float | None = None,
-    shards_per_rank: int | None = None,
+    alpha: PositiveFloat | None = None,
+    shards_per_rank: PositiveInt | None = None,
     seed: int = 0,
 ) -> tuple[npt.NDArray[np.int64], ...]:
     """Assign every sample to exactly one rank.
@@ -71,7 +69,12 @@ def partition(
             f"labels must be one integer per sample, [N], got {label_array.dtype} with the shape {label_array.shape}; "
             "pass Data.train_labels"
         )
-    _check_scheme(scheme, alpha, shards_per_rank)
+    given = {"alpha": alpha, "shards_per_rank": shards_per_rank}
+    for its_scheme, (name, _) in OPTIONS.items():
+        if given[name] is not None and scheme != its_scheme:
+            raise ValueError(
+                f"{name}={given[name]} means nothing for scheme {scheme!r}; leave it out or set scheme={its_scheme!r}"
+            )
     if len(label_array) < world_size:
         raise ValueError(
             f"{len(label_array)} samples cannot be dealt to world_size={world_size}: every rank needs at least one; "
@@ -81,26 +84,10 @@ def partition(
     if scheme == "iid":
         parts = np.array_split(generator.permutation(len(label_array)), world_size)
     elif scheme == "by_class":
-        shards = DEFAULT_SHARDS_PER_RANK if shards_per_rank is None else shards_per_rank
-        parts = _by_class(label_array, world_size, shards, generator)
+        parts = _by_class(label_array, world_size, shards_per_rank or OPTIONS[scheme][1], generator)
     else:
-        parts = _dirichlet(label_array, world_size, DEFAULT_ALPHA if alpha is None else alpha, generator)
+        parts = _dirichlet(label_array, world_size, alpha or OPTIONS[scheme][1], generator)
     return tuple(np.sort(part).astype(np.int64, copy=False) for part in parts)
-
-
-def _check_scheme(scheme: str, alpha: float | None, shards_per_rank: int | None) -> None:
-    if scheme not in SCHEMES:
-        hint = nearest(scheme, SCHEMES)
-        raise ValueError(f"there is no scheme {scheme!r}{hint} Available: {', '.join(SCHEMES)}")
-    for name, value, its_scheme in (("alpha", alpha, "dirichlet"), ("shards_per_rank", shards_per_rank, "by_class")):
-        if value is not None and scheme != its_scheme:
-            raise ValueError(
-                f"{name}={value} means nothing for scheme {scheme!r}; leave it out or set scheme={its_scheme!r}"
-            )
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be positive and finite, got {alpha}; for equal shares use scheme='iid'")
-    if shards_per_rank is not None and shards_per_rank < 1:
-        raise ValueError(f"shards_per_rank must be at least 1, got {shards_per_rank}")
 
 
 def _by_class(

@@ -126,7 +126,7 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
     parameters = inspect.signature(target).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     try:
-        types_ = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        types_ = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except (NameError, TypeError, AttributeError):  # type hints that only a type checker can resolve
         types_ = {}
     for name, value in options.items():

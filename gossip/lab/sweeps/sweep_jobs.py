@@ -20,6 +20,7 @@ from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import options_of
 from gossip.lab.experiments.experiment_build import import_modules, make_compression, make_topology
+from gossip.lab.experiments.partition import OPTIONS
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, read, value_of
@@ -223,17 +224,11 @@ def _called(name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) 
 
 
 def _partition(partition: Mapping[str, Any]) -> str:
-    from gossip.lab.experiments.partition import DEFAULT_ALPHA, DEFAULT_SHARDS_PER_RANK
-
     scheme = str(partition.get("scheme", "iid"))
-    values = {
-        "dirichlet": (partition.get("alpha"), DEFAULT_ALPHA),
-        "by_class": (partition.get("shards_per_rank"), DEFAULT_SHARDS_PER_RANK),
-    }
-    if scheme not in values:
+    if scheme not in OPTIONS:
         return scheme
-    value, default = values[scheme]
-    return f"{scheme}({default if value is None else value:g})"
+    option, default = OPTIONS[scheme]
+    return f"{scheme}({partition.get(option) or default:g})"
 
 
 _FOLDER = "hydra.sweep.dir"

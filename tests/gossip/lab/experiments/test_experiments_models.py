@@ -56,23 +56,18 @@ def test_char_transformer_is_causal() -> None:
     assert difference[position:].gt(0).all()
 
 
-def test_char_transformer_reads_shorter_texts_and_refuses_longer_ones() -> None:
+def test_char_transformer_reads_shorter_texts() -> None:
     model = CharTransformer((8,), 20, width=16).eval()
     inputs = torch.randint(20, (2, 8))
     torch.testing.assert_close(model(inputs[:, :5]), model(inputs)[:, :5])
-    with pytest.raises(ValueError, match="inputs have 9 characters, allowed are 8"):
-        model(torch.zeros(2, 9, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
     ("build", "arguments", "options", "message"),
     [
-        (MLP, ((1, 8, 8), 10), {"hidden": (4, 0)}, r"hidden must be at least 1, got \(4, 0\)"),
         (SmallCNN, ((128,), 98), {}, r"input_shape must be \(C, H, W\) for SmallCNN, got \(128,\)"),
         (SmallCNN, ((1, 8, 8), 10), {"channels": (2, 2, 2, 2)}, "each of them halves the image"),
         (CharTransformer, ((8,), 10), {"width": 30}, "width must be a multiple of num_heads=4, got 30"),
-        (CharTransformer, ((8,), 10), {"depth": 0}, "depth must be at least 1, got 0"),
-        (CharTransformer, ((8,), 10), {"dropout": 1.0}, r"dropout must be at least 0 and below 1, got 1\.0"),
     ],
 )
 def test_model_refuses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -10,7 +11,11 @@ from hydra.errors import ConfigCompositionException
 from pydantic import Field, field_validator
 from repository import CONFIGS
 
+from gossip.lab.experiments.datasets import digits, stdlib_text, text_files
+from gossip.lab.experiments.lr_schedules import constant, cosine, linear
+from gossip.lab.experiments.models import MLP, CharTransformer, SmallCNN
 from gossip.lab.experiments.option_help import explain
+from gossip.lab.experiments.partition import partition
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, OneOf, blaming, check_options, read
 
 
@@ -57,6 +62,31 @@ def test_options_of_another_type_are_refused(options: dict[str, Any], text: str)
     with pytest.raises(ConfigurationError) as caught:
         check_options("place", build, options)
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "text"),
+    [
+        (partition, {"scheme": "dirichlett"}, "scheme must be 'iid', 'by_class' or 'dirichlet', got 'dirichlett'"),
+        (partition, {"alpha": 0.0}, "alpha must be greater than 0, got 0.0"),
+        (partition, {"shards_per_rank": 0}, "shards_per_rank must be greater than 0, got 0"),
+        (digits, {"test_fraction": 1.0}, "test_fraction must be less than 1, got 1.0"),
+        (stdlib_text, {"test_fraction": 0.0}, "test_fraction must be greater than 0, got 0.0"),
+        (stdlib_text, {"context_length": 0}, "context_length must be greater than 0, got 0"),
+        (text_files, {"max_bytes": 0}, "max_bytes must be greater than 0, got 0"),
+        (MLP, {"hidden": [4, 0]}, "hidden[1] must be greater than 0, got 0"),
+        (SmallCNN, {"channels": [-1]}, "channels[0] must be greater than 0, got -1"),
+        *((CharTransformer, {name: 0}, f"{name} must be greater than 0") for name in ("width", "depth", "num_heads")),
+        (CharTransformer, {"dropout": 1.0}, "dropout must be less than 1, got 1.0"),
+        (constant, {"warmup_fraction": 1.5}, "warmup_fraction must be less than or equal to 1, got 1.5"),
+        (linear, {"final_fraction": -0.5}, "final_fraction must be greater than or equal to 0, got -0.5"),
+        (cosine, {"final_fraction": 1.5}, "final_fraction must be less than or equal to 1, got 1.5"),
+    ],
+)
+def test_values_out_of_range_are_refused(target: Callable[..., Any], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_options("place", target, options)
+    assert str(caught.value).startswith(f"place.{text}")
 
 
 def test_blame_falls_on_what_the_text_names() -> None:
