@@ -30,10 +30,6 @@ class Pending(Awaited, Protocol):
         """What the operation that is being awaited, or that failed, waits for."""
 
     @property
-    def done(self) -> bool:
-        """Whether all of them have ended, successfully or not. Does not block."""
-
-    @property
     def finished_at(self) -> Mapping[str, float]:
         """``time.perf_counter()`` when the operations of a name were seen to end; empty if the host cannot see it."""
 
@@ -109,10 +105,6 @@ class _OnStream:
             except Exception as error:
                 self.error = error
             self._event = stream.record_event()
-
-    @property
-    def done(self) -> bool:
-        return bool(self._event.query())
 
     def wait(self, _: timedelta) -> bool:
         """Make the current stream wait; the host does not wait, and the backend's own time-out applies."""

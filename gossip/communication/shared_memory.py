@@ -156,11 +156,6 @@ class Readings(_Polled):
         return all(reading.is_so() for reading in self._readings.values())
 
     @property
-    def done(self) -> bool:
-        """Whether the messages are there, or never will be. Does not block."""
-        return _Polled.wait(self, timedelta())
-
-    @property
     def awaited(self) -> str:
         """The name of the first message that is not there."""
         return next((name for name, reading in self._readings.items() if not reading.is_found), "")

@@ -28,14 +28,11 @@ class Part:
         Their place in the bucket.
     num_blocks, width : int
         They hold ``num_blocks * width`` values.
-    first_block : int
-        The number of blocks before them.
     """
 
     values: slice
     num_blocks: int
     width: int
-    first_block: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return these blocks of flat values, [..., num_blocks, width], as a view."""
@@ -47,9 +44,9 @@ def parts_of(numel: int, block_numel: int, device: torch.device) -> Iterator[Par
     num_full = numel // block_numel
     for piece in chunks(num_full * block_numel, device):
         number = (piece.stop - piece.start) // block_numel
-        yield Part(piece, number, block_numel, piece.start // block_numel)
+        yield Part(piece, number, block_numel)
     if rest := numel - num_full * block_numel:
-        yield Part(slice(numel - rest, numel), 1, rest, num_full)
+        yield Part(slice(numel - rest, numel), 1, rest)
 
 
 class Sparsifier(ABC):
@@ -146,7 +143,7 @@ class RandomK(Sparsifier):
     def __init__(self, bucket: BucketShape, ratio: float, seed: int) -> None:
         super().__init__(bucket, ratio, seed)
         # A single part, because every place costs a cache line wherever it is.
-        self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel, 0),)
+        self.parts = (Part(slice(0, bucket.numel), 1, bucket.numel),)
         number = num_kept(self.ratio, bucket.numel)
         bounds = torch.arange(number + 1) * bucket.numel // max(number, 1)
         self._starts, self._lengths = bounds[:-1], bounds.diff().float()
@@ -197,7 +194,8 @@ class Sign(Sparsifier):
 
     def _scales(self, part: Part, payload: torch.Tensor) -> torch.Tensor:
         scales = payload[..., : self._scales_bytes].view(self.wide)
-        return scales[..., part.first_block : part.first_block + part.num_blocks]
+        first = part.values.start // self.block_numel
+        return scales[..., first : first + part.num_blocks]
 
     def encode_(self, values: torch.Tensor, known: torch.Tensor, payload: torch.Tensor) -> None:
         integers = torch.int64 if self.wide == torch.float64 else torch.int32
