@@ -38,10 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("address", metavar="HOST:PORT", help="where the key-value store is")
     parser.add_argument("--watch", action="store_true", help="again every few seconds, until Ctrl-C")
     parsed = parser.parse_args(arguments)
-    if not parsed.address.rpartition(":")[2].isdecimal():
+    host, _, port = parsed.address.rpartition(":")
+    if not port.isdecimal():
         parser.error(f"HOST:PORT must end with the number of a port, such as node0:29400, got {parsed.address!r}")
     try:
-        host, _, port = parsed.address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT.total_seconds()).close()  # torch says more
         store, key = connect(parsed.address, _TIMEOUT), training_key()
         found = next(trainings(store, key), None)

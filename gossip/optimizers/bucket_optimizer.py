@@ -59,17 +59,14 @@ def build_optimizers(
 def _check_steps_by_bucket(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for key, value in vars(optimizer).items():
-        if key not in ("state", "param_groups") and _holds_more(value):
+        held = () if key in ("state", "param_groups") else tree_leaves(value)
+        if any(isinstance(leaf, Optimizer | nn.Parameter) for leaf in held):
             raise ValueError(
                 f"{name} keeps parameters or another optimizer in its attribute {key!r}, and would step all of them "
                 "for every bucket; wrap the module with step_in_backward=False"
             )
     if step_pre_hooks(optimizer):
         raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
-
-
-def _holds_more(value: object) -> bool:
-    return any(isinstance(leaf, Optimizer | nn.Parameter) for leaf in tree_leaves(value))
 
 
 _NO_PRE_HOOKS = (
