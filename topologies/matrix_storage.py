@@ -35,9 +35,6 @@ class UniformGroups:
         group = self._group_of(rank)
         return dict.fromkeys(group, 1.0 / len(group))
 
-    def self_weight(self, rank: int) -> float:
-        return 1.0 / len(self._group_of(rank))
-
     def readers(self, rank: int) -> tuple[int, ...]:
         return tuple(other for other in self._group_of(rank) if other != rank)
 
@@ -148,9 +145,6 @@ class SparseRows:
         row = dict(zip(self.sources[others].tolist(), self.weights[others].tolist(), strict=True))
         row[rank] = float(self.self_weights[rank])
         return row
-
-    def self_weight(self, rank: int) -> float:
-        return float(self.self_weights[rank])
 
     def readers(self, rank: int) -> tuple[int, ...]:
         starts, readers = self._columns
@@ -280,9 +274,6 @@ class Formula:
 
     def row(self, rank: int) -> Row:
         return self._row(rank).copy()
-
-    def self_weight(self, rank: int) -> float:
-        return self._row(rank)[rank]
 
     @cached_property
     def _row(self) -> Callable[[int], Row]:

@@ -251,7 +251,7 @@ class Round:
 
     def self_weight(self, rank: int) -> float:
         """Return ``W[rank, rank]``."""
-        return self._storage.self_weight(self._check_rank(rank))
+        return self.row(rank)[rank]
 
     @property
     def groups(self) -> Groups:

@@ -217,7 +217,7 @@ class Schedule:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle a schedule of rounds by its rounds, a composed one by its phases."""
         names = (field.name for field in fields(self) if field.init and field.name != "registered")
-        given = {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
+        given = {name: getattr(self, name) for name in names}
         return functools.partial(type(self), **given), ()
 
     def _identity(self) -> tuple[Any, ...]:

@@ -345,4 +345,5 @@ def corrupted(rank: int, bucket: int, round_index: int) -> GossipError:
 
 def row_sum(round_: Round, rank: int) -> float:
     """Return the sum of a row of W, the total weight of what a rank mixes."""
-    return round_.self_weight(rank) + sum(round_.neighbours(rank).values())
+    row = round_.row(rank)
+    return row.pop(rank) + sum(row.values())

@@ -447,9 +447,9 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         :math:`s^2`, then the expectation of that square is :math:`s^2 (\sum_{j \ne i} W_{ij}^2 + (1 - W_{ii})^2)`, and
         the squared consensus distance is :math:`s^2 (n - 1) / n`. For W = J / n the estimate is exact.
         """
-        weights = round_.neighbours(self._rank).values()
-        size = self._topology.world_size
-        spread = sum(weight * weight for weight in weights) + (1 - round_.self_weight(self._rank)) ** 2
+        row = round_.row(self._rank)
+        kept, size = row.pop(self._rank), self._topology.world_size
+        spread = sum(weight * weight for weight in row.values()) + (1 - kept) ** 2
         return (size - 1) / size / spread if spread else 0.0
 
 

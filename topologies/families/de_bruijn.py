@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from topologies.family_registry import register
 from topologies.integers import powers
 from topologies.round import Round
@@ -57,13 +55,5 @@ def de_bruijn(world_size: int, *, p: int = 2) -> Topology:
         stride = world_size // p
         return tuple(other for other in range(rank // p, world_size, stride) if other != rank)
 
-    def whole() -> Round:
-        targets = np.repeat(np.arange(world_size), p)
-        sources = np.arange(world_size * p) % world_size
-        loops = targets == sources
-        kept = np.zeros(world_size)
-        kept[targets[loops]] = weight
-        return Round.from_edges(world_size, targets[~loops], sources[~loops], weight, kept)
-
-    round_ = Round.from_formula(world_size, row, readers=readers, whole=whole)
+    round_ = Round.from_formula(world_size, row, readers=readers)
     return Topology(world_size, lambda _: round_, 1, promised_exact_after=served.index(world_size))
