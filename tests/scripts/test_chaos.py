@@ -112,7 +112,7 @@ def test_what_followed_a_fault_is_of_the_others_and_of_the_whole_group() -> None
 def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     for arguments, words in (
         ((tmp_path,), "is there already; name a new folder"),
-        ((tmp_path / "new", "--faults", "kill:1"), "KIND:RANK@STEP, with a kind of kill|freeze"),
+        ((tmp_path / "new", "--faults", "kill:1"), "faults[0] must match pattern '^(kill|freeze"),
     ):
         refused = run_here("chaos.py", *arguments)
         assert refused.status == 2

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 from torch import nn
 
 from gossip import COMPRESSIONS, GossipDataParallel
@@ -38,13 +38,7 @@ _FAULTS_OF_A_LIFE = 6  # planned per process; fewer happen if one of them ends i
 _BATCH_SIZE = 16
 _WIDTH = 64
 _PARTITION_TIMEOUT_S = 60.0
-_KINDS = "|".join(KINDS)
-
-
-def _check_planned(text: str) -> str:
-    if not re.fullmatch(rf"({_KINDS}):\d+@\d+", text):
-        raise ValueError(f"faults must have the form KIND:RANK@STEP, with a kind of {_KINDS}, got {text!r}")
-    return text
+_PLANNED = rf"^({'|'.join(KINDS)}):\d+@\d+$"
 
 
 class ChaosSettings(BenchmarkSettings):
@@ -63,7 +57,7 @@ class ChaosSettings(BenchmarkSettings):
     topology: str = Field("one_peer_exponential", description="of the ranks")
     compression: Annotated[str, OneOf(COMPRESSIONS.available())] | None = Field(None, description="of messages")
     restarts: int = Field(10_000, ge=0, description="of a worker that fails")
-    plan: tuple[Annotated[str, AfterValidator(_check_planned)], ...] = Field(
+    plan: tuple[Annotated[str, Field(pattern=_PLANNED)], ...] = Field(
         (), alias="faults", description="KIND:RANK@STEP of planned faults, instead of random ones"
     )
 

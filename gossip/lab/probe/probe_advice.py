@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from topologies.reports.family_samples import title_of
 from topologies.reports.units import aligned, bytes_text, seconds_text
 
 TOLERANCE = 0.01
+NUM_STEPS = 200
+"""The number of simulated steps of each topology."""
 #: A topology whose replicas need more than this factor times ceil(log2 n) rounds to agree is not recommended: its steps
 #: are short, but ranks learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
 _MOST_ROUNDS_FACTOR = 4
@@ -148,31 +150,22 @@ def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
 class Advice:
     """Predictions, ordered by step time; ``str()`` gives the report, whose last line is the recommendation.
 
-    The rows are all-reduce, and topologies with an uncompressed exchange in every step. ``best`` is the recommended
-    topology, ``choice`` what to use with it; None if no topology is suitable.
+    The rows are all-reduce, and topologies with an uncompressed exchange in every step. The ``choice`` is what to use;
+    None for one rank.
     """
 
     measured: Measured
     rows: tuple[Predicted, ...]
     all_reduce: Predicted
-    best: Predicted | None
     choice: Choice | None
-
-    @property
-    def helps(self) -> bool:
-        """Whether all-reduce takes longer than the choice to reach a loss, by more than 5 % and the jitter."""
-        workload = self.measured.workload
-        if self.choice is None or workload.jitter > _MOST_JITTER:
-            return False
-        return self.all_reduce.run.step_time_s > same(workload) * self.choice.worth_s
 
     @property
     def sentence(self) -> str:
         """Whether gossip helps here, what to use and why; or that this cannot be told, and what to do."""
         cluster = self.measured.cluster
-        if cluster.world_size == 1:
+        if self.choice is None:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
-        found = f"{self._verdict} Differences within the jitter of {self._jitter} count as equal."
+        found = f"{self._verdict(self.choice)} Differences within the jitter of {self._jitter} count as equal."
         if self.measured.workload.jitter > _MOST_JITTER:
             found = (
                 f"Cannot tell whether gossip helps here: the same step's computation varies by {self._jitter}, more "
@@ -190,21 +183,17 @@ class Advice:
     def _jitter(self) -> str:
         return f"{100 * self.measured.workload.jitter:.0f} %"
 
-    @property
-    def _verdict(self) -> str:
-        n, ddp_s = self.measured.cluster.world_size, self.all_reduce.run.step_time_s
-        if self.best is None or self.choice is None:
-            return f"Gossip does not help here: no topology brings {n} ranks to agree soon enough; take all-reduce."
-        if self.helps:
+    def _verdict(self, choice: Choice) -> str:
+        """Whether all-reduce takes longer than the choice to reach a loss, by more than 5 % and the jitter."""
+        ddp_s, best = self.all_reduce.run.step_time_s, f"{title_of(choice.topology)}, {choice.words}"
+        if ddp_s > same(self.measured.workload) * choice.worth_s:
             return (
-                f"Gossip helps here: take {self.best.title}, {self.choice.words}. {self.choice.reason} All-reduce's "
-                f"step takes {seconds_text(ddp_s)}, {ddp_s / self.choice.worth_s:.2f} times as long as this needs to "
-                f"learn as much."
+                f"Gossip helps here: take {best}. {choice.reason} All-reduce's step takes {seconds_text(ddp_s)}, "
+                f"{ddp_s / choice.worth_s:.2f} times as long as this needs to learn as much."
             )
         return (
-            f"Gossip does not help here: the best of it, {self.best.title}, {self.choice.words}, is predicted to "
-            f"take {seconds_text(self.choice.worth_s)} to learn as much as in all-reduce's step of "
-            f"{seconds_text(ddp_s)}, whose mean is exact; take all-reduce."
+            f"Gossip does not help here: the best of it, {best}, is predicted to take {seconds_text(choice.worth_s)} "
+            f"to learn as much as in all-reduce's step of {seconds_text(ddp_s)}, whose mean is exact; take all-reduce."
         )
 
     def __str__(self) -> str:
@@ -256,47 +245,38 @@ class Advice:
         ]
 
 
-def advise(
-    measured: Measured,
-    data: DataKind = "alike",
-    *,
-    topologies: Iterable[str | Topology] | None = None,
-    num_steps: int = 200,
-) -> Advice:
+def advise(measured: Measured, data: DataKind = "alike") -> Advice:
     """Predict the step times of all-reduce and of topologies, and choose among them. Local.
 
-    The data are "alike" or "different": whether all ranks draw from the same. The topologies are by default all
-    registered ones that support the world size, without those that repeat another's exchanges, and each is simulated
-    for so many steps.
+    The data are "alike" or "different": whether all ranks draw from the same. The topologies are all registered ones
+    that support the world size, without those that repeat another's exchanges. One of them is complete, which agrees at
+    once.
     """
     # Steps that are alike differ by what else the machine does: waiting for each other because of that is no barrier.
     cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)
     n = cluster.world_size
-    run = simulate_time("ddp", cluster, workload, num_steps)
-    all_reduce = Predicted("ddp", None, run, 2.0 * (n - 1) / n, 1, 0.0)
-    chosen = list(chosen_topologies(topologies, n, cluster.local_size)) if n > 1 else []
-    if topologies is None:
-        chosen = without_disguises(chosen)
-    rows = [_predict(topology, cluster, workload, num_steps) for topology in chosen if topology.doubly_stochastic]
+    all_reduce = Predicted("ddp", None, simulate_time("ddp", cluster, workload, NUM_STEPS), 2.0 * (n - 1) / n, 1, 0.0)
+    if n == 1:
+        return Advice(measured, (all_reduce,), all_reduce, None)
+    topologies = without_disguises(chosen_topologies(None, n, cluster.local_size))
+    rows = [_predict(topology, cluster, workload) for topology in topologies if topology.doubly_stochastic]
     good = [row for row in rows if row.rounds is not None and row.rounds <= _most_rounds(n)]
-    best = None
-    if good:
-        shortest = min(row.run.step_time_s for row in good)
-        best = min(
-            (row for row in good if row.run.step_time_s <= same(measured.workload) * shortest),
-            key=lambda row: (row.title != DEFAULT, row.rounds, row.messages, row.title),
-        )
+    shortest = min(row.run.step_time_s for row in good)
+    best = min(
+        (row for row in good if row.run.step_time_s <= same(measured.workload) * shortest),
+        key=lambda row: (row.title != DEFAULT, row.rounds, row.messages, row.title),
+    )
+    assert best.topology is not None
     ranked = sorted([all_reduce, *rows], key=lambda row: (row.run.step_time_s, row.rounds or math.inf, row.title))
-    choice = choose(measured, best.topology, data) if best is not None and best.topology is not None else None
-    return Advice(measured, tuple(ranked), all_reduce, best, choice)
+    return Advice(measured, tuple(ranked), all_reduce, choose(measured, best.topology, data))
 
 
-def _predict(topology: Topology, cluster: Cluster, workload: Workload, num_steps: int) -> Predicted:
+def _predict(topology: Topology, cluster: Cluster, workload: Workload) -> Predicted:
     traffic = analysis.traffic(topology, local_size=cluster.local_size if cluster.num_nodes > 1 else 1)
     return Predicted(
         title=title_of(topology),
         topology=topology,
-        run=simulate_time(topology, cluster, workload, num_steps),
+        run=simulate_time(topology, cluster, workload, NUM_STEPS),
         messages=sum(round_.busiest_node for round_ in traffic.rounds) / len(traffic.rounds) / traffic.every,
         rounds=analysis.rounds_to(topology, TOLERANCE),
         rate=analysis.consensus_rate(topology),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.report.report_document import Choice, Metric, Number, Trial
@@ -21,13 +21,6 @@ class Tuning(Model):
     parameter: str
     values: tuple[Number, ...] = Field(min_length=2)
     seed: int = Field(ge=0)
-
-    @field_validator("values")
-    @classmethod
-    def _are_distinct(cls, values: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"values {list(values)} have a number twice; leave one of them out")
-        return values
 
     def trial_axes(self, axes: Axes) -> dict[str, Sequence[str]]:
         """Return the axes of the trials: every value of the grid, with the seed of the trials."""

@@ -110,7 +110,7 @@ def bits_per_second(rate: str) -> int:
 
 
 class Lab:
-    """Hosts on a bridge; host i has the address 10.77.0.(i + 1) on its interface eth0.
+    """Hosts on a bridge, at most :data:`MAX_HOSTS`; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
     The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory.
     A ConfigurationError says in one line why the lab cannot be created on this machine or by this user.
@@ -119,8 +119,6 @@ class Lab:
     interface = "eth0"
 
     def __init__(self, num_hosts: int, rate: int | None = None) -> None:
-        if not 1 <= num_hosts <= MAX_HOSTS:
-            raise ValueError(f"num_hosts must be from 1 to {MAX_HOSTS}, got {num_hosts}")
         if missing := what_is_missing():
             raise ConfigurationError(f"no lab: {missing}")
         with contextlib.ExitStack() as stack:
