@@ -125,14 +125,6 @@ def test_averages_now_and_then_are_hidden_as_long_as_they_may_be_late(algorithm:
     np.testing.assert_allclose(np.diff(run.step_ends_s[5::4]), 4 * 0.1 + exposed_s)
 
 
-@pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 2 * 4 / 5), ("exponential", 3)])
-def test_several_peers_share_the_link(name: str, messages: float) -> None:
-    n = 8 if name == "exponential" else 5
-    workload = Workload(0.0, 0.0, (12_500_000,))
-    run = simulate_time(topologies.build(name, n), Cluster(n, **GIGABIT), workload, 20)
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 * messages)
-
-
 def test_memory_that_ranks_share_costs_nothing_but_for_all_reduce_of_gradients() -> None:
     cluster = Cluster(1, 4, **{**FREE, "local_bandwidth_gbps": 1.0})
     sharing = dataclasses.replace(cluster, shares_memory=True)
