@@ -323,9 +323,8 @@ def _name(phases: Sequence[Phase[Any]]) -> str:
     return text
 
 
-def _check_other(topology: Schedule, other: object) -> None:
+def _check_other(topology: Schedule, other: Schedule) -> None:
     check_schedule("other", other, topology.world_size)
-    assert isinstance(other, Schedule)
     if other.world_size != topology.world_size:
         raise ValueError(
             f"other is {other.name!r} for {other.world_size} ranks, it is to follow {topology.name!r} for "

@@ -119,10 +119,11 @@ class Disagreement:
 
     def stationary_weights(self) -> FloatArray:
         """Return the left eigenvector of R for the eigenvalue 1, with sum 1: the weights on which the ranks agree."""
+        from scipy.sparse import eye_array
         from scipy.sparse.linalg import splu
 
         transposed = self._sparse_product().T
-        shifted = splu((transposed - (1.0 + 1e-10) * _identity(self.world_size)).tocsc())
+        shifted = splu((transposed - (1.0 + 1e-10) * eye_array(self.world_size, format="csr")).tocsc())
         weights = np.full(self.world_size, 1.0 / self.world_size)
         for _ in range(4):  # inverse iteration: each step gains ten digits or so
             weights = shifted.solve(weights)
@@ -138,15 +139,11 @@ class Disagreement:
         return values / self.scale.reshape(-1, *[1] * (values.ndim - 1))
 
 
-def _identity(size: int) -> Any:
-    from scipy import sparse
-
-    return sparse.eye_array(size, format="csr")
-
-
 def _largest_of_symmetric(matrix: Any) -> float:
     """Return the second largest modulus of the eigenvalues of a sparse symmetric W, whose square may not be sparse."""
-    difference = (_identity(matrix.shape[0]) - matrix).tocsr()
+    from scipy.sparse import eye_array
+
+    difference = (eye_array(matrix.shape[0], format="csr") - matrix).tocsr()
     (above,), _ = lowest(difference, 1)
     (below,), _ = lowest(-difference, 1, floor=-2.0)
     return max(1.0 - float(above), -1.0 - float(below))

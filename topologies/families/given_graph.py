@@ -74,8 +74,7 @@ def graph(world_size: int, *, graph: GraphSource, weights: str = "metropolis") -
     else:
         edges = np.array(cleaned.edges, dtype=np.int64)
         round_ = weighted_round(world_size, edges, weights, directed=cleaned.is_directed())
-    options = {"graph": nx.node_link_data(cleaned, edges="edges"), "weights": weights}
-    return repeated(round_, **options)
+    return repeated(round_, graph=nx.node_link_data(cleaned, edges="edges"), weights=weights)
 
 
 def weighted_topology(world_size: int, edges: npt.ArrayLike, weights: str, **options: object) -> Topology:

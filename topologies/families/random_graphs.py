@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -81,13 +82,13 @@ def random_regular(
         advice=f"Choose one of these, or {advice}",
     )
 
-    def draw(number: int) -> nx.Graph:
+    def draw(*, seed: int) -> nx.Graph:
         if degree == 2:  # a connected one is a cycle, and seldom found by chance
-            return nx.cycle_graph(np.random.default_rng(number).permutation(world_size).tolist())
+            return nx.cycle_graph(np.random.default_rng(seed).permutation(world_size).tolist())
         if 2 * degree < world_size:
-            return nx.random_regular_graph(degree, world_size, seed=number)
+            return nx.random_regular_graph(degree, world_size, seed=seed)
         # networkx hardly ever ends on dense graphs; those that are missing the fewest edges are as random.
-        return nx.complement(nx.random_regular_graph(world_size - 1 - degree, world_size, seed=number))
+        return nx.complement(nx.random_regular_graph(world_size - 1 - degree, world_size, seed=seed))
 
     num_edges = world_size * degree / 2.0
     return _drawn("random_regular", world_size, draw, num_edges, weights=weights, seed=seed, degree=degree)
@@ -131,10 +132,7 @@ def erdos_renyi(
     if probability is None:
         probability = min(1.0, 2.0 * math.log(world_size) / world_size)
     probability = check_real("probability", probability, "above 0 and at most 1", example=0.5)
-
-    def draw(number: int) -> nx.Graph:
-        return nx.fast_gnp_random_graph(world_size, probability, seed=number)
-
+    draw = functools.partial(nx.fast_gnp_random_graph, world_size, probability)
     num_edges = max(probability * world_size * (world_size - 1) / 2.0, world_size)
     return _drawn("erdos_renyi", world_size, draw, num_edges, weights=weights, seed=seed, probability=probability)
 
@@ -199,10 +197,7 @@ def watts_strogatz(
         advice=f"Choose one of these, or at most {world_size - world_size % 2} neighbours for {world_size} ranks.",
     )
     probability = check_real("probability", probability, "between 0 and 1", example=0.1)
-
-    def draw(number: int) -> nx.Graph:
-        return nx.watts_strogatz_graph(world_size, neighbours, probability, seed=number)
-
+    draw = functools.partial(nx.watts_strogatz_graph, world_size, neighbours, probability)
     options = {"neighbours": neighbours, "probability": probability}
     return _drawn(
         "watts_strogatz", world_size, draw, world_size * neighbours / 2.0, weights=weights, seed=seed, **options
@@ -256,10 +251,7 @@ def barabasi_albert(
         sparse=(attachments + 1,),
         advice=f"Choose one of these, or at most {world_size - 1} attachments for {world_size} ranks.",
     )
-
-    def draw(number: int) -> nx.Graph:
-        return nx.barabasi_albert_graph(world_size, attachments, seed=number)
-
+    draw = functools.partial(nx.barabasi_albert_graph, world_size, attachments)
     num_edges = attachments * (world_size - attachments)
     return _drawn("barabasi_albert", world_size, draw, num_edges, weights=weights, seed=seed, attachments=attachments)
 
@@ -267,7 +259,7 @@ def barabasi_albert(
 def _drawn(
     family: str,
     world_size: int,
-    draw: Callable[[int], nx.Graph],
+    draw: Callable[..., nx.Graph],
     num_edges: float,
     *,
     weights: str,
@@ -280,7 +272,7 @@ def _drawn(
     seed = check_integer("seed", seed, minimum=0)
     num_graphs = size = 0
     while num_graphs < _MAX_ATTEMPTS and size < _MOST_DRAWN_IN_ALL:
-        graph = draw(int(np.random.default_rng((seed, num_graphs)).integers(1 << 32)))
+        graph = draw(seed=int(np.random.default_rng((seed, num_graphs)).integers(1 << 32)))
         if nx.is_connected(graph):
             edges = sorted((min(edge), max(edge)) for edge in graph.edges)
             return weighted_topology(world_size, edges, weights, seed=seed, **options)

@@ -102,8 +102,7 @@ class Recommendation:
             ]
         )
 
-    def __str__(self) -> str:
-        return self.to_text()
+    __str__ = to_text
 
     @property
     def _left(self) -> str:
