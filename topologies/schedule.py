@@ -259,10 +259,8 @@ class Phase(Generic[ScheduleT]):
     every
         Round s of the topology is round ``start + every * (s + 1) - 1`` of the schedule, after ``every - 1``
         identity rounds.
-    start
-        The first round of the phase.
-    stop
-        The first round after it; ``None``: it never ends.
+    start, stop
+        The first round of the phase, and the first one after it; ``None``: it never ends.
     """
 
     topology: ScheduleT

@@ -25,13 +25,8 @@ class Disagreement:
 
     R is the product of the rounds' matrices; of column-stochastic rounds it is what push-sum makes of them, the
     ratio ``(M x) / (M 1)``. On a vector of values the error falls to ``||R - J||_2`` of its size, at worst.
-
-    Parameters
-    ----------
-    rounds
-        In the order in which they take place; at least one.
-    column
-        Whether the rounds are only column-stochastic.
+    It takes at least one round, in the order in which they take place; ``column`` says that they are only
+    column-stochastic.
     """
 
     def __init__(self, rounds: Sequence[Round], *, column: bool = False) -> None:

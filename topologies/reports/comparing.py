@@ -27,20 +27,15 @@ class Compared:
     ----------
     max_sends
         Most messages of one rank in one round, point to point.
-    bytes_per_round
-        Bytes that a rank sends per round, on average; see :func:`topologies.analysis.traffic`.
-    network_bytes_per_round
-        Bytes that all nodes together put on the network per round, on average.
-    rate
-        The factor per round by which a disagreement shrinks in the long run.
-    rate_per_byte
-        The same factor per byte that a rank sends, ``rate ** (1 / bytes_per_round)``.
-    rounds
-        Rounds until the worst disagreement is down to the tolerance.
-    bytes
-        Bytes that a rank sends in these rounds.
-    network_bytes
-        Bytes that all nodes together put on the network in these rounds.
+    bytes_per_round, network_bytes_per_round
+        Bytes per round, on average, that a rank sends and that all nodes together put on the network; see
+        :func:`topologies.analysis.traffic`.
+    rate, rate_per_byte
+        The factor by which a disagreement shrinks in the long run: per round, and per byte that a rank sends,
+        ``rate ** (1 / bytes_per_round)``.
+    rounds, bytes, network_bytes
+        Rounds until the worst disagreement is down to the tolerance, and the bytes in them: those that a rank sends,
+        and those that all nodes together put on the network.
     """
 
     topology: str
