@@ -65,7 +65,6 @@ INTERNALS_OF_LAB = {
     "gossip.communication.training_store": "the same",
     "gossip.communication.host": "the module of daemon threads",
     "gossip.exchange.distributed_transport": "the size of a piece, in which the probe sends",
-    "gossip.communication.json_gathering": "what ranks have measured",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.exchange.edge_transport": "where messages leave and arrive, for faults and notes of them",
     "gossip.exchange.pair_transport": "the same, where ranks do not make their steps together",

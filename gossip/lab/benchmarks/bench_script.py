@@ -95,8 +95,6 @@ def _configured(file: Path, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.load(file)
-    OmegaConf.set_struct(config, True)
-    OmegaConf.set_struct(config.methods, False)
     try:
         for override in overrides:
             key = override.partition("=")[0]

@@ -54,7 +54,6 @@ class Document(BaseModel):
     """The results of a run, as they are written; numbers that are not finite are null there."""
 
     settings: SerializeAsAny[BenchmarkSettings]
-    network: str
     results: list[SerializeAsAny[BaseModel]]
 
 
@@ -85,7 +84,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
-        document = Document(settings=settings, network=case.network, results=results)
+        document = Document(settings=settings, results=results)
         (folder / benchmark.files[0]).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
         report = benchmark.report(settings, results, _machine(case))
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from gossip.lab.experiments.validated_models import (
 from gossip.step.building.wrapper_arguments import prepare_algorithm, told_by_rank_0
 from topologies import Topology
 from topologies.registry import Registry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,12 @@ def build(config: Mapping[str, Any]) -> Experiment:
 
 def make_compression(config: Mapping[str, Any]) -> Compression:
     """Build the configured compression of the messages."""
-    made: Compression = _made(config, "compression", COMPRESSIONS, Compression)
-    return made
+    return _made(config, "compression", COMPRESSIONS, Compression)
 
 
 def make_algorithm(config: Mapping[str, Any]) -> Algorithm:
     """Build the configured gossip algorithm."""
-    made: Algorithm = _made(config, "algorithm", ALGORITHMS, Algorithm)
-    return made
+    return _made(config, "algorithm", ALGORITHMS, Algorithm)
 
 
 def make_topology(config: Mapping[str, Any]) -> Topology | None:
@@ -238,11 +238,11 @@ def _factory(config: Mapping[str, Any], key: str, *, leaving_out: Sequence[str] 
     return make
 
 
-def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., Any]], kind: type) -> Any:
+def _made(config: Mapping[str, Any], key: str, registry: Registry[Callable[..., T]], kind: type) -> T:
     """Build the object that ``config[key]`` describes: by a registered name with its options, or by a target."""
     name, options = config[key].get("name"), config[key].get("options") or {}
     if config[key].get(TARGET) or name is None:
-        made = _factory(config, key)()
+        made: T = _factory(config, key)()
         name = config[key][TARGET]
     else:
         make = registry.get(name)

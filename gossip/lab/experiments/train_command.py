@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,7 +72,7 @@ def main(config_folder: Path, config_name: str, task: Callable[[Any], None] | No
             _prepare_sweep()
         if task is not None and {"-m", "--multirun"}.intersection(sys.argv):
             raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")
-        _run_hydra(config_folder, config_name, last_words, task)
+        _run_hydra(config_folder, config_name, task or partial(_train, config_folder, config_name, last_words))
     except BrokenPipeError:
         raise  # the caller handles a closed standard output
     except (Exception, KeyboardInterrupt) as error:
@@ -132,10 +133,8 @@ def _refusal_within(error: BaseException) -> ConfigurationError | None:
     return inner
 
 
-def _run_hydra(
-    config_folder: Path, config_name: str, last_words: list[str], own_task: Callable[[Any], None] | None = None
-) -> None:
-    """Compose the configuration and run it. The text to print after an error is appended to ``last_words``."""
+def _run_hydra(config_folder: Path, config_name: str, task: Callable[[Any], None]) -> None:
+    """Compose the configuration, and give it to ``task``."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -149,10 +148,7 @@ def _run_hydra(
 
     def keep_error(config: Any) -> None:
         try:
-            if own_task is not None:
-                own_task(config)
-            else:
-                _task(config, config_folder, config_name, last_words)
+            task(config)
         except Exception as error:  # hydra would add output of its own
             errors.append(error)
 
@@ -162,8 +158,11 @@ def _run_hydra(
         raise errors[0]
 
 
-def _task(hydra_config: Any, config_folder: Path, config_name: str, last_words: list[str]) -> None:
-    """Perform one hydra job. In a sweep, a failure is recorded and reported, and the next run follows."""
+def _train(config_folder: Path, config_name: str, last_words: list[str], hydra_config: Any) -> None:
+    """Perform one hydra job. In a sweep, a failure is recorded and reported, and the next run follows.
+
+    The text to print after an error is appended to ``last_words``.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
@@ -273,7 +272,7 @@ def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -
                 f"a sweep (-m) cannot run in one of {placement.world_size} ranks, but this process is one, because "
                 f"{placement.variables} are set in its environment; start it where they are not set"
             )
-        _run_hydra(config_folder, config_name, last_words)
+        _run_hydra(config_folder, config_name, partial(_train, config_folder, config_name, last_words))
     except (ConfigurationError, HydraException, OmegaConfBaseException) as error:
         # The error is the same on every rank. Torchrun ends all ranks when the first one exits, and rank 0 must have
         # reported the error by then.

@@ -242,8 +242,8 @@ def _finish(
     last["evaluation_s"] = time.perf_counter() - start
     costs = step_costs(folder, f"{method.name}.jsonl", last)
     own = [costs | evaluation.named("test") for evaluation in local]
-    payloads = method.world.gather_bytes(json.dumps(own).encode(), "gathering the ranks' reports")
-    reports = [of_rank for payload in payloads for of_rank in json.loads(payload)]
+    everyone = method.world.gather_json(own, "gathering the ranks' reports")
+    reports = list(itertools.chain(*everyone))
     return summarise(experiment, reports) | {
         "averaged_test_accuracy": average.accuracy,
         "averaged_test_loss": average.loss,

@@ -139,10 +139,10 @@ def check_options(place: str, target: Callable[..., Any], options: Mapping[str, 
                 f"{nearest(name, known)} Its parameters are {', '.join(known)}"
             )
         if not _has_object(value):
-            _check_type(f"{place}.{name}", types_.get(name, Any), value)
+            check_type(f"{place}.{name}", types_.get(name, Any), value)
 
 
-def _check_type(key: str, expected: Any, value: Any) -> None:
+def check_type(key: str, expected: Any, value: Any) -> None:
     """Refuse a value that is not of the expected type; of a type that pydantic does not know, all values pass."""
     try:
         TypeAdapter(expected, config=_STRICT).validate_json(json.dumps(value, default=str))

@@ -16,11 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip import Cluster, SlowRank, Workload
-from gossip.communication.json_gathering import all_gather_json
 from gossip.communication.shared_buffers import machine
 from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
-from gossip.lab.probe.link_probe import Link, measure_contention, measure_links
-from gossip.launching import DEFAULT_TIMEOUT
+from gossip.lab.probe.link_probe import Link, gathered, measure_contention, measure_links
 
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
@@ -57,7 +55,7 @@ def measure(
     if dist.is_initialized():
         dist.barrier()
     plain = PlainSteps(module, loss, optimizer, bucket_cap_mb=bucket_cap_mb)
-    measured = all_gather_json(asdict(plain.measure(num_steps)), "gathering the steps' times", DEFAULT_TIMEOUT)
+    measured = gathered(asdict(plain.measure(num_steps)), "gathering the steps' times")
     steps = TypeAdapter(list[StepTimes]).validate_python(measured)
     workload = workload_of(steps)
     device = next(module.parameters()).device
@@ -67,7 +65,7 @@ def measure(
         step_s = workload.compute_s + workload.mix_s
         contention = measure_contention(plain.make, step_s, message_bytes, device)
         workload = replace(workload, contention=contention)
-    machines = all_gather_json(str(machine()), "telling which rank is on which machine", DEFAULT_TIMEOUT)
+    machines = gathered(str(machine()), "telling which rank is on which machine")
     local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     coding_s = {name: statistics.fmean(times.coding_s[name] for times in steps) for name in steps[0].coding_s}

@@ -6,14 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import networkx as nx
 import torch
 import torch.distributed as dist
 
+from gossip import World
 from gossip.communication.host import daemon_threads
-from gossip.communication.json_gathering import all_gather_json
 from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.launching import DEFAULT_TIMEOUT
 from topologies.graphs.edge_colouring import edge_colouring
@@ -60,6 +62,12 @@ def matchings(world_size: int) -> list[list[list[int]]]:
     return [pairs.tolist() for pairs in edge_colouring(graph.edges)]
 
 
+def gathered(content: Any, what: str) -> list[Any]:
+    """Return the plain ``content`` of every rank. Collective; without a process group there is one rank."""
+    with closing(World(DEFAULT_TIMEOUT)) as world:
+        return world.gather_json(content, what)
+
+
 def _peer_in(pairs: Sequence[Sequence[int]]) -> int | None:
     rank = dist.get_rank()
     return next((sum(pair) - rank for pair in pairs if rank in pair), None)
@@ -77,7 +85,7 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
         if peer is not None:
             latency_s = _latency_s(peer, device)
             own.append(Link(dist.get_rank(), peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
-    everyone = all_gather_json([asdict(link) for link in own], "gathering what the links took", DEFAULT_TIMEOUT)
+    everyone = gathered([asdict(link) for link in own], "gathering what the links took")
     return [Link(**link) for links in everyone for link in links]
 
 
@@ -113,7 +121,7 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     together_s = sending.result()
     steps_meanwhile = num_steps * together_s / computed_s
     own = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
-    everyone = all_gather_json(own, "gathering what computing took from the links", DEFAULT_TIMEOUT)
+    everyone = gathered(own, "gathering what computing took from the links")
     return statistics.fmean(factor for factor in everyone if factor is not None)
 
 

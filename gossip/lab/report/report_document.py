@@ -20,13 +20,7 @@ FEWEST_SEEDS = 3
 """The smallest number of seeds with which a difference has an interval, and may be called significant."""
 
 
-class Part(Model):
-    """A part of a document, made of what the fields name in a mapping that may have more."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class Value(Part):
+class Value(Model):
     """A result, aggregated over the seeds: mean, sample standard deviation (None for one seed) and number of seeds.
 
     The interval is the 95 % confidence interval of the mean, if known.
@@ -47,7 +41,7 @@ Number = Annotated[float, WrapValidator(_as_written)]
 """A number of the configuration, which remains an integer if it was written as one."""
 
 
-class Trial(Part):
+class Trial(Model):
     """A tuning trial: the value, the final accuracy and loss of the averaged model, and the reason of a failure."""
 
     value: Number
@@ -64,7 +58,7 @@ class Trial(Part):
         return f"{self.value:g}: accuracy {accuracy}, loss {loss}"
 
 
-class Choice(Part):
+class Choice(Model):
     """The value of a parameter with which a row was run, the best of its trials, which had a seed of their own.
 
     Without a trial that ended with a finite loss, the value is None and the row cannot be run.
@@ -90,7 +84,7 @@ class Choice(Part):
         return f"{self.value:g}, at the end of the grid" if self.is_at_end else f"{self.value:g}"
 
 
-class Curves(Part):
+class Curves(Model):
     """The measurements during training, as means over the seeds; all sequences have the same length.
 
     They are: the local updates, the bytes sent per rank and the predicted time so far; the metric of the averaged model
@@ -114,7 +108,7 @@ class Curves(Part):
         return found
 
 
-class Setting(Part):
+class Setting(Model):
     """What distinguishes a row; fields that do not apply to its method are None.
 
     Rows are compared with others of the same number of ranks, partition and condition. The condition states the other
@@ -150,8 +144,10 @@ class Row(Setting):
         return None if value is None else value.mean
 
 
-class Metric(Part):
+class Metric(Model):
     """The metric of the averaged model by which runs are compared, and the target; ``sweep`` of a configuration."""
+
+    model_config = ConfigDict(extra="ignore")
 
     name: Literal["accuracy", "loss"] = Field(alias="metric")
     target: float | None
@@ -163,7 +159,7 @@ class Metric(Part):
         return self.name == "accuracy"
 
 
-class Document(Part):
+class Document(Model):
     """The results of a sweep, with one or more rows; the cluster is described."""
 
     title: str

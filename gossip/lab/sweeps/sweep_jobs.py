@@ -23,7 +23,7 @@ from gossip.lab.experiments.experiment_build import import_modules, make_compres
 from gossip.lab.experiments.partition import OPTIONS
 from gossip.lab.experiments.run_settings import Settings
 from gossip.lab.experiments.targets import TARGET
-from gossip.lab.experiments.validated_models import ConfigurationError, read, value_of
+from gossip.lab.experiments.validated_models import ConfigurationError, check_type, read, value_of
 from gossip.lab.report.report_document import Choice, Setting
 
 BASELINES = ("ddp", "local")
@@ -316,10 +316,7 @@ def make_plan(
 def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
     """Read ``sweep.variants``; if it is empty, return one variant without overrides."""
     texts = value_of(config, "sweep.variants")
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ConfigurationError(
-            f"sweep.variants must be a list of texts, each of them options with spaces between them, got {texts!r}"
-        )
+    check_type("sweep.variants", list[str], texts)
     for text in texts:
         for override in shlex.split(text):
             key, equals, _ = override.partition("=")

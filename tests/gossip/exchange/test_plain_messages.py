@@ -2,13 +2,14 @@
 
 import ast
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 
 import torch.distributed as dist
 from ranks import run_ranks
 from repository import REPOSITORY
 
-from gossip.communication.json_gathering import all_gather_json
+from gossip.communication.world import World
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_COLLECTIVES = {
@@ -53,7 +54,8 @@ def test_no_file_pickles_between_ranks() -> None:
 
 
 def gather_from(rank_dependent: list[object]) -> list[object]:
-    return all_gather_json(rank_dependent[dist.get_rank()], "gathering", timedelta(seconds=60))
+    with closing(World(timedelta(seconds=60))) as world:
+        return world.gather_json(rank_dependent[dist.get_rank()], "gathering")
 
 
 def test_plain_data_arrives_as_it_was_sent() -> None:

@@ -93,7 +93,7 @@ def test_figure_has_one_line_and_one_band_per_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("stepps=3", "Key 'stepps' is not in struct"),
+        ("stepps=3", "the configuration has no key stepps; did you mean steps?"),
         ("tasks=[digits_cn]", "there is no tasks[0]=digits_cn; did you mean digits_cnn?"),
         ("methods.diloco.algorithm={name: diloko}", "unknown algorithm 'diloko'"),
         ("methods={local: {}}", "methods must begin with all-reduce"),

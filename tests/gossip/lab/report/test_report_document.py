@@ -46,7 +46,7 @@ def compared_row(label: str, **changes: Any) -> dict[str, Any]:
     return {
         **whole,
         "values": {**whole["values"], **of_values},
-        "tuning": {"parameter": "optimizer.lr", "seed": 0, "value": 0.1, "is_at_end": True, "trials": trials},
+        "tuning": {"parameter": "optimizer.lr", "seed": 0, "value": 0.1, "trials": trials},
     }
 
 

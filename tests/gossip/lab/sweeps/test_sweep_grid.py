@@ -98,7 +98,8 @@ def test_plan_variants_are_read_as_a_shell_would() -> None:
 @pytest.mark.parametrize(
     ("variants", "message"),
     [
-        ("algorithm=extra", r"sweep\.variants must be a list of texts, .*, got 'algorithm=extra'"),
+        ("algorithm=extra", r"sweep\.variants must be a valid array, got 'algorithm=extra'"),
+        (["algorithm=extra", 3], r"sweep\.variants\[1\] must be a valid string, got 3"),
         (["algorithm"], r"sweep\.variants=algorithm: algorithm has no value"),
         (["algorithm=extra seed=3"], r"sweep\.variants=algorithm=extra seed=3: seed is an option of the sweep too"),
         (["launch.world_size=9"], r"launch\.world_size would be another one than all-reduce's; .* topology, algorithm"),
