@@ -50,7 +50,7 @@ class Column:
         return row.tuning.text if row.tuning is not None and row.tuning.parameter == self.name else None
 
 
-_COLUMNS = (
+COLUMNS = (
     Column("averaged_accuracy", "Accuracy", "of the averaged model", FRACTION, "higher"),
     Column("averaged_loss", "Loss", "of the averaged model", NUMBER, "lower"),
     Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks", FRACTION, "higher"),
@@ -72,12 +72,10 @@ _COLUMNS = (
     Column("predicted_total_time_s", "Total time", "predicted", SECONDS, "lower"),
     Column("steps", "Steps", "local updates", NUMBER),
     Column("training_time_s", "Run time", "of the experiment itself", SECONDS),
+    Column("local_loss_mean", "Local loss, mean", "over the ranks", NUMBER, "lower"),
+    Column("local_loss_worst", "Local loss, worst", "of the ranks", NUMBER, "lower"),
 )  # fmt: skip
-
-
-def value_names(rows: Sequence[Row]) -> list[str]:
-    """Return the names of all values: the known ones in order, then others in order of appearance."""
-    return list(dict.fromkeys([*(column.name for column in _COLUMNS), *(name for row in rows for name in row.values)]))
+"""The columns of all values that rows have."""
 
 
 def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
@@ -88,16 +86,13 @@ def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
 
 
 def columns(document: Document) -> list[Column]:
-    """Return the columns of the values that any row has, the deciding ones first; an unknown name is its own title."""
-    rows = document.rows
-    known = {column.name: column for column in _COLUMNS}
-    present = [name for name in value_names(rows) if any(row.values.get(name) is not None for row in rows)]
+    """Return the columns of the values that any row has, the deciding ones first."""
+    rows, metric = document.rows, document.metric.name
+    present = [column for column in COLUMNS if any(row.values.get(column.name) is not None for row in rows)]
     if same_steps(rows) is not None:
-        present.remove("steps")
-    metric = document.metric.name
+        present = [column for column in present if column.name != "steps"]
     first = [f"averaged_{metric}", TO_ALL_REDUCE[metric], *_COSTS, "averaged_loss", "local_accuracy_worst"]
-    present.sort(key=lambda name: first.index(name) if name in first else len(first))
-    return [known.get(name) or Column(name, name.replace("_", " "), "", NUMBER) for name in present]
+    return sorted(present, key=lambda column: first.index(column.name) if column.name in first else len(first))
 
 
 def same_steps(rows: Sequence[Row]) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
 from gossip.lab.report.charts import RESULTS, Chart, Panel, Series, charts, panels, setting, told, varying
-from gossip.lab.report.columns import SETTINGS, Column, best, columns, same_steps, text_columns, value_names
+from gossip.lab.report.columns import COLUMNS, SETTINGS, Column, best, columns, same_steps, text_columns
 from gossip.lab.report.quantities import Scale
 from gossip.lab.report.report_document import Document, Row, Setting
 from gossip.lab.report.verdict import verdict
@@ -220,18 +220,18 @@ def write_report(document: Document, folder: Path) -> None:
     (folder / PAGE_FILE).write_text(render_page(document), encoding="utf-8")
     (folder / DOCUMENT_FILE).write_text(document.model_dump_json(indent=1, exclude_unset=True) + "\n", encoding="utf-8")
     (folder / MARKDOWN_FILE).write_text(markdown(document), encoding="utf-8")
-    lines = [_cells(row, value_names(document.rows)) for row in document.rows]
+    lines = list(map(_cells, document.rows))
     with (folder / TABLE_FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line), restval="")
         writer.writeheader()
         writer.writerows(lines)
 
 
-def _cells(row: Row, names: list[str]) -> dict[str, Any]:
+def _cells(row: Row) -> dict[str, Any]:
     """Return the cells of a row by column; None stands for an empty cell."""
     cells: dict[str, Any] = {name: getattr(row, name) for name in (*Setting.model_fields, "num_failed", "status")}
-    for name in names:
-        value = row.values.get(name)
+    for column in COLUMNS:
+        name, value = column.name, row.values.get(column.name)
         cells[name], cells[f"{name}_spread"] = (None, None) if value is None else (value.mean, value.spread)
     for name, known in row.values.items():
         if known is not None and known.interval is not None:

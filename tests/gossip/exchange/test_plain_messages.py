@@ -21,7 +21,10 @@ PICKLING_COLLECTIVES = {
     "scatter_object_list",
     "send_object_list",
 }
-BETWEEN_A_PARENT_AND_ITS_CHILDREN = {"gossip/launching/worker_reports.py": {"pickle"}}
+BETWEEN_A_PARENT_AND_ITS_CHILDREN = {
+    "gossip/launching/launcher.py": {"pickle"},
+    "gossip/launching/worker_reports.py": {"pickle"},
+}
 """By pipes that nobody else can open."""
 
 

@@ -19,7 +19,9 @@ import topologies
 
 
 def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> None:
-    whole = document([row("ring"), failed_row("torus"), row("all-reduce", values={"own_measure": value(2.5, count=1)})])
+    whole = document(
+        [row("ring"), failed_row("torus"), row("all-reduce", values={"averaged_loss": value(2.5, count=1)})]
+    )
     write(whole, tmp_path)
     assert json.loads((tmp_path / "results.json").read_text()) == whole
     with (tmp_path / "results.csv").open() as file:
@@ -30,7 +32,7 @@ def test_csv_has_one_line_per_row_and_json_is_the_document(tmp_path: Path) -> No
     assert ring["commands"].count("; ") == 2
     assert (torus["averaged_accuracy"], torus["averaged_accuracy_spread"], torus["num_failed"]) == ("", "", "3")
     assert torus["reasons"].startswith("seed 0: RuntimeError")
-    assert (all_reduce["own_measure"], all_reduce["own_measure_spread"], all_reduce["topology"]) == ("2.5", "", "")
+    assert (all_reduce["averaged_loss"], all_reduce["averaged_loss_spread"], all_reduce["topology"]) == ("2.5", "", "")
 
 
 def compared_row(label: str, **changes: Any) -> dict[str, Any]:
@@ -139,7 +141,7 @@ AWKWARD = '<b onclick="x">&amp;\'</b>\u2028]]>--></script>'
 
 def test_page_escapes_everything(tmp_path: Path) -> None:
     changes = {"label": AWKWARD, "partition": AWKWARD, "engine": AWKWARD, "reasons": [AWKWARD], "commands": [AWKWARD]}
-    other = {**row("ring"), **changes, "status": "partly failed", "values": {AWKWARD: value(1.0)}}
+    other = {**row("ring"), **changes, "status": "partly failed", "values": {"averaged_loss": value(1.0)}}
     texts = {AWKWARD: AWKWARD}
     whole = document(
         [row("ring"), other], title=AWKWARD, description=AWKWARD, settings=texts, cluster={"description": AWKWARD},

@@ -9,6 +9,7 @@ from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_folder import write_json
+from gossip.lab.report.columns import COLUMNS
 from gossip.lab.report.report_document import Metric, Value
 from gossip.lab.sweeps import sweep_document
 from gossip.lab.sweeps.sweep_document import Point, make_rows, mean_curve, read_curve, steps_to_target
@@ -107,6 +108,7 @@ def test_rows_put_seeds_together(result: Callable[..., Job], tmp_path: Path) -> 
     assert gossip.mean("predicted_time_to_target_s") == 7.5
     assert gossip.mean("predicted_total_time_s") == 10.0
     assert gossip.mean("local_accuracy_mean") is None
+    assert gossip.values.keys() <= {column.name for column in COLUMNS}
     assert gossip.commands == tuple(f"gossip train method=gossip '{SPLIT}' seed={seed}" for seed in (0, 1))
     assert gossip.curves is not None
     assert gossip.curves.metric == (pytest.approx(0.855), pytest.approx(0.93))
