@@ -26,6 +26,16 @@ from gossip.virtual.stacked_updating import StackedUpdater
 from topologies import Round, Topology
 
 
+class _Generation(NamedTuple):
+    """The ranks that train from a step on, and how."""
+
+    step: int
+    members: Sequence[int]
+    topology: Topology
+    algorithm: Algorithm
+    schedule: Topology
+
+
 class _Late(NamedTuple):
     """What a late message adds to the values of a rank."""
 
@@ -53,10 +63,11 @@ class ReplayedExchanges(StackedExchanges):
         compression: Compression,
     ) -> None:
         self._world_size = len(recording.num_steps)
-        self._generations = _generations(recording)
-        self._first = next(iter(self._generations.values()))
-        self._initial, self._bound = topology, bound
-        self._plans: dict[int, tuple[Topology, Algorithm]] = {}  # by generation
+        self._generations: list[_Generation] = []
+        for each in _generations(recording):
+            resized, algorithm = resized_or(each.fallback_topology, topology, len(each.members), bound)
+            schedule = algorithm.schedule(resized)
+            self._generations.append(_Generation(each.step, each.members, resized, algorithm, schedule))
         self._missed: dict[tuple[int, int], list[Missed]] = defaultdict(list)  # by round and bucket of a rank
         self._joined: dict[int, dict[int, int]] = defaultdict(dict)  # sources by the step before which they gave
         self._idle: dict[int, set[int]] = defaultdict(set)
@@ -71,13 +82,13 @@ class ReplayedExchanges(StackedExchanges):
         self._given: dict[int, dict[tuple[object, ...], torch.Tensor]] = {}  # by rank that joins, what it takes over
         self._given_samples: dict[int, float] = {}
         self._step = self._next = 0
-        topology, algorithm = self.planned(0)
+        *_, algorithm, schedule = self._generations[0]
         if algorithm.requires.tree:
             raise ValueError(
                 f"replay: algorithm {algorithm.describe()} relays along a tree of the ranks, which are others after "
                 "each change; no virtual workers can repeat that"
             )
-        rounds = Topology.from_function(self._round, stochasticity=algorithm.schedule(topology).stochasticity)
+        rounds = Topology.from_function(self._round, stochasticity=schedule.stochasticity)
         super().__init__(shards, buckets, buffer_buckets, optimizers, rounds, algorithm, compression)
         if self.codecs:
             raise ValueError(
@@ -87,32 +98,15 @@ class ReplayedExchanges(StackedExchanges):
 
     @property
     def next_ranks(self) -> Sequence[int]:
-        return self.members(self._next)
+        return self._at(self._next).members
 
-    # ------------------------------------------------------------------ who trains
-
-    def members(self, step: int) -> Sequence[int]:
-        """Return the ranks that make a step."""
-        return self._generation(step)[1].members
-
-    def planned(self, step: int) -> tuple[Topology, Algorithm]:
-        """Return the topology and the algorithm of a step."""
-        number, entered = self._generation(step)
-        if number not in self._plans:
-            fallback, size = entered.fallback_topology, len(entered.members)
-            self._plans[number] = resized_or(fallback, self._initial, size, self._bound, lambda _: None)
-        return self._plans[number]
-
-    def _generation(self, step: int) -> tuple[int, Members]:
-        return max(
-            ((number, each) for number, each in self._generations.items() if each is self._first or each.step <= step),
-            key=lambda each: each[0],
-        )
+    def _at(self, step: int) -> _Generation:
+        """Return the ranks that make a step, and how."""
+        return next((each for each in reversed(self._generations) if each.step <= step), self._generations[0])
 
     def _round(self, step: int) -> Round:
         """Return the round of the ranks that train, among all."""
-        topology, algorithm = self.planned(step)
-        return among(algorithm.schedule(topology).round(step), self.members(step), self._world_size)
+        return among(self._at(step).schedule.round(step), self._at(step).members, self._world_size)
 
     # ------------------------------------------------------------------ a step
 
@@ -121,13 +115,14 @@ class ReplayedExchanges(StackedExchanges):
 
         Raises GossipError: the run began at a later step, from a checkpoint.
         """
-        if step < self._first.step:
+        first = self._generations[0].step
+        if step < first:
             raise GossipError(
-                f"replay: the run began at step {self._first.step}, from a checkpoint, but this is step "
-                f"{step}; gossip.load that checkpoint first"
+                f"replay: the run began at step {first}, from a checkpoint, but this is step {step}; gossip.load that "
+                "checkpoint first"
             )
         self._enter((step, False))
-        updating = set(self.members(step)) - self._idle[step]
+        updating = set(self._at(step).members) - self._idle[step]
         for rank in set(range(self._world_size)) - updating:
             updater.scales[rank] = 0
             updater.lags[rank] += 1
@@ -138,7 +133,7 @@ class ReplayedExchanges(StackedExchanges):
     def end_step(self, step: int, updater: StackedUpdater, meter: StackedMeter) -> Topology | None:
         """Do what happens between the last step and this one: late messages, another generation, ranks that join."""
         self._next = step
-        changes = self._generation(step)[0] != self._generation(step - 1)[0]
+        changes = self._at(step) is not self._at(step - 1)
         self._enter((step, True))
         if changes or self.algorithm.before_forward:  # what arrives is combined here, too
             self._enter((step, False))
@@ -149,7 +144,7 @@ class ReplayedExchanges(StackedExchanges):
             updater.lags[rank] = updater.lags[source]
             if isinstance(self.samples, torch.Tensor):
                 self._given_samples[rank] = float(self.samples[source])
-        return self.planned(step)[0] if changes else None
+        return self._at(step).topology if changes else None
 
     def _enter(self, moment: tuple[int, bool]) -> None:
         for late in self._late.pop(moment, ()):
@@ -158,10 +153,9 @@ class ReplayedExchanges(StackedExchanges):
             self._written(late.block)
 
     def _change(self, step: int, meter: StackedMeter) -> None:
-        before, after = self.members(step - 1), self.members(step)
+        before, after, algorithm = self._at(step - 1).members, self._at(step).members, self._at(step).algorithm
         for index in range(len(self.in_flight)):
             self.combine_(index, meter)
-        _, algorithm = self.planned(step)
         algorithm.follow(self.algorithm)
         self.algorithm = algorithm
         joining = set(after) - set(before)
@@ -279,11 +273,11 @@ def check_recording(recording: Recording, world_size: int, *, has_changes: bool)
             f"replay is a recording of {len(recording.num_steps)} ranks, but world_size is {world_size}; pass the same "
             "number"
         )
-    return len(next(iter(_generations(recording).values())).members) if has_changes else world_size
+    return len(_generations(recording)[0].members) if has_changes else world_size
 
 
-def _generations(recording: Recording) -> dict[int, Members]:
-    """Return by number, in order, who trains from which step on."""
+def _generations(recording: Recording) -> list[Members]:
+    """Return who trains from which step on, in order."""
     found: dict[int, Members] = {}
     for event in recording.events:
         if isinstance(event, Members):
@@ -298,4 +292,4 @@ def _generations(recording: Recording) -> dict[int, Members]:
             'replay: the recording does not say which ranks began, as with algorithm="asynchronous"; pass the '
             "algorithm of the run, and all files of its record="
         )
-    return dict(sorted(found.items()))
+    return [found[number] for number in sorted(found)]

@@ -346,7 +346,7 @@ def resized_or(
     topology: Topology,
     world_size: int,
     bound: Callable[[Topology], Algorithm],
-    on_fallback: Callable[[Exception], None],
+    on_fallback: Callable[[Exception], None] = lambda _: None,
 ) -> tuple[Topology, Algorithm]:
     """Return a topology for another number of ranks, or the fallback if it cannot serve them, and what is bound to it.
 
