@@ -11,6 +11,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -42,7 +43,7 @@ from gossip.launching.joining import (
     joined_process_group,
 )
 from gossip.launching.rendezvous import serve
-from gossip.launching.worker_reports import Failure, collect, pickled
+from gossip.launching.worker_reports import Failure, collect
 from topologies.validation import check_integer, check_local_size
 
 _TERMINATE_GRACE_S = 1.0
@@ -268,7 +269,7 @@ def _check_arguments(
             'if __name__ == "__main__":'
         )
     try:
-        pickled((function, args))
+        pickle.dumps((function, args))
     except Exception as error:
         raise TypeError(
             f"function {getattr(function, '__qualname__', function)!r} or its arguments cannot be pickled ({error}); "
@@ -393,7 +394,7 @@ def _work(
         exit_status = int(str(error)) if isinstance(error, EndedTogether) else None
         is_final = isinstance(error, CannotJoinError | EndedTogether)
         failure = Failure(summary, traceback.format_exc(), secondary, blames, is_final, exit_status)
-        channel.send_bytes(pickled(failure))
+        channel.send_bytes(pickle.dumps(failure))
         _leave_at_once(1)
     channel.send_bytes(report)
     may_leave.wait()  # closing the sockets now could lose a peer's last message
@@ -407,7 +408,7 @@ def _init(rendezvous: _Rendezvous, store: dist.Store, rank: int, size: int) -> N
 
 def _pickled_result(result: Any) -> bytes:
     try:
-        return pickled(result)
+        return pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
 

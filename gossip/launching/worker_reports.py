@@ -40,11 +40,6 @@ class Failure:
     exit_status: int | None = None
 
 
-def pickled(content: Any) -> bytes:
-    """Serialise what workers and launcher send to each other."""
-    return pickle.dumps(content)
-
-
 def collect(
     workers: Sequence[ForkServerProcess],
     channels: Sequence[Connection],
