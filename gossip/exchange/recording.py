@@ -11,25 +11,11 @@ _FILES = "rank*.jsonl"
 
 
 class Average(NamedTuple):
-    """One average that a rank made with a partner, from the values that both showed at the time.
+    """An average that a rank made of a bucket with a partner, from the values that both showed at the time.
 
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    step : int
-        The newest step of the rank whose values it showed.
-    bucket : int
-        The bucket.
-    partner : int
-        The other rank.
-    partner_step : int
-        The newest step of the partner whose values it showed.
-    entered : int
-        The step of the rank before whose update the average entered the parameters.
-    is_read : bool
-        Whether the gradient of that step was computed with the average: true if the average entered between two steps,
-        because all ranks performed a collective operation there.
+    These were the values after the newest steps of the two, ``step`` and ``partner_step``. It entered the parameters
+    before the update of step ``entered``, and ``is_read`` if the gradient of that step was computed with it: between two
+    steps, because all ranks performed a collective operation there.
     """
 
     rank: int

@@ -388,15 +388,13 @@ class GenerationChange:
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
         """Return the topology and the algorithm bound to it by which so many ranks exchange."""
         topology, fallback = self._parts.topology, self._arguments.fallback_topology
-
-        def bound(resized: Topology) -> Algorithm:
-            return prepare_algorithm(
-                resolve_algorithm(self._arguments.algorithm),
-                resized,
-                self._parts.compression,
-                self._parts.optimizers,
-                averages_buffers=self._arguments.buffers == "average",
-            )
+        bound = partial(
+            prepare_algorithm,
+            resolve_algorithm(self._arguments.algorithm),
+            compression=self._parts.compression,
+            optimizers=self._parts.optimizers,
+            averages_buffers=self._arguments.buffers == "average",
+        )
 
         def tell(error: Exception) -> None:
             if self._world.member == self._world.generation.members[0]:

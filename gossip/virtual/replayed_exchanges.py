@@ -246,21 +246,17 @@ def among(round_: Round, members: Sequence[int], world_size: int) -> Round:
     targets, sources, weights = round_.edges()
     place = np.asarray(members)
     own = np.ones(world_size)
-    own[place] = [round_.self_weight(rank) for rank in range(round_.world_size)]
+    own[place] = round_.sparse().diagonal()
     return Round.from_edges(world_size, place[targets], place[sources], weights, own)
 
 
 def without(round_: Round, missed: set[tuple[int, int]]) -> Round:
     """Return a round without the edges (target, source) in ``missed``, whose targets keep these weights."""
-    own = np.array([round_.self_weight(rank) for rank in range(round_.world_size)])
-    edges: list[tuple[int, int, float]] = []
-    for target, source, weight in zip(*round_.edges(), strict=True):
-        if (int(target), int(source)) in missed:
-            own[target] += weight
-        else:
-            edges.append((int(target), int(source), float(weight)))
-    targets, sources, weights = zip(*edges, strict=True) if edges else ((), (), ())
-    return Round.from_edges(round_.world_size, targets, sources, weights, own)
+    targets, sources, weights = round_.edges()
+    is_missed = np.array([edge in missed for edge in zip(targets.tolist(), sources.tolist(), strict=True)])
+    kept = np.bincount(targets[is_missed], weights[is_missed], round_.world_size)
+    edges = (each[~is_missed] for each in (targets, sources, weights))
+    return Round.from_edges(round_.world_size, *edges, round_.sparse().diagonal() + kept)
 
 
 def check_recording(recording: Recording, world_size: int, *, has_changes: bool) -> int:

@@ -127,16 +127,13 @@ class StackedUpdater:
     def _step(self, left: RowsByName) -> None:
         """Let the optimizers step, once for all ranks that have made equally many steps."""
         lags = sorted(set(self.lags[self.scales != 0].tolist()), reverse=True) or [0]
-        gradients = {}
-        if len(lags) > 1:
-            stacks = [parameter for shard in self._shards for parameter in shard.parameters.values()]
-            gradients = {parameter: parameter.grad for parameter in stacks if parameter.grad is not None}
+        stacks = [stack for shard in self._shards for stack in shard.parameters.values()]
+        gradients, rows = {stack: stack.grad for stack in stacks if stack.grad is not None}, left
         for lag in lags:
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient.clone()
-            others = [self.lags[shard.ranks.start : shard.ranks.stop] != lag for shard in self._shards]
-            rows = left
-            if gradients:
+            if len(lags) > 1:  # others' gradients are set to zero by a step that leaves them alone
+                for stack, gradient in gradients.items():
+                    stack.grad = gradient.clone()
+                others = [self.lags[shard.ranks.start : shard.ranks.stop] != lag for shard in self._shards]
                 rows = {name: [a | b for a, b in zip(own, others, strict=True)] for name, own in left.items()}
             with (
                 left_alone(self._optimizers, self._rows_left_alone(rows)),
