@@ -138,7 +138,7 @@ SIMULATED = gossip.simulate_averages(
     gossip.Workload(0.01, 0.02, (72,), stragglers=(gossip.SlowRank(0, 2.0),)),
     10,
 )
-LOST = gossip.Recording([Members(1, 0, 0, [0, 1, 2], "base"), Members(1, 4, 1, [1, 2], "base")], [4, 6, 6])
+LOST = gossip.Recording([Members(1, 0, 0, [0, 1, 2], "base", 1), Members(1, 4, 1, [1, 2], "base", 1)], [4, 6, 6])
 
 
 @pytest.mark.parametrize(

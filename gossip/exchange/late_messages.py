@@ -107,10 +107,12 @@ class LateMessages:
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)
-            entered = self._world.consensus.position[1]
-            self._world.record(Missed(self._world.member, late.key.first, bucket, late.member, entered, waits))
-            yield LateDifference(late.key.first, difference)
+            yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))
             mesh.give_back([payload])  # for float64 the difference was computed in its memory
+
+    def _record(self, bucket: int, late: _Awaited, is_read: bool) -> None:
+        entered = self._world.consensus.position[1]
+        self._world.record(Missed(self._world.member, late.key.first, bucket, late.member, entered, is_read))
 
 
 def _usual(delays: Sequence[float]) -> float:

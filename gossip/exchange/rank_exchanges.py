@@ -138,13 +138,14 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             self._combine_late(index, meter, waits=True)
 
     def _combine_late(self, index: int, meter: Meter, *, waits: bool) -> None:
-        for round_index, difference in self.transport.late(index, waits=waits) if self.transport is not None else ():
+        for late in self.transport.late(index, waits=waits) if self.transport is not None else ():
             meter.num_late += 1
-            if finite_on_host([difference]):
-                self.algorithm.combine_(self._views[index].values, difference, round_index)
+            if finite_on_host([late.difference]):
+                self.algorithm.combine_(self._views[index].values, late.difference, late.round_index)
                 self._written(index)
+                late.note(waits)
             else:
-                where = f"rank {self._rank}: step {round_index + 1}, bucket {index}"
+                where = f"rank {self._rank}: step {late.round_index + 1}, bucket {index}"
                 logger.warning("{}: a late message is not finite and is refused", where)
                 meter.num_refused += 1
 
@@ -375,6 +376,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 (difference,) = in_flight.differences()[VALUES]
                 for late in self.transport.late(index, waits=True):
                     difference.add_(late.difference)
+                    late.note(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is in flight, which has arrived, and copies of the codecs' states, by bucket. Local.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from gossip.errors import warn_user
 
 _FILES = "rank*.jsonl"
 
@@ -14,8 +16,8 @@ class Average(NamedTuple):
     """An average that a rank made of a bucket with a partner, from the values that both showed at the time.
 
     These were the values after the newest steps of the two, ``step`` and ``partner_step``. It entered the parameters
-    before the update of step ``entered``, and ``is_read`` if the gradient of that step was computed with it: between two
-    steps, because all ranks performed a collective operation there.
+    before the update of step ``entered``, and ``is_read`` if the gradient of that step was computed with it: between
+    two steps, because all ranks performed a collective operation there.
     """
 
     rank: int
@@ -44,13 +46,25 @@ class Missed(NamedTuple):
 
 
 class Members(NamedTuple):
-    """The ranks that train from step ``step`` on, a generation, and what replaces a topology that cannot serve them."""
+    """The ranks that train from step ``step`` on, a generation, and what replaces a topology that cannot serve them.
+
+    A rank has so many buckets.
+    """
 
     rank: int
     step: int
     generation: int
     members: Sequence[int]
     fallback_topology: str
+    num_buckets: int
+
+
+class Agreed(NamedTuple):
+    """A rank has the mean, over the members of a generation, of what the algorithm keeps alike on all ranks."""
+
+    rank: int
+    step: int
+    generation: int
 
 
 class Joined(NamedTuple):
@@ -75,8 +89,8 @@ class Ended(NamedTuple):
     step: int
 
 
-Event = Average | Missed | Members | Joined | Idle | Ended
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Average, Missed, Members, Joined, Idle, Ended)}
+Event = Average | Missed | Members | Agreed | Joined | Idle | Ended
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 class Recording(NamedTuple):
@@ -88,7 +102,8 @@ class Recording(NamedTuple):
         The averages of ranks that make their steps independently, those of one rank and bucket in the order in which
         they were made; of other ranks, who trained when, and which messages were lost or late.
     num_steps : sequence of int
-        The number of steps that each rank has made, by its number; ranks that join are counted on.
+        The number of steps that each rank has made, by its number; ranks that join are counted on. Of one that has not
+        closed its model, what its last event tells.
     """
 
     events: Sequence[Event]
@@ -111,7 +126,20 @@ class Recording(NamedTuple):
                 f"folder {str(folder)!r} has no file {_FILES}; pass the one that was record= of the run"
             )
         events = [event for file in files for event in _read(file)]
-        last: dict[int, int] = {}
+        if not events:
+            raise ValueError(f"folder {str(folder)!r} has the files of a recording, but no rank has noted anything yet")
+        found = {event.rank for event in events} | {int(file.stem.removeprefix("rank")) for file in files}
+        named = {rank for event in events if isinstance(event, Members) for rank in event.members}
+        if missing := sorted(named - found):  # a rank may have been lost before it had one
+            warn_user(
+                f"folder {str(folder)!r} has no files of ranks {missing}; if they are on other hosts, copy them there"
+            )
+        if not any(isinstance(event, Ended) for event in events):
+            warn_user(
+                f"the recording in {str(folder)!r} does not say how many steps were made, as no rank has closed its "
+                "model; make as many as you know"
+            )
+        last: dict[int, int] = dict.fromkeys(found, 0)
         for event in events:
             ends = event.step if isinstance(event, Ended) else max(event.step, getattr(event, "entered", 0)) + 1
             last[event.rank] = ends if isinstance(event, Ended) else max(last.get(event.rank, 0), ends)

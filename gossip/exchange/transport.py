@@ -50,6 +50,8 @@ class LateDifference(NamedTuple):
     round_index: int
     difference: torch.Tensor
     """The sender's message minus this rank's, times the sender's weight, [numel], float64."""
+    note: Callable[[bool], None] = lambda _: None
+    """To be called when it is mixed in, with whether the next gradient is computed with it."""
 
 
 class Transport(ABC):

@@ -20,7 +20,7 @@ from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason, warn_user
 from gossip.exchange.edge_transport import make_generation_transport
-from gossip.exchange.recording import Ended, Idle, Joined, Members, Recorder
+from gossip.exchange.recording import Agreed, Ended, Idle, Joined, Members, Recorder
 from gossip.exchange.transport import Transport
 from gossip.parameters.manifest import check_manifest
 from gossip.parameters.names import named_parameters
@@ -47,7 +47,7 @@ class GenerationChange:
         # The model exchanges along this generation's topology; the rank is this one's place among its members.
         self.generation, self.rank = world.generation, world.rank
         if len(world.holding_shard(self.generation.members)) != parts.topology.world_size:  # some were lost meanwhile
-            self.generation = Generation(-1, tuple(range(parts.topology.world_size * world.group_size)))
+            self.generation = Generation(0, tuple(range(parts.topology.world_size * world.group_size)))
         self._model = weakref.ref(model)
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
@@ -74,7 +74,7 @@ class GenerationChange:
         else:
             self._world.publish(self._parts.manifest)
             self._tell_what_is_not_given()
-            self._begins_recording = True
+            self._begins_recording = self._world.is_in_step
         engine, kept = weakref.proxy(self._engine), self._kept
         self._world.tell_status(
             lambda: {"step": engine.step, "num_late": engine.num_late, "saved_step": kept.newest_saved}
@@ -184,8 +184,9 @@ class GenerationChange:
         return self._engine.step if self._world.is_in_step else 0
 
     def _record_members(self) -> None:
-        rank, number, fallback = self._world.member, self.generation.number, self._arguments.fallback_topology
-        self._world.record(Members(rank, self._engine.step, number, self.members, fallback))
+        fallback, number = self._arguments.fallback_topology, self.generation.number
+        num_buckets = len(self._engine.exchanges.in_flight)
+        self._world.record(Members(self._world.member, self._engine.step, number, self.members, fallback, num_buckets))
 
     def end(self) -> None:
         """Note in the recording that the model is closed. Local."""
@@ -382,8 +383,10 @@ class GenerationChange:
         """Agree with the other members of the new generation on what the algorithm keeps alike on all ranks."""
         common = common_state(self._engine.exchanges)
         is_latest = self._world.generation.number == self.generation.number
-        if common and is_latest and len(self.members) > 1:
-            self._has_common_state |= agree_on_(self._world, common, is_joining=not self._has_common_state)
+        is_shared = bool(common) and is_latest and len(self.members) > 1
+        if is_shared and agree_on_(self._world, common, is_joining=not self._has_common_state):
+            self._has_common_state = True
+            self._world.record(Agreed(self._world.member, self._engine.step, self.generation.number))
 
     def _plan(self, world_size: int) -> tuple[Topology, Algorithm]:
         """Return the topology and the algorithm bound to it by which so many ranks exchange."""

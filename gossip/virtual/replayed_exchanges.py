@@ -14,7 +14,7 @@ from gossip.algorithms import VALUES, Algorithm, BucketView
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
 from gossip.exchange.exchanges import CHANNEL_STRIDE
-from gossip.exchange.recording import Idle, Joined, Members, Missed, Recording
+from gossip.exchange.recording import Agreed, Idle, Joined, Members, Missed, Recording
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.step.building.wrapper_arguments import resized_or
@@ -31,6 +31,7 @@ class _Generation(NamedTuple):
 
     step: int
     members: Sequence[int]
+    agreed: set[int]  # on what the algorithm keeps alike on all ranks
     topology: Topology
     algorithm: Algorithm
     schedule: Topology
@@ -64,10 +65,15 @@ class ReplayedExchanges(StackedExchanges):
     ) -> None:
         self._world_size = len(recording.num_steps)
         self._generations: list[_Generation] = []
+        agreed: dict[int, set[int]] = defaultdict(set)
+        for event in recording.events:
+            if isinstance(event, Agreed):
+                agreed[event.generation].add(event.rank)
         for each in _generations(recording):
             resized, algorithm = resized_or(each.fallback_topology, topology, len(each.members), bound)
             schedule = algorithm.schedule(resized)
-            self._generations.append(_Generation(each.step, each.members, resized, algorithm, schedule))
+            own = agreed[each.generation]
+            self._generations.append(_Generation(each.step, each.members, own, resized, algorithm, schedule))
         self._missed: dict[tuple[int, int], list[Missed]] = defaultdict(list)  # by round and bucket of a rank
         self._joined: dict[int, dict[int, int]] = defaultdict(dict)  # sources by the step before which they gave
         self._idle: dict[int, set[int]] = defaultdict(set)
@@ -81,7 +87,8 @@ class ReplayedExchanges(StackedExchanges):
         self._late: dict[tuple[int, bool], list[_Late]] = defaultdict(list)  # by when they enter
         self._given: dict[int, dict[tuple[object, ...], torch.Tensor]] = {}  # by rank that joins, what it takes over
         self._given_samples: dict[int, float] = {}
-        self._step = self._next = 0
+        self._still: dict[int, dict[str, torch.Tensor]] = {}  # buffers of ranks that make no update in the next step
+        self._step, self._next = 0, self._generations[0].step
         *_, algorithm, schedule = self._generations[0]
         if algorithm.requires.tree:
             raise ValueError(
@@ -92,13 +99,25 @@ class ReplayedExchanges(StackedExchanges):
         super().__init__(shards, buckets, buffer_buckets, optimizers, rounds, algorithm, compression)
         if self.codecs:
             raise ValueError(
-                f"replay: what codecs of compression {compression.describe()} remember of lost messages is not in a "
-                "recording; only messages that are values can be repeated (none, bf16, fp16)"
+                f"replay: what codecs of compression {(algorithm.compression or compression).describe()} remember of "
+                "lost messages is not in a recording; only messages that are values can be repeated (none, bf16, fp16)"
             )
+        (num_buckets,) = {each.num_buckets for each in _generations(recording)[:1]}
+        if num_buckets != len(self._blocks):
+            raise ValueError(
+                f"replay is a recording of {num_buckets} buckets, but the model has {len(self._blocks)}; pass module, "
+                "bucket_cap_mb and buffers as in the run that was recorded"
+            )
+        self._keep_still()
 
     @property
     def next_ranks(self) -> Sequence[int]:
         return self._at(self._next).members
+
+    @property
+    def averaged_ranks(self) -> list[int]:
+        first = self._generations[0].step
+        return sorted({*self.next_ranks} & {*self._at(max(first, self._next - 1)).members})
 
     def _at(self, step: int) -> _Generation:
         """Return the ranks that make a step, and how."""
@@ -113,22 +132,36 @@ class ReplayedExchanges(StackedExchanges):
     def begin_step(self, step: int, updater: StackedUpdater) -> None:
         """Mix in late messages, and drop the gradients of ranks that make no update in this step.
 
-        Raises GossipError: the run began at a later step, from a checkpoint.
+        Raises GossipError: it is not the next step of the run.
         """
-        first = self._generations[0].step
-        if step < first:
+        if step != self._next:
             raise GossipError(
-                f"replay: the run began at step {first}, from a checkpoint, but this is step {step}; gossip.load that "
-                "checkpoint first"
+                f"replay: the next step of the run is {self._next}, but this is step {step}; gossip.load the "
+                "checkpoint from which the run went on, before the first step, if there was one, and no other"
             )
         self._enter((step, False))
-        updating = set(self._at(step).members) - self._idle[step]
+        for rank, buffers in self._still.items():  # the forward pass was of all replicas
+            for name, row in self._buffers_of(rank).items():
+                row.copy_(buffers[name])
+        updating = self._updating(step)
         for rank in set(range(self._world_size)) - updating:
             updater.scales[rank] = 0
-            updater.lags[rank] += 1
-        if updater.lags.any():
-            for view in self._parameter_views():
-                view.lags = updater.lags[view.ranks.start : view.ranks.stop, None].to(view.values.device, torch.float64)
+        updater.counts_each = True
+        for index in self._buckets:
+            lags = updater.lags[self.names(index)[0]]
+            for view in self.views(index) if lags.any() else ():
+                view.lags = lags[view.ranks.start : view.ranks.stop, None].to(view.values.device, torch.float64)
+
+    def _updating(self, step: int) -> set[int]:
+        return set(self._at(step).members) - self._idle[step]
+
+    def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
+        place, row = self._place(rank)
+        return {name: buffer[row] for name, buffer in self._shards[place].buffers.items()}
+
+    def _keep_still(self) -> None:
+        still = set(range(self._world_size)) - self._updating(self._next)
+        self._still = {rank: {name: row.clone() for name, row in self._buffers_of(rank).items()} for rank in still}
 
     def end_step(self, step: int, updater: StackedUpdater, meter: StackedMeter) -> Topology | None:
         """Do what happens between the last step and this one: late messages, another generation, ranks that join."""
@@ -141,9 +174,11 @@ class ReplayedExchanges(StackedExchanges):
             self._change(step, meter)
         for rank, source in self._joined[step].items():
             self._given[rank] = {key: row.clone() for key, row in self._state_of(source).items()}
-            updater.lags[rank] = updater.lags[source]
+            for lags in updater.lags.values():
+                lags[rank] = lags[source]
             if isinstance(self.samples, torch.Tensor):
                 self._given_samples[rank] = float(self.samples[source])
+        self._keep_still()
         return self._at(step).topology if changes else None
 
     def _enter(self, moment: tuple[int, bool]) -> None:
@@ -166,13 +201,14 @@ class ReplayedExchanges(StackedExchanges):
         for rank in joining:
             for key, row in self._state_of(rank).items():
                 row.copy_(self._given[rank].get(key, torch.zeros(())))  # an optimizer begins with zeros
-        trained = sorted(set(after) & set(before)) or after
-        for name in (name for name, how in algorithm.keeps.items() if how.scope == "common"):
-            for index in self._buckets:
-                rows = [self._row(self.views(index), rank, name) for rank in range(self._world_size)]
-                mean = torch.stack([rows[rank].cpu() for rank in trained]).double().mean(0)
-                for rank in after:
-                    rows[rank].copy_(mean)
+        for generation in (each for each in self._generations if each.step == step and each.agreed):
+            trained = sorted(set(generation.members) & set(before)) or generation.members
+            for name in (name for name, how in algorithm.keeps.items() if how.scope == "common"):
+                for index in self._buckets:
+                    rows = [self._row(self.views(index), rank, name) for rank in range(self._world_size)]
+                    mean = torch.stack([rows[rank].cpu() for rank in trained]).double().mean(0)
+                    for rank in generation.agreed:
+                        rows[rank].copy_(mean)
 
     def _place(self, rank: int) -> tuple[int, int]:
         """Return the place of the shard that holds a rank, and of the rank's row in it."""
@@ -217,7 +253,7 @@ class ReplayedExchanges(StackedExchanges):
 
         for late in self._missed[step, self._number_of(index)]:
             if late.entered >= 0:
-                weight = round_.neighbours(late.rank)[late.source]
+                weight = round_.neighbours(late.rank).get(late.source, 0.0)  # without() refuses others
                 difference = weight * (sent_by(late.source) - sent_by(late.rank))
                 self._late[late.entered, late.is_read].append(_Late(index, late.rank, step, difference))
         return super()._start(index, messages, round_, step, meter)
@@ -234,7 +270,7 @@ class ReplayedExchanges(StackedExchanges):
 
     def weights(self) -> dict[str, list[torch.Tensor]]:
         trains = torch.zeros(self._world_size, 1, dtype=torch.float64)
-        trains[list(self.next_ranks)] = 1
+        trains[self.averaged_ranks] = 1
         by_shard = [trains[shard.ranks.start : shard.ranks.stop].to(shard.device) for shard in self._shards]
         weights = dict.fromkeys((*self._shards[0].parameters, *self._shards[0].buffers), by_shard)
         numbers = super().weights().items()
@@ -254,9 +290,11 @@ def without(round_: Round, missed: set[tuple[int, int]]) -> Round:
     """Return a round without the edges (target, source) in ``missed``, whose targets keep these weights."""
     targets, sources, weights = round_.edges()
     is_missed = np.array([edge in missed for edge in zip(targets.tolist(), sources.tolist(), strict=True)])
+    if is_missed.sum() != len(missed):
+        raise ValueError("replay: the recording names edges that the topology does not have; pass the run's topology")
     kept = np.bincount(targets[is_missed], weights[is_missed], round_.world_size)
-    edges = (each[~is_missed] for each in (targets, sources, weights))
-    return Round.from_edges(round_.world_size, *edges, round_.sparse().diagonal() + kept)
+    own, is_left = round_.sparse().diagonal() + kept, ~is_missed
+    return Round.from_edges(round_.world_size, targets[is_left], sources[is_left], weights[is_left], own)
 
 
 def check_recording(recording: Recording, world_size: int, *, has_changes: bool) -> int:

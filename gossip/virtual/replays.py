@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
-from gossip.exchange.recording import Average, Recording
+from gossip.exchange.recording import Average, Members, Recording
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.shards import Shard, written
@@ -58,7 +58,7 @@ class Replay:
     Each call of the workers gives all replicas gradients; a replica uses them if it has none yet for the step that it
     is about to make. Then updates and averages are made in the recording's order, as far as these gradients allow.
 
-    Raises ValueError: the recording is for other buckets, or buffers are to be averaged.
+    Raises ValueError: the recording is for other buckets, or of ranks that changed; or buffers are to be averaged.
     """
 
     def __init__(
@@ -73,6 +73,11 @@ class Replay:
         if buffer_buckets:
             raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
         world_size = shards[-1].ranks.stop
+        if any(isinstance(event, Members) for event in recording.events):
+            raise ValueError(
+                "replay: the recording is of ranks that made their steps together, or that have changed, which "
+                'algorithm="asynchronous" does not repeat; pass the algorithm of the run'
+            )
         averages = [event for event in recording.events if isinstance(event, Average)]
         found = {average.bucket for average in averages}
         if found and max(found) >= len(buckets):

@@ -125,6 +125,11 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
         """The ranks that make the next step."""
         return range(self._topology.world_size)
 
+    @property
+    def averaged_ranks(self) -> list[int]:
+        """The ranks whose mean averages are now."""
+        return list(self.next_ranks)
+
     def begin_step(self, step: int, updater: StackedUpdater) -> None:
         """React to the beginning of a step."""
 

@@ -88,20 +88,6 @@ def step_counters(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Param
             yield entry
 
 
-@contextlib.contextmanager
-def lagging(optimizers: Sequence[Optimizer], lag: int, *, is_counted: bool) -> Iterator[None]:
-    """Within the block, which makes a step, let the counters be so many steps less; the step may count or not."""
-    parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
-
-    def count(difference: int) -> None:
-        for entry in step_counters(optimizers, parameters) if difference else ():
-            entry[COUNTER] = entry[COUNTER] + difference
-
-    count(-lag)
-    yield
-    count(lag - (not is_counted))
-
-
 def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """Refuse, by ValueError, a parameter that does not belong to the module, or that is held twice."""
     known = [stack for by_shard in stacks.values() for stack in by_shard]

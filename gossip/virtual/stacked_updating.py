@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from loguru import logger
@@ -18,12 +20,13 @@ from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import (
+    COUNTER,
     Stacks,
     check_stacks_held,
-    lagging,
     left_alone,
     stack_groups,
     step_all,
+    step_counters,
 )
 
 RowsByName = Mapping[str, Sequence[torch.Tensor]]
@@ -43,8 +46,10 @@ class StackedUpdater:
         The number of consecutive steps in which something on a rank was not finite.
     reached : dict of str to Tensor, [n], bool
         Which ranks' backward passes have reached a parameter, for parameters that only some have reached.
-    lags : Tensor, [n], int64
-        How many steps fewer each rank has made than the optimizers have counted.
+    counts_each : bool
+        Whether the optimizers' counters are those of each rank; otherwise all share them.
+    lags : dict of str to Tensor, [n], int64
+        If so, by parameter, how many updates fewer each rank has made than the optimizers have counted.
     """
 
     def __init__(
@@ -66,7 +71,8 @@ class StackedUpdater:
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
         self.reached: dict[str, torch.Tensor] = {}
-        self.lags = torch.zeros_like(self.num_bad_steps)
+        self.counts_each = False
+        self.lags: dict[str, torch.Tensor] = defaultdict(partial(torch.zeros_like, self.num_bad_steps))
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
@@ -125,21 +131,37 @@ class StackedUpdater:
         return skipped
 
     def _step(self, left: RowsByName) -> None:
-        """Let the optimizers step, once for all ranks that have made equally many steps."""
-        lags = sorted(set(self.lags[self.scales != 0].tolist()), reverse=True) or [0]
-        stacks = [stack for shard in self._shards for stack in shard.parameters.values()]
-        gradients, rows = {stack: stack.grad for stack in stacks if stack.grad is not None}, left
-        for lag in lags:
-            if len(lags) > 1:  # others' gradients are set to zero by a step that leaves them alone
-                for stack, gradient in gradients.items():
-                    stack.grad = gradient.clone()
-                others = [self.lags[shard.ranks.start : shard.ranks.stop] != lag for shard in self._shards]
-                rows = {name: [a | b for a, b in zip(own, others, strict=True)] for name, own in left.items()}
-            with (
-                left_alone(self._optimizers, self._rows_left_alone(rows)),
-                lagging(self._optimizers, lag, is_counted=lag == lags[-1]),
-            ):
+        """Let the optimizers step, once for all ranks that have made equally many updates if these are counted."""
+        alone = {name: self._left_alone(name, by_shard) for name, by_shard in left.items() if self._gradient_of(name)}
+        lags = {0}
+        if self.counts_each:
+            lags = {lag for name, rows in alone.items() for lag in self.lags[name][~rows].tolist()} or {0}
+        if lags == {0}:
+            with left_alone(self._optimizers, self._rows_of(alone)):
                 step_all(self._optimizers)
+        else:
+            self._step_by_lag(alone, sorted(lags))
+        for name, rows in alone.items() if self.counts_each else ():
+            self.lags[name] += rows
+
+    def _step_by_lag(self, alone: Mapping[str, torch.Tensor], lags: Sequence[int]) -> None:
+        stacks = {shard.parameters[name]: name for shard in self._shards for name in alone}
+        gradients = {stack: stack.grad for stack in stacks if stack.grad is not None}
+        entries = list(step_counters(self._optimizers, gradients))
+        counts = [entry[COUNTER] for entry in entries]
+        for lag in lags:
+            rows = {name: own | (self.lags[name] != lag) for name, own in alone.items()}
+            for stack, gradient in gradients.items():  # a step sets those of rows that it leaves alone to zero
+                stack.grad = None if bool(rows[stacks[stack]].all()) else gradient.clone()
+            for entry, count in zip(entries, counts, strict=True):
+                entry[COUNTER] = count - lag
+            with left_alone(self._optimizers, self._rows_of(rows)):
+                step_all(self._optimizers)
+        for entry, count in zip(entries, counts, strict=True):
+            entry[COUNTER] = count + 1
+
+    def _gradient_of(self, name: str) -> bool:
+        return any(shard.parameters[name].grad is not None for shard in self._shards)
 
     def prepare(self, step: int) -> tuple[torch.Tensor, RowsByName]:
         """Rescale the gradients to each replica's own, and clip them.
@@ -164,15 +186,20 @@ class StackedUpdater:
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
         return skipped, left
 
-    def _rows_left_alone(self, left: RowsByName) -> dict[nn.Parameter, torch.Tensor]:
-        alone: dict[nn.Parameter, torch.Tensor] = {}
-        for name, by_shard in left.items():
-            for shard, rows in zip(self._shards, by_shard, strict=True):
-                if name in self.reached:
-                    rows = rows | ~self.reached[name][shard.ranks.start : shard.ranks.stop]
-                if shard.parameters[name].grad is not None and bool(rows.any()):
-                    alone[shard.parameters[name]] = rows.to(shard.device)
-        return alone
+    def _left_alone(self, name: str, by_shard: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows of a parameter, [n], bool, that are not to be updated, or that no backward pass reached."""
+        rows = torch.cat(list(by_shard))
+        return rows | ~self.reached[name] if name in self.reached else rows
+
+    def _rows_of(self, alone: Mapping[str, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+        """Return by stack its rows of these, if there are any."""
+        found = {}
+        for name, rows in alone.items() if any(bool(rows.any()) for rows in alone.values()) else ():
+            for shard in self._shards:
+                own = rows[shard.ranks.start : shard.ranks.stop]
+                if shard.parameters[name].grad is not None and bool(own.any()):
+                    found[shard.parameters[name]] = own.to(shard.device)
+        return found
 
     def _complete_gradients(self) -> None:
         """Give a parameter that has a gradient on some device one on all devices, as if it were a single stack."""

@@ -472,7 +472,7 @@ class VirtualWorkers(KeepsObjects):
     @torch.no_grad()
     def consensus_distance(self) -> tuple[float, float]:
         """Return the root mean square distance of the replicas from their mean, and relative to the mean's norm."""
-        return distance_from_mean(self._shards, self._exchanges.weights(), self._exchanges.next_ranks)
+        return distance_from_mean(self._shards, self._exchanges.weights(), self._exchanges.averaged_ranks)
 
     @torch.no_grad()
     def global_avg(self) -> None:

@@ -66,7 +66,7 @@ def run(num_steps: int, faults: dict[int, Fault], **options: Any) -> list[Course
         results: list[Course] = unsupervised.results_of(train, num_steps, faults, recorded, world_size=4)
         recording = gossip.Recording.load(folder)
     if "algorithm" not in options:  # values are those before forward passes, which others may change
-        stories = {rank: dict(enumerate(one.values[:-1])) for rank, one in enumerate(results) if one is not None}
+        stories = {rank: dict(enumerate(one.values)) for rank, one in enumerate(results) if one is not None}
         assert_repeated(recording, stories, NUMEL, **options)
     # What is late in global_avg(), after the last step, is dropped with all that is in flight.
     events = [event for event in recording.events if isinstance(event, Missed) and event.step < num_steps - 1]

@@ -15,15 +15,15 @@ from elastic_ranks import RATE, Pair, Rows, flat, make_model, make_steps, replay
 import gossip
 import topologies
 from gossip import GossipDataParallel, GossipError, Recording, VirtualWorkers
-from gossip.exchange.recording import Ended, Event, Idle, Joined, Members, Missed, Recorder
+from gossip.exchange.recording import Agreed, Ended, Event, Idle, Joined, Members, Missed, Recorder
 from gossip.lab.faults.injection import Fault
 
 NUMEL = 16
 
 
-def begun(*events: Event, num_ranks: int = 3, step: int = 0) -> Recording:
+def begun(*events: Event, num_ranks: int = 3, num_buckets: int = 2) -> Recording:
     """Of three ranks, or of others beside them that join."""
-    return Recording([Members(0, step, 0, [0, 1, 2], "base"), *events], [9] * num_ranks)
+    return Recording([Members(0, 0, 0, [0, 1, 2], "base", num_buckets), *events], [9] * num_ranks)
 
 
 def make_workers(
@@ -70,7 +70,7 @@ def test_what_was_missed_of_parameters_that_were_unfrozen_meanwhile() -> None:
     for events in ([], [Missed(0, 1, 1, 2)]):  # the bucket that comes with step 1
         module = Rows(NUMEL)
         module.second.requires_grad_(False)
-        workers = make_workers(begun(*events), module=module)
+        workers = make_workers(begun(*events, num_buckets=1), module=module)
         make_step(workers)
         dict(workers.named_parameters())["second"].requires_grad_(True)
         make_step(workers)
@@ -78,6 +78,62 @@ def test_what_was_missed_of_parameters_that_were_unfrozen_meanwhile() -> None:
     whole, missed = found
     assert torch.equal(whole[:, 0], missed[:, 0])
     assert [torch.equal(*rows) for rows in zip(whole[:, 1], missed[:, 1], strict=True)] == [False, True, True]
+
+
+def test_edges_that_the_topology_does_not_have_are_refused() -> None:
+    workers = make_workers(begun(Missed(0, 0, 1, 3), Members(1, 9, 1, [0, 1, 2, 3], "base", 2), num_ranks=4))
+    with pytest.raises(ValueError, match="names edges that the topology does not have"):
+        make_step(workers)
+
+
+@pytest.mark.parametrize("agreed", [(), (1, 2), (0, 1, 2)])
+def test_what_ranks_keep_alike_is_averaged_where_they_agreed_on_it(agreed: tuple[int, ...]) -> None:
+    """Rank 0 has missed a message of an exact average, so its anchor is another one."""
+    events = [Missed(0, 0, 1, 1), Members(1, 1, 1, [0, 1, 2], "base", 2), *(Agreed(rank, 1, 1) for rank in agreed)]
+    workers = make_workers(begun(*events), "complete", algorithm=gossip.DiLoCo(period=1))
+    make_step(workers)
+    anchor = workers._exchanges.views(1)[0].kept["anchor"]
+    alike = [[torch.allclose(anchor[one], anchor[other], atol=1e-12) for other in range(3)] for one in range(3)]
+    assert alike[0][1:] == [len(agreed) == 3] * 2
+    assert alike[1][2]
+
+
+class Standing(torch.nn.Module):
+    """Its ``other`` gets a gradient in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2, dtype=torch.float64)
+        self.other = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.uses_other = True
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        found = self.norm(batch).square() * batch
+        return (found * self.other if self.uses_other else found).sum()[None]
+
+
+def test_updates_and_statistics_are_counted_by_rank() -> None:
+    """Replicas that never exchange are as many plain trainings: ranks 1 and 2 make no update in a step each."""
+    idle = {1: 0, 2: 3}
+    optimizer = functools.partial(torch.optim.AdamW, lr=RATE)
+    topology = topologies.build("ring", 3).every(100)
+    recording = begun(*(Idle(rank, step) for rank, step in idle.items()), num_buckets=1)
+    workers = make_workers(recording, topology, Standing(), optimizer=optimizer, bucket_cap_mb=25)
+    alone = [Standing() for _ in range(3)]
+    optimizers = [optimizer(module.parameters()) for module in alone]
+    for step in range(7):
+        batches = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        workers.module.uses_other = step % 2 == 0
+        workers(batches.flatten(0, 1)).sum().backward()
+        for rank in (rank for rank in range(3) if idle.get(rank) != step):
+            alone[rank].uses_other = step % 2 == 0
+            optimizers[rank].zero_grad()
+            alone[rank](batches[rank]).sum().backward()
+            optimizers[rank].step()
+    workers.idle_step()  # no forward pass: what it puts back for a rank that stands still is in place
+    for rank, module in enumerate(alone):
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(workers.replica(rank).state_dict()[name], value, rtol=0, atol=1e-12)
 
 
 class Normed(Rows):
@@ -92,9 +148,11 @@ REFUSED: dict[str, tuple[Recording, dict[str, Any]]] = {
     "replay is a recording of 3 ranks, but world_size is 4": (begun(), {"world_size": 4}),
     "the recording does not say which ranks began": (Recording([Ended(0, 9)], [9]), {}),
     "the recording contradicts itself, .* its files are of several runs, or the run loaded a checkpoint": (
-        begun(Members(1, 4, 0, [0, 1, 2], "base")),
+        begun(Members(1, 4, 0, [0, 1, 2], "base", 2)),
         {},
     ),
+    "replay is a recording of 2 buckets, but the model has 1": (begun(), {"bucket_cap_mb": 25}),
+    "is of ranks that made their steps together": (begun(), {"algorithm": "asynchronous", "topology": "ring"}),
     "replay: algorithm RelaySum.* relays along a tree": (begun(), {"algorithm": "relay_sum", "topology": "path"}),
     "replay: what codecs of compression .* only messages that are values": (begun(), {"compression": "int8"}),
 }
@@ -104,13 +162,13 @@ REFUSED: dict[str, tuple[Recording, dict[str, Any]]] = {
 def test_what_cannot_be_repeated_is_refused(text: str) -> None:
     recording, options = REFUSED[text]
     optimizer = functools.partial(torch.optim.SGD, lr=RATE)
-    options = {"world_size": len(recording.num_steps), "topology": "ring"} | options
+    options = {"world_size": len(recording.num_steps), "topology": "ring", "bucket_cap_mb": NUMEL * 8 / 2**20} | options
     with pytest.raises(ValueError, match=text):
         VirtualWorkers(Rows(NUMEL), optimizer=optimizer, replay=recording, devices=["cpu"], **options)
 
 
 def test_an_optimizer_whose_counters_are_no_steps_cannot_repeat_that_a_rank_joins() -> None:
-    recording = begun(Joined(3, 1, 0), Members(0, 2, 1, [0, 1, 2, 3], "base"), num_ranks=4)
+    recording = begun(Joined(3, 1, 0), Members(0, 2, 1, [0, 1, 2, 3], "base", 2), num_ranks=4)
     workers = make_workers(recording, optimizer=functools.partial(torch.optim.NAdam, lr=RATE))
     make_step(workers)
     make_step(workers)
@@ -120,7 +178,8 @@ def test_an_optimizer_whose_counters_are_no_steps_cannot_repeat_that_a_rank_join
 
 @pytest.mark.parametrize("buffers", ["local", "average"])
 def test_what_a_rank_takes_over_includes_buffers(buffers: Any) -> None:
-    recording = begun(Joined(3, 1, 1), Members(0, 2, 1, [0, 1, 2, 3], "base"), Missed(2, 0, 2, 1), num_ranks=4)
+    events = Joined(3, 1, 1), Members(0, 2, 1, [0, 1, 2, 3], "base", 2), Missed(2, 0, 2, 1)
+    recording = begun(*events[: 2 + (buffers == "average")], num_ranks=4, num_buckets=2 + (buffers == "average"))
     workers = make_workers(recording, module=Normed(), buffers=buffers)
     (seen,) = (stack for _, stack in workers.named_buffers())
     seen.copy_(torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, 3))
@@ -151,7 +210,7 @@ def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_there(tmp_path: P
     expected = unsupervised.results_of(train_on, folder, record, 2, world_size=2)
     recording = Recording.load(record)
     assert recording.num_steps == [5, 5]
-    with pytest.raises(GossipError, match="the run began at step 3, from a checkpoint, but this is step 0"):
+    with pytest.raises(GossipError, match="the next step of the run is 3, but this is step 0"):
         make_step(make_workers(recording))
     workers = make_workers(recording)
     gossip.load(workers, folder)
@@ -162,13 +221,19 @@ def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_there(tmp_path: P
 
 def test_a_recording_is_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0)
-    events: list[Event] = [Members(0, 0, 0, [0, 1], "base"), Missed(0, 3, 1, 1), Missed(0, 3, 1, 1, 5, True)]
+    with pytest.raises(ValueError, match="no rank has noted anything"):
+        Recording.load(tmp_path)
+    events: list[Event] = [Members(0, 0, 0, [0, 2], "base", 2), Missed(0, 3, 1, 2), Missed(0, 3, 1, 2, 5, True)]
     for event in events:
         recorder(event)
     Recorder(tmp_path, 2)(Joined(2, 4, 0))
     with (tmp_path / "rank0.jsonl").open("a") as file:
         file.write('["Missed", 0, 4')
-    assert Recording.load(tmp_path) == Recording([*events, Joined(2, 4, 0)], [6, 0, 5])
+    with pytest.warns(UserWarning, match="does not say how many steps were made"):
+        assert Recording.load(tmp_path) == Recording([*events, Joined(2, 4, 0)], [6, 0, 5])
+    (tmp_path / "rank2.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"has no files of ranks \[2\]; if they are on other hosts"):
+        Recording.load(tmp_path)
     with pytest.raises(ValueError, match=r"record='.*' has a recording already \(rank0.jsonl\)"):
         Recorder(tmp_path, 0)
 
@@ -187,7 +252,7 @@ def test_where_ranks_do_not_change_there_is_nothing_to_record() -> None:
 
 
 def test_a_topology_that_cannot_serve_those_left_is_replaced_as_in_the_run() -> None:
-    recording = Recording([Members(0, 0, 0, [0, 1, 2, 3], "star"), Members(0, 1, 1, [0, 1, 3], "star")], [9] * 4)
+    recording = Recording([Members(0, 0, 0, [0, 1, 2, 3], "star", 2), Members(0, 1, 1, [0, 1, 3], "star", 2)], [9] * 4)
     workers = make_workers(recording, "hypercube")
     make_step(workers)
     assert workers.topology == topologies.build("star", 3)

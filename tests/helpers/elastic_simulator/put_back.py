@@ -166,8 +166,10 @@ FAULTS = (
     # ------------------------------------------------------------------ late messages
     PutBack(
         _LATE + "arrived",
-        "yield LateDifference(late.key.first, difference)\n        mesh.give_back([payload])",
-        "mesh.give_back([payload])\n        yield LateDifference(late.key.first, difference)",
+        "yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))\n"
+        "        mesh.give_back([payload])",
+        "mesh.give_back([payload])\n"
+        "        yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))",
         True,
     ),
     PutBack(_LATE + "arrived", "if is_right or (", "if (", seeds=range(155)),
