@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -236,6 +236,14 @@ class ReplayedExchanges(StackedExchanges):
         for name in self.algorithm.numbers if self.algorithm.keeps_numbers else ():
             found |= {(index, name): self.views(index)[place].numbers[name][row] for index in self._buckets}
         return found
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]] | None) -> None:
+        if states is None:
+            raise GossipError(
+                f"replay: the checkpoint is not one of {self._world_size} ranks with what they had in flight; a run "
+                "that went on from a checkpoint is repeated only if all its ranks were in that"
+            )
+        super().load_rank_states(states)
 
     # ------------------------------------------------------------------ what was lost, and what was late
 

@@ -219,6 +219,14 @@ def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_there(tmp_path: P
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-11)
 
 
+def test_a_checkpoint_of_other_ranks_is_no_beginning(tmp_path: Path) -> None:
+    make_step(three := make_workers(begun()))
+    gossip.save(three, tmp_path)
+    four = make_workers(begun(Joined(3, 2, 0), Members(0, 3, 1, [0, 1, 2, 3], "base", 2), num_ranks=4))
+    with pytest.raises(GossipError, match="the checkpoint is not one of 4 ranks with what they had in flight"):
+        gossip.load(four, tmp_path)
+
+
 def test_a_recording_is_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0)
     with pytest.raises(ValueError, match="no rank has noted anything"):
