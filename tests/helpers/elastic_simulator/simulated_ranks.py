@@ -263,6 +263,7 @@ class Engine:
             on_astray=None,
             updating=contextlib.nullcontext,
             has_update=1.0,
+            in_flight=[],
         )
         self.on_step_begin = self.on_step_end = lambda: None
         self._in_flight: Any = None
