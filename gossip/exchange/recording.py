@@ -139,7 +139,7 @@ class Recording(NamedTuple):
                 f"the recording in {str(folder)!r} does not say how many steps were made, as no rank has closed its "
                 "model; make as many as you know"
             )
-        last: dict[int, int] = dict.fromkeys(found, 0)
+        last: dict[int, int] = dict.fromkeys(found | named, 0)
         for event in events:
             ends = event.step if isinstance(event, Ended) else max(event.step, getattr(event, "entered", 0)) + 1
             last[event.rank] = ends if isinstance(event, Ended) else max(last.get(event.rank, 0), ends)
@@ -150,7 +150,8 @@ class Recorder:
     """Appends the events of a process to a file of its own, line by line, so that a kill loses none."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
-        self._path = Path(folder) / _FILES.replace("*", str(rank))
+        self._path = Path(folder).resolve() / _FILES.replace("*", str(rank))  # the program may change its folder
+        self._is_broken = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._path.touch(exist_ok=False)
@@ -161,9 +162,15 @@ class Recorder:
             ) from None
 
     def __call__(self, event: tuple[Any, ...]) -> None:
-        """Write an event before it has an effect on other ranks."""
-        with self._path.open("a") as file:
-            file.write(json.dumps([type(event).__name__, *event]) + "\n")
+        """Write an event before it has an effect on other ranks; a disk that fails does not end the training."""
+        if self._is_broken:
+            return
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps([type(event).__name__, *event]) + "\n")
+        except OSError as error:
+            self._is_broken = True
+            warn_user(f"recording: {self._path} cannot be written ({error}); the run goes on, and cannot be repeated")
 
 
 def _read(file: Path) -> Iterator[Event]:

@@ -235,9 +235,12 @@ class StackedUpdater:
                 gradient.mul_(along_rows(factors, gradient))
         return torch.stack([~gradient.flatten(1).isfinite().all(1) for gradient in gradients]).any(0)
 
-    def count_bad_steps(self, is_bad: torch.Tensor, step: int) -> None:
+    def count_bad_steps(self, skipped: torch.Tensor, refused: torch.Tensor, step: int) -> None:
         """Raise if a rank had gradients or messages that were not finite in too many consecutive steps."""
-        self.num_bad_steps = torch.where(is_bad, self.num_bad_steps + 1, 0)
+        if bool(refused.any()):
+            ranks = ", ".join(map(str, refused.nonzero().flatten().tolist()))
+            logger.warning("a message to each of the ranks {} is not finite and is refused", ranks)
+        self.num_bad_steps = torch.where(skipped | refused, self.num_bad_steps + 1, 0)
         if int(self.num_bad_steps.max()) >= MAX_NON_FINITE_STEPS:
             raise GossipError(
                 f"rank {int(self.num_bad_steps.argmax())}: step {step}: gradients or messages were not finite in "

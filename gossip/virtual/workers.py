@@ -162,10 +162,8 @@ class VirtualWorkers(KeepsObjects):
         self.compression = resolve_compression(compression)
         chosen = resolve_devices(devices, world_size)
         module.to(chosen[0])
-        self.world_size = world_size
-        self.step = 0
-        self._dim = dim
-        self._reduces_by_mean = loss_reduction == "mean"
+        self.world_size, self.step = world_size, 0
+        self._dim, self._reduces_by_mean = dim, loss_reduction == "mean"
         self._cap_bytes = int(bucket_cap_mb * 2**20)
         named = list(named_parameters(module))
         buckets = make_buckets([entry for entry in named if entry[1].requires_grad], self._cap_bytes)
@@ -191,13 +189,12 @@ class VirtualWorkers(KeepsObjects):
         places = self._shards, buckets, buffer_buckets, self._optimizers
         self._replay: Replay | None = None
         if replay is not None and has_changes:
-            self._exchanges: StackedExchanges = ReplayedExchanges(
-                replay, self.topology, bound, *places, self.compression
-            )
+            exchanges: StackedExchanges = ReplayedExchanges(replay, self.topology, bound, *places, self.compression)
         else:
             schedule = self.algorithm.schedule(self.topology)
-            self._exchanges = StackedExchanges(*places, schedule, self.algorithm, self.compression)
-            self._replay = None if replay is None else Replay(replay, *places, self._exchanges)
+            exchanges = StackedExchanges(*places, schedule, self.algorithm, self.compression)
+            self._replay = None if replay is None else Replay(replay, *places, exchanges)
+        self._exchanges = exchanges
         self._order = StepOrder(self._exchanges)
         self._kept = KeptObjects()
         self._synchronise = True
@@ -425,10 +422,7 @@ class VirtualWorkers(KeepsObjects):
         self._exchanges.begin_step(self.step, self._updater)
         skipped = self._update(meter) if self._replay is None else self._replay.make_steps(self._updater, self.step)
         refused = meter.num_refused > 0
-        if bool(refused.any()):
-            ranks = ", ".join(map(str, refused.nonzero().flatten().tolist()))
-            logger.warning("a message to each of the ranks {} is not finite and is refused", ranks)
-        self._updater.count_bad_steps(skipped | refused, self.step)
+        self._updater.count_bad_steps(skipped, refused, self.step)
         self._newest = VirtualStats(self.step, meter.bytes_sent, int(skipped.sum()), int(refused.sum()))
         self.step += 1
         if (topology := self._exchanges.end_step(self.step, self._updater, meter)) is not None:
@@ -464,8 +458,7 @@ class VirtualWorkers(KeepsObjects):
         """
         if self._replay is not None:
             return list(self._replay.next_steps)
-        ranks = self._exchanges.next_ranks
-        return [self.step if rank in ranks else None for rank in range(self.world_size)]
+        return [self.step if rank in self._exchanges.next_ranks else None for rank in range(self.world_size)]
 
     # ------------------------------------------------------------------ averaging
 

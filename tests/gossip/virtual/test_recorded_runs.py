@@ -3,9 +3,11 @@
 That the values are those of the run is checked wherever ranks are lost, late, leave and join, in ``elastic_ranks``.
 """
 
+import errno
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -241,9 +243,35 @@ def test_a_recording_is_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
     (tmp_path / "rank2.jsonl").unlink()
     files, steps = r"has no files of ranks \[2\]; if they are on other hosts", "how many steps were made"
     with pytest.warns(UserWarning, match=steps), pytest.warns(UserWarning, match=files):
-        Recording.load(tmp_path)
+        assert Recording.load(tmp_path).num_steps == [6, 0, 0]
     with pytest.raises(ValueError, match=r"record='.*' has a recording already \(rank0.jsonl\)"):
         Recorder(tmp_path, 0)
+
+
+def test_a_recording_goes_on_where_it_began_and_its_end_is_not_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder("recording", 0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorder(Ended(0, 3))
+    assert Recording.load(tmp_path / "recording").num_steps == [3]
+    with mock.patch.object(Path, "open", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        with pytest.warns(UserWarning, match=r"rank0\.jsonl cannot be written .*; the run goes on, and cannot be"):
+            recorder(Ended(0, 4))
+        recorder(Ended(0, 5))
+    recorder(Ended(0, 6))
+    assert Recording.load(tmp_path / "recording").num_steps == [3], "what comes after a gap would mislead"
+
+
+def test_a_rank_that_joins_is_averaged_after_its_first_step() -> None:
+    recording = begun(Joined(3, 1, 0), Members(0, 2, 1, [0, 1, 2, 3], "base", 2), num_ranks=4)
+    workers = make_workers(recording)
+    for members in ([0, 1, 2], [0, 1, 2], [0, 1, 2, 3]):
+        values = make_step(workers)
+        with workers.averaged() as module:
+            torch.testing.assert_close(flat(module), values[members].mean(0), rtol=0, atol=1e-12)
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
