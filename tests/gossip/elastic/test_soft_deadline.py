@@ -265,5 +265,10 @@ def test_what_was_late_stays_as_it_is_until_it_has_been_mixed_in(dtype: torch.dt
     world.mesh.give_back = lambda given: [payload.fill_(0) for payload in given]
     late = LateMessages(world, 1.0)
     late.await_later(0, 1, key, 0.25, torch.ones(4, dtype=dtype), 0.0)
-    differences = [found.difference.clone() for found in late.arrived(0, waits=True)]
-    torch.testing.assert_close(differences, [torch.ones(4, dtype=torch.float64)], rtol=0, atol=0)
+    ((_, difference, note),) = [
+        found._replace(difference=found.difference.clone()) for found in late.arrived(0, waits=True)
+    ]
+    torch.testing.assert_close(difference, torch.ones(4, dtype=torch.float64), rtol=0, atol=0)
+    world.record.assert_not_called()  # it may be dropped, as by close()
+    note(True)
+    world.record.assert_called_once_with(Missed(world.member, 3, 0, 1, 4, True))
