@@ -86,12 +86,13 @@ class JoiningRank:
             reasons.append(next(filter(None, outcomes)))
         raise ExchangeError("; ".join(reasons))
 
-    def be_admitted(self, check_size: Callable[[int], None]) -> Generation | None:
+    def be_admitted(self, source: int, check_size: Callable[[int], None]) -> Generation | None:
         """Join, and return the first generation of which this rank is a member; it makes steps from its first one on.
 
-        None if ranks do not make their steps together, and this rank's state is from a time other than that at which
-        they could admit it: it needs a new state. ``check_size`` is called with the number of ranks that there would
-        be, before this rank asks to be one of them, and raises if so many cannot train together.
+        None if it needs a new state: the others continue without ``source``, whose state it has and who is to give the
+        second part of it, or they do not make their steps together, and could admit this rank only at a time other than
+        that of its state. ``check_size`` is called with the number of ranks that there would be, before this rank asks
+        to be one of them, and raises if so many cannot train together.
         """
         member, timeout_s, has_asked = self._world.member, 2 * self._world.timeout.total_seconds(), False
         deadline = time.monotonic() + timeout_s
@@ -100,7 +101,8 @@ class JoiningRank:
             latest = self._consensus.latest
             if (admitted := self._consensus.admitted_in) is not None:
                 return admitted
-            if has_asked and not self._world.is_in_step and not self._consensus.asks:
+            is_refused = has_asked and not self._world.is_in_step and not self._consensus.asks
+            if is_refused or source not in latest.members:
                 return None
             self._consensus.look_up()
             found = self._reach(latest)

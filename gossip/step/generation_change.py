@@ -234,12 +234,13 @@ class GenerationChange:
             world.consensus.position = num_loaded, step, num_ended
             second = state.get("second")
             del copied, state  # it may take some steps to be admitted
-            generation = joining_rank.be_admitted(self._check_size)
+            generation = joining_rank.be_admitted(source, self._check_size)
             if generation is None:
                 if time.monotonic() > deadline:
                     raise ExchangeError(
                         f"rank {world.member}: joining: whenever this rank asked within {patience_s:g} s, the others "
-                        "were in a collective operation, or had completed one since this rank was given its state"
+                        "were in a collective operation, or had completed one since this rank was given its state, or "
+                        "had lost the rank that gave it"
                     )
                 time.sleep(_PAUSE_S)  # each attempt delays the others for a moment
         if world.is_in_step:

@@ -90,6 +90,15 @@ def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
     return happen_or_send
 
 
+def _given(forget: Any, _: Fault, happen: Callable[[], None]) -> Any:
+    def happen_or_forget(self: Any, member: int, part: int) -> None:
+        if part == 0:
+            happen()
+        forget(self, member, part)
+
+    return happen_or_forget
+
+
 def _before(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
     def happen_and_call(*args: Any, **keywords: Any) -> Any:
         happen()
@@ -114,5 +123,6 @@ PLACES: dict[str, tuple[tuple[Any, ...], str, Callable[[Any, Fault, Callable[[],
     "saving": ((saving,), "write_tensors", _before),
     "calling": ((Mesh,), "connect", _before),
     "giving": ((StateSource,), "_send", _giving),  # before the first piece of a state
+    "given": ((StateSource,), "_forget", _given),  # the first part of a state has arrived, the second is not due yet
     "entering": ((JoiningRank,), "be_admitted", _after),
 }

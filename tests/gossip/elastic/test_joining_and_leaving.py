@@ -59,9 +59,10 @@ def test_one_that_ends_while_it_joins_leaves_the_others_alone() -> None:
         assert_follow_the_recursion(outcome, "ring")
 
 
-def test_if_the_source_of_a_state_ends_another_one_gives_it() -> None:
+@pytest.mark.parametrize("place", ["giving", "given"])
+def test_if_the_source_of_a_state_ends_another_one_gives_it(place: str) -> None:
     # Member 3 of three ranks asks rank 0 first.
-    ends = {0: Fault(place="giving")}
+    ends = {0: Fault(place=place)}
     outcome = run((1, 2, 3), world_size=3, num_joining=1, ends=ends, topology="ring", min_ranks=2)
     assert outcome.stays[3].came[0] != 0
     assert_follow_the_recursion(outcome, "ring")
