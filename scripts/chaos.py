@@ -4,6 +4,7 @@
     python scripts/chaos.py outputs/an_hour --seconds 3600 world_size=8 --compression int8
     python scripts/chaos.py outputs/planned --seconds 10 --restarts 1 --faults kill:1@200 kill:4@400 kill:6@600
     python scripts/chaos.py outputs/groups world_size=8 --local-size 2 --shard optimizer --min-ranks 1
+    python scripts/chaos.py outputs/recorded --record outputs/recording
 
 Faults follow from the seed, or are given by kind (kill, freeze, leave, cut, delay), number of the rank (those that come
 back have new ones) and step. With ``--local-size`` shard groups of so many ranks train; each fault is that of one rank,

@@ -1,12 +1,18 @@
 """Training goes on under random faults, and what would be wrong is seen."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 from running import SCRIPTS, run_here, running
+from torch import nn
 
+from gossip import Recording, VirtualWorkers
+from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.faults.chaos_report import after_faults, by_step, examine
 
@@ -18,6 +24,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run."""
     folder = tmp_path_factory.mktemp("chaos") / "run"
     options = ("--seconds", "8", "world_size=5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
+    options += ("--record", str(folder.parent / "recording"))
     with running(folder.parent, str(folder), *options, script=SCRIPTS / "chaos.py") as script:
         finished = script.finished().succeeded()
     assert finished.left_running == ()
@@ -56,6 +63,38 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
     found = examine(notes)
     assert found.num_messages_torn == 1
     assert found.drift_of_the_mean == pytest.approx(1e-3, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("chaos")
+def test_virtual_workers_repeat_it(ran: Path, notes: Notes) -> None:
+    data, recording = digits(), Recording.load(ran.parent / "recording")
+    sums, batches = dict[tuple[int, int], float](), dict[tuple[int, int], np.ndarray]()
+    for of_process in notes:
+        rank, step, random = -1, 0, np.random.default_rng()
+        for note in [*of_process, {"member": -1, "comes back": None}]:
+            if "begins" in note:
+                rank, random = note["member"], np.random.default_rng((3, note["member"], 1))
+            step = next((note[what]["step"] for what in ("begins", "members", "trained") if what in note), step)
+            if "trained" in note:
+                sums[rank, step] = note["trained"]["sum"]
+            if "trained" in note or "comes back" in note:  # it was lost in the middle of a step
+                batches[rank, step] = random.integers(0, len(data.train_inputs), 16)
+                rank, step = note["member"], step + 1
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    size = len(recording.num_steps)
+    workers = VirtualWorkers(module, size, sgd, "one_peer_exponential", bucket_cap_mb=2**-5, replay=recording)
+    for step in range(max(recording.num_steps)):
+        chosen = np.concatenate([batches.get((rank, step), np.arange(16)) for rank in range(size)])
+        for rank in range(size):
+            if (rank, step) in sums:
+                found = sum(float(stack[rank].detach().sum()) for stack in workers.parameters())
+                assert found == pytest.approx(sums.pop((rank, step)), abs=1e-11)
+        outputs = workers(data.train_inputs[chosen].double())
+        nn.functional.cross_entropy(outputs, data.train_targets[chosen]).backward()
+    assert not sums
 
 
 @pytest.mark.slow

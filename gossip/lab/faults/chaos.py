@@ -57,6 +57,7 @@ class ChaosSettings(BenchmarkSettings):
     topology: str = Field("one_peer_exponential", description="of the ranks")
     compression: Annotated[str, OneOf(COMPRESSIONS.available())] | None = Field(None, description="of messages")
     restarts: int = Field(10_000, ge=0, description="of a worker that fails")
+    record: str | None = Field(None, description="folder for a recording that virtual workers can repeat")
     plan: tuple[Annotated[str, Field(pattern=_PLANNED)], ...] = Field(
         (), alias="faults", description="KIND:RANK@STEP of planned faults, instead of random ones"
     )
@@ -172,6 +173,7 @@ class _Training:
             timeout=timedelta(seconds=case.timeout_s),
             on_peer_loss="continue",
             min_ranks=case.min_ranks,
+            record=case.record,
             **of_ranks,
         )
         assert self._model.optimizer is not None
