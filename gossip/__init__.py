@@ -37,7 +37,6 @@ from gossip.optimizers.accum_adam import AccumAdam, AccumAdamW
 from gossip.sharding.shard_mesh import make_shard_mesh
 from gossip.simulation import (
     Cluster,
-    DropOut,
     Failures,
     RandomDelays,
     SimulatedGoodput,
@@ -71,7 +70,6 @@ __all__ = [
     "DebugTransport",
     "Delivery",
     "DistributedTransport",
-    "DropOut",
     "Exchange",
     "ExchangeError",
     "Failures",

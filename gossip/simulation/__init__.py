@@ -7,14 +7,12 @@ from gossip.simulation.goodput import simulate_goodput as simulate_goodput
 from gossip.simulation.simulate import SimulatedRun as SimulatedRun
 from gossip.simulation.simulate import simulate_time as simulate_time
 from gossip.simulation.simulated_averages import simulate_averages as simulate_averages
-from gossip.simulation.workload import DropOut as DropOut
 from gossip.simulation.workload import RandomDelays as RandomDelays
 from gossip.simulation.workload import SlowRank as SlowRank
 from gossip.simulation.workload import Workload as Workload
 
 __all__ = [
     "Cluster",
-    "DropOut",
     "Failures",
     "RandomDelays",
     "SimulatedGoodput",

@@ -28,7 +28,7 @@ class SimulatedRun:
     total_time_s : float
         The time until the last rank has ended the last step.
     step_ends_s : array, [num_steps]
-        When each step ended: mean over the ranks that took part in it.
+        When each step ended: mean over ranks.
     """
 
     step_time_s: float
@@ -120,20 +120,13 @@ def _run(steps: Steps, workload: Workload, cluster: Cluster, num_steps: int, see
     clock = np.zeros(cluster.world_size)
     step_ends_s = np.empty(num_steps)
     waited_s = 0.0
-    num_made = 0
     for step, draw in enumerate(draw_steps(workload, cluster.world_size, num_steps, seed)):
-        after, waits_s = steps.make(step, clock, draw)
-        present = np.ones(len(clock), dtype=np.bool_) if draw.present is None else draw.present
-        if present.any():
-            waited_s += float(waits_s[present].sum())
-            num_made += int(present.sum())
-            step_ends_s[step] = after[present].mean()
-            clock = np.where(present, after, max(after[present].max(), 0.0))
-        else:
-            step_ends_s[step] = clock.mean()
+        clock, waits_s = steps.make(step, clock, draw)
+        waited_s += float(waits_s.mean())
+        step_ends_s[step] = clock.mean()
     return SimulatedRun(
         step_time_s=float(step_ends_s[-1]) / num_steps,
-        exposed_wait_s=waited_s / max(1, num_made),
+        exposed_wait_s=waited_s / num_steps,
         total_time_s=float(clock.max()),
         step_ends_s=step_ends_s,
     )

@@ -148,7 +148,6 @@ def plan_exchange(
     *,
     all_reduces: Collection[tuple[int, ...]] = (),
     reads_memory: bool = False,
-    present: Mask | None = None,
 ) -> ExchangePlan | None:
     """Return the plan of a round, or None if nothing is sent.
 
@@ -159,27 +158,21 @@ def plan_exchange(
         messages.
     reads_memory : bool
         Whether messages between two ranks of a node are read in place instead of being sent.
-    present : array of bool, [n], optional
-        The ranks that take part; edges to other ranks are left out.
     """
     if round_.is_identity:
         return None
-    n, is_here = cluster.world_size, np.ones(cluster.world_size, np.bool_) if present is None else present
-    groups = round_.uniform_groups
-    if groups is None:
+    n = cluster.world_size
+    if round_.uniform_groups is None:
         receivers, senders, _ = round_.edges()
-        kept = is_here[senders] & is_here[receivers]
-        traffic = _messages(senders[kept], receivers[kept], cluster, reads_memory)
-        return _plan(Neighbourhoods(traffic.senders, traffic.receivers, n), traffic, cluster) if kept.any() else None
-    left = {group: members for group in groups if len(members := tuple(r for r in group if is_here[r])) > 1}
-    rings = {members for group, members in left.items() if group in all_reduces and len(members) > 2}
-    if not left:
-        return None
-    edges = [pair for members in left.values() if members not in rings for pair in itertools.permutations(members, 2)]
+        traffic = _messages(senders, receivers, cluster, reads_memory)
+        return _plan(Neighbourhoods(senders, receivers, n), traffic, cluster)
+    groups = [group for group in round_.uniform_groups if len(group) > 1]
+    rings = {group for group in groups if group in all_reduces and len(group) > 2}
+    edges = [pair for group in groups if group not in rings for pair in itertools.permutations(group, 2)]
     senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
     parts = [*map(_ring, rings), _messages(senders, receivers, cluster, reads_memory)]
-    turns = [2 * (len(members) - 1) if members in rings else 1 for members in left.values()]
-    coupling = Groups(list(left.values()), turns, n)
+    turns = [2 * (len(group) - 1) if group in rings else 1 for group in groups]
+    coupling = Groups(groups, turns, n)
     return _plan(coupling, Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from gossip.algorithms import Algorithm, Asynchronous
 from gossip.exchange.distributed_transport import MIN_LARGE_BYTES, shared_groups
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.simulated_exchanges import ExchangePlan, Mask, plan_exchange
+from gossip.simulation.simulated_exchanges import ExchangePlan, plan_exchange
 from gossip.simulation.workload import StepDraw, Workload
 from topologies import Round, Topology
 from topologies.matrix_storage import FloatArray
@@ -35,29 +35,20 @@ class Steps(ABC):
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:
         """Make one step that the ranks begin at ``clock``, [n], in seconds.
 
-        Returns when each rank has ended, and how long it has waited, [n] each; undefined for ranks that are absent.
+        Returns when each rank has ended, and how long it has waited, [n] each.
         """
 
 
 class AllReduceSteps(Steps):
-    """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last.
-
-    If a rank drops out, the others continue as a smaller ring, which DDP itself could not.
-    """
+    """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last."""
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
         super().__init__(cluster, workload, compression_ratio)
-        self._plan = self._plan_of(None)
-
-    def _plan_of(self, present: Mask | None) -> ExchangePlan | None:
-        everyone = tuple(range(self._cluster.world_size))
-        round_ = Round.from_groups(len(everyone), [everyone])
-        rings = (everyone,) if len(everyone) > 2 else ()
-        return plan_exchange(round_, self._cluster, all_reduces=rings, present=present)
+        everyone = tuple(range(cluster.world_size))
+        self._plan = plan_exchange(Round.from_groups(len(everyone), [everyone]), cluster, all_reduces=(everyone,))
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
-        workload = self._workload
-        plan = self._plan if draw.present is None else self._plan_of(draw.present)
+        workload, plan = self._workload, self._plan
         clock = clock + draw.delay_s + workload.forward_s * draw.factor
         arrived_s = clock
         for num_bytes in workload.bucket_bytes:
@@ -105,7 +96,7 @@ class GossipSteps(Steps):
             if not self._algorithm.before_forward:
                 clock = self._combine(step, bucket, clock, draw, waits_s)
             clock = self._compute(workload.update_s * share * draw.factor, clock)
-            self._post(step, bucket, clock, draw)
+            self._post(step, bucket, clock)
         return clock, waits_s
 
     def _compute(self, computing_s: FloatArray, clock: FloatArray) -> FloatArray:
@@ -126,9 +117,9 @@ class GossipSteps(Steps):
         mix_s = self._workload.mix_s * self._shares[bucket] * draw.factor
         return self._compute(np.where(np.isfinite(arrives_s), mix_s, 0.0), clock + wait_s)
 
-    def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
+    def _post(self, step: int, bucket: int, clock: FloatArray) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
-        plan = self._plan(step, num_bytes, draw.present) if self._algorithm.is_exchanged(bucket, step) else None
+        plan = self._plan(step, num_bytes) if self._algorithm.is_exchanged(bucket, step) else None
         if plan is None:
             return
         self._posted_in[bucket] = step
@@ -136,26 +127,23 @@ class GossipSteps(Steps):
         self._free_s = np.where(plan.takes_part, sent_s, self._free_s)
         self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
 
-    def _plan(self, step: int, num_bytes: float, present: Mask | None) -> ExchangePlan | None:
+    def _plan(self, step: int, num_bytes: float) -> ExchangePlan | None:
         is_large = num_bytes >= MIN_LARGE_BYTES
-        if present is not None:
-            return self._make_plan(step, is_large, present)
         number, period = step, self._topology.period
         if period is not None and step >= self._topology.warmup:
             number = self._topology.warmup + (step - self._topology.warmup) % period
         if (number, is_large) not in self._plans:
             if period is None:
                 self._plans.clear()  # no round is repeated
-            self._plans[number, is_large] = self._make_plan(step, is_large, None)
+            self._plans[number, is_large] = self._make_plan(step, is_large)
         return self._plans[number, is_large]
 
-    def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:
+    def _make_plan(self, step: int, is_large: bool) -> ExchangePlan | None:
         return plan_exchange(
             self._topology.round(step),
             self._cluster,
             all_reduces=self._all_reduces if is_large else (),
             reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
-            present=present,
         )
 
 
@@ -178,9 +166,9 @@ class AsynchronousSteps(GossipSteps):
         mix_s = self._workload.mix_s * self._shares[bucket] * draw.factor
         return self._compute(np.where(has_come, mix_s, 0.0), clock + wait_s)
 
-    def _post(self, step: int, bucket: int, clock: FloatArray, draw: StepDraw) -> None:
+    def _post(self, step: int, bucket: int, clock: FloatArray) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
-        plan = self._plan(step, num_bytes, draw.present)
+        plan = self._plan(step, num_bytes)
         if plan is not None:
             asks = plan.takes_part & (self._posted_in[bucket] < 0)
             sent_s, arrives_s = plan.ask(np.maximum(clock, self._free_s), num_bytes)
@@ -188,8 +176,8 @@ class AsynchronousSteps(GossipSteps):
             self._arrives_s[bucket] = np.where(asks, arrives_s, self._arrives_s[bucket])
             self._posted_in[bucket][asks] = step
 
-    def _make_plan(self, step: int, is_large: bool, present: Mask | None) -> ExchangePlan | None:  # noqa: ARG002
-        return plan_exchange(self._topology.round(step), self._cluster, present=present)
+    def _make_plan(self, step: int, is_large: bool) -> ExchangePlan | None:  # noqa: ARG002
+        return plan_exchange(self._topology.round(step), self._cluster)
 
 
 def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -36,24 +36,6 @@ class RandomDelays:
         check_real("probability", self.probability, "between 0 and 1", example=0.1)
 
 
-@dataclass(frozen=True)
-class DropOut:
-    """A rank that misses ``num_steps`` steps from ``first_step`` on.
-
-    It neither computes nor exchanges in them, no rank waits for it, and it continues when all others have ended the
-    last of them.
-    """
-
-    rank: int
-    first_step: int
-    num_steps: int
-
-    def __post_init__(self) -> None:
-        check_integer("rank", self.rank, minimum=0)
-        check_integer("first_step", self.first_step, minimum=0)
-        check_integer("num_steps", self.num_steps, minimum=1)
-
-
 Straggler = SlowRank | RandomDelays
 
 
@@ -79,8 +61,6 @@ class Workload:
         and step.
     stragglers : tuple of SlowRank or RandomDelays
         What delays ranks.
-    drop_outs : tuple of DropOut
-        The ranks that miss steps.
 
     Raises
     ------
@@ -102,13 +82,12 @@ class Workload:
     contention: float = 0.0
     jitter: float = 0.0
     stragglers: tuple[Straggler, ...] = ()
-    drop_outs: tuple[DropOut, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "update_s", "mix_s", "jitter"):
             check_real(name, getattr(self, name), "at least 0 and finite", example=0.1)
         check_real("contention", self.contention, "between 0 and 1", example=0.5)
-        for name, kinds in (("bucket_bytes", int), ("stragglers", Straggler), ("drop_outs", DropOut)):
+        for name, kinds in (("bucket_bytes", int), ("stragglers", Straggler)):
             held = getattr(self, name)
             if not isinstance(held, tuple) or not all(isinstance(each, kinds) for each in held):
                 allowed = " or ".join(kind.__name__ for kind in get_args(kinds) or (kinds,))
@@ -129,33 +108,20 @@ class Workload:
         return self.forward_s + self.backward_s + self.update_s
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse stragglers and drop-outs whose rank is not in the cluster."""
-        for name, held in (("stragglers", self.stragglers), ("drop_outs", self.drop_outs)):
-            for delay in held:
-                if not isinstance(delay, RandomDelays) and delay.rank >= world_size:
-                    raise ValueError(
-                        f"{name} names rank {delay.rank}, but ranks go from 0 to {world_size - 1}; name one of them, "
-                        "or describe a larger cluster"
-                    )
+        """Refuse a straggler whose rank is not in the cluster."""
+        for straggler in self.stragglers:
+            if isinstance(straggler, SlowRank) and straggler.rank >= world_size:
+                raise ValueError(
+                    f"stragglers names rank {straggler.rank}, but ranks go from 0 to {world_size - 1}; name one of "
+                    "them, or describe a larger cluster"
+                )
 
 
-@dataclass(frozen=True)
-class StepDraw:
-    """The random part of a step; each array has shape ``[n]``.
-
-    Attributes
-    ----------
-    delay_s
-        The delay before the step.
-    factor
-        The factor by which computing takes longer than the mean.
-    present
-        The ranks that take part; None for all.
-    """
+class StepDraw(NamedTuple):
+    """The random part of a step: the delay before it, and the factor of what computing takes; each is [n]."""
 
     delay_s: FloatArray
     factor: FloatArray
-    present: np.ndarray[tuple[int], np.dtype[np.bool_]] | None
 
 
 def draw_steps(workload: Workload, world_size: int, num_steps: int, seed: int) -> Iterator[StepDraw]:
@@ -167,7 +133,7 @@ def draw_steps(workload: Workload, world_size: int, num_steps: int, seed: int) -
             slow[straggler.rank] *= straggler.factor
     delays = [straggler for straggler in workload.stragglers if isinstance(straggler, RandomDelays)]
     spread = np.sqrt(np.log1p(workload.jitter**2))  # the standard deviation of the logarithm; the factor has mean 1
-    for step in range(num_steps):
+    for _ in range(num_steps):
         delay_s = np.zeros(world_size)
         for delay in delays:
             hit = generator.random(world_size) < delay.probability
@@ -175,9 +141,4 @@ def draw_steps(workload: Workload, world_size: int, num_steps: int, seed: int) -
         factor = slow
         if spread > 0:
             factor = slow * np.exp(generator.normal(-0.5 * spread**2, spread, world_size))
-        absent = [d.rank for d in workload.drop_outs if d.first_step <= step < d.first_step + d.num_steps]
-        present = None
-        if absent:
-            present = np.ones(world_size, dtype=np.bool_)
-            present[absent] = False
-        yield StepDraw(delay_s, factor, present)
+        yield StepDraw(delay_s, factor)

@@ -13,7 +13,6 @@ from gossip import (
     Asynchronous,
     Cluster,
     DiLoCo,
-    DropOut,
     NoLoCo,
     RandomDelays,
     SlowRank,
@@ -178,16 +177,6 @@ def test_jitter_leaves_the_mean_of_the_steps_as_it_is() -> None:
     assert run.step_time_s == pytest.approx(0.35, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["ddp", "one_peer_hypercube", "ring", "complete"])
-def test_nobody_waits_for_a_rank_that_has_dropped_out(name: str) -> None:
-    slow = (SlowRank(1, 10.0),)
-    workload = dataclasses.replace(PLAIN, stragglers=slow, drop_outs=(DropOut(1, 2, 6),))
-    run = simulate_time(_method(name, 4), Cluster(4, **FREE), workload, 12)
-    steps = np.diff(run.step_ends_s)
-    assert steps[4:7] == pytest.approx(0.35)
-    assert steps[8:].max() > 1.0  # it is back
-
-
 @pytest.mark.parametrize("num_pieces", [1, 2, 3, 7])
 def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> None:
     """On a ring every piece of 512 KiB passes the delay on by one edge to each side; everybody else goes on."""
@@ -206,7 +195,6 @@ def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> 
         ({"compression_ratio": 0.0}, ValueError, "compression_ratio must be above 0 and finite"),
         ({"cluster": 4}, TypeError, "cluster must be"),
         ({"workload": Workload(1, 1, (1,), stragglers=(SlowRank(4, 2.0),))}, ValueError, "stragglers names rank 4"),
-        ({"workload": Workload(1, 1, (1,), drop_outs=(DropOut(7, 0, 1),))}, ValueError, "drop_outs names rank 7"),
     ],
 )
 def test_arguments_that_cannot_be_simulated(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -222,11 +210,10 @@ def test_arguments_that_cannot_be_simulated(change: dict[str, Any], error: type[
         (lambda: Cluster(2, bandwidth_gbps=0.0), ValueError),
         (lambda: Cluster(2, latency_us=-1.0), ValueError),
         (lambda: Workload(0.0, 0.0, ()), ValueError),
-        (lambda: Workload(0.0, 0.0, (1,), stragglers=(DropOut(0, 0, 1),)), TypeError),
+        (lambda: Workload(0.0, 0.0, (1,), stragglers=(1.0,)), TypeError),
         (lambda: Workload(0.0, 0.0, (1,), contention=1.5), ValueError),
         (lambda: SlowRank(0, 0.0), ValueError),
         (lambda: RandomDelays(0.1, probability=1.5), ValueError),
-        (lambda: DropOut(0, 0, 0), ValueError),
     ],
 )
 def test_descriptions_that_mean_nothing(make: Any, error: type[Exception]) -> None:

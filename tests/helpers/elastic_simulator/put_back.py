@@ -61,26 +61,12 @@ _RARE = range(400000, 500000)
 FAULTS = (
     # ------------------------------------------------------------------ who trains
     PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
-    PutBack(_CONSENSUS + "_is_free", "(self._holds or self._is_due())", "self._holds", True),
     PutBack(_CONSENSUS + "_wait_until", "self._mesh.waits()", "self._changed", True, seeds=range(939)),
-    PutBack(_CONSENSUS + "_attempt", "self._is_leaving and proposed is not None", "False", True),
     PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, seeds=range(474)),
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, seeds=range(154)),
-    PutBack(_CONSENSUS + "commit", "self._is_free() or self.have_passed(members)", "self._is_free()", True),
-    PutBack(_CONSENSUS + "_fail_stuck", "self.fail(", "raise (", True),
-    PutBack(_CONSENSUS + "newest_that_begins", "leaving.isdisjoint(each.members)", "True", True),
-    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", True),
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
     PutBack(_CONSENSUS + "were_ahead", "each.number > number", "each is self._generations[-1]", True, seeds=_RARE),
     PutBack(_CHANGE + "_follow", "self._agree()  # some", "pass  # some", True, seeds=_RARE),
-    PutBack(_CHANGE + "_come_back", "world.consensus.fail(lost)", "pass", True),
-    PutBack(
-        _CHANGE + "begin",
-        "self.begin_step(end_joining)",
-        "self._is_in_loop = True; self.begin_step(); end_joining()",
-        True,
-    ),
-    PutBack(_CHANGE + "begin_step", "if not has_returned:\n            raise", "raise", True),
     PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
@@ -97,15 +83,12 @@ FAULTS = (
         is_common=True,
     ),
     # ------------------------------------------------------------------ the failure detector, and what all do together
-    PutBack(_OPERATIONS + "collectively", "bool(results) and self._is_one_ahead()", "self._is_one_ahead()", True),
-    PutBack(_DETECTOR + "exchange", "self.consensus.miss(lost)", "pass", True),
     PutBack(
         _OPERATIONS + "collectively",
         "may_have_ended and self.consensus.commit(self._generation, self._taking_part)",
         "may_have_ended",
         is_common=True,
     ),
-    PutBack(_CONSENSUS + "_turn", "if self._holds and not is_due:", "if False:", True),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=range(179)),
     PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict(", seeds=range(247)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
@@ -137,7 +120,6 @@ FAULTS = (
     PutBack(_VOTES + "_note", "divmod(third, 2)", "divmod(third, 2)[0], 0", is_common=True),
     PutBack(_VOTES + "votes_of", "if yes", "if not yes", is_common=True),
     # ------------------------------------------------------------------ frames
-    PutBack(_MESH + "connect", "if now >= looks_at:", "if False:", True),
     PutBack(_OUTGOING + "send", "self._left[0] = self._left[0][num_bytes:]", "pass", is_common=True),
     PutBack(
         _PEER + "enqueue",
@@ -164,14 +146,6 @@ FAULTS = (
         is_common=True,
     ),
     # ------------------------------------------------------------------ late messages
-    PutBack(
-        _LATE + "arrived",
-        "yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))\n"
-        "        mesh.give_back([payload])",
-        "mesh.give_back([payload])\n"
-        "        yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))",
-        True,
-    ),
     PutBack(_LATE + "arrived", "if is_right or (", "if (", seeds=range(155)),
     PutBack(_LATE + "arrived", "(awaited and waits)", "awaited", seeds=range(247)),
     PutBack(_LATE + "await_later", ">= MOST_LATE", ">= 0", seeds=range(247)),
