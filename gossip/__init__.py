@@ -43,7 +43,6 @@ from gossip.simulation import (
     SimulatedRun,
     SlowRank,
     Workload,
-    simulate_averages,
     simulate_goodput,
     simulate_time,
 )
@@ -101,7 +100,6 @@ __all__ = [
     "load",
     "make_shard_mesh",
     "save",
-    "simulate_averages",
     "simulate_goodput",
     "simulate_time",
 ]

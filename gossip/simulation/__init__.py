@@ -6,7 +6,6 @@ from gossip.simulation.goodput import SimulatedGoodput as SimulatedGoodput
 from gossip.simulation.goodput import simulate_goodput as simulate_goodput
 from gossip.simulation.simulate import SimulatedRun as SimulatedRun
 from gossip.simulation.simulate import simulate_time as simulate_time
-from gossip.simulation.simulated_averages import simulate_averages as simulate_averages
 from gossip.simulation.workload import RandomDelays as RandomDelays
 from gossip.simulation.workload import SlowRank as SlowRank
 from gossip.simulation.workload import Workload as Workload
@@ -19,7 +18,6 @@ __all__ = [
     "SimulatedRun",
     "SlowRank",
     "Workload",
-    "simulate_averages",
     "simulate_goodput",
     "simulate_time",
 ]

@@ -81,8 +81,8 @@ class VirtualWorkers(KeepsObjects):
         The devices over which the replicas are distributed evenly, in order. By default the first GPU if there is one,
         otherwise the CPU.
     replay : Recording, optional
-        A run of so many ranks, joining ones included, that was recorded (``GossipDataParallel(record=...)``) or
-        predicted (:func:`gossip.simulate_averages`), is repeated, with the other arguments of that run.
+        A run of so many ranks, joining ones included, that was recorded (``GossipDataParallel(record=...)``), is
+        repeated, with the other arguments of that run.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Virtual workers replay what ranks did, or are predicted to do, that do not make their steps together."""
+"""Virtual workers replay what ranks did that do not make their steps together."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,8 +12,7 @@ from elastic_ranks import RATE, TIMEOUT, Pair, Rows, flat, targets
 from tiers import rest_is_slow
 
 import gossip
-import topologies
-from gossip import Average, Cluster, GossipDataParallel, GossipError, Recording, VirtualWorkers, Workload
+from gossip import Average, GossipDataParallel, GossipError, Recording, VirtualWorkers
 
 NUMEL = 16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -100,25 +99,6 @@ def test_a_replay_is_the_run(
     assert any(average.is_read for average in made if average.entered < 6) or not rests
     found = replay(recording, optimizer, numel)
     torch.testing.assert_close(found, torch.stack(results), rtol=0, atol=1e-11)
-
-
-def simulated(**options: Any) -> Recording:
-    workload = Workload(0.01, 0.02, (8 * NUMEL,) * 2, stragglers=(gossip.SlowRank(0, 2.0),), jitter=0.1)
-    cluster = Cluster(4, latency_us=500)
-    return gossip.simulate_averages(topologies.build("ring", 4), cluster, workload, 100, seconds=1.2, **options)
-
-
-def test_a_predicted_run_can_be_made() -> None:
-    recording = simulated()
-    slow, *fast = recording.num_steps
-    assert slow == pytest.approx(20, abs=2)
-    assert all(steps == pytest.approx(2 * slow, rel=0.15) for steps in fast)
-    found = replay(recording, "sgd")
-    again = replay(simulated(), "sgd")
-    assert (found == again).all()
-    distance = (found - found.mean(0)).square().sum().sqrt()
-    alone = replay(Recording([], recording.num_steps), "sgd")
-    assert distance < 0.5 * (alone - alone.mean(0)).square().sum().sqrt()
 
 
 @pytest.mark.parametrize(
