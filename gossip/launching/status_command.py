@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import html
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from gossip.communication.authenticated_store import training_key
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.training_status import VARIABLE, RankStatus, statuses, trainings
-from gossip.errors import ExchangeError, LaunchError
+from gossip.errors import ExchangeError, LaunchError, reason
 from gossip.launching.rendezvous import connect
 from topologies.reports.units import aligned
 
@@ -37,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("address", metavar="HOST:PORT", help="where the key-value store is")
     parser.add_argument("--watch", action="store_true", help="again every few seconds, until Ctrl-C")
+    parser.add_argument(
+        "--page", type=int, metavar="PORT", help="also as a page, at http://127.0.0.1:PORT, until Ctrl-C"
+    )
     parsed = parser.parse_args(arguments)
     host, _, port = parsed.address.rpartition(":")
     if not port.isdecimal():
@@ -50,12 +56,22 @@ def main(arguments: Sequence[str]) -> int:
                 f"no rank at {parsed.address} writes its status; start the ranks with {VARIABLE}=1 in their "
                 'environment, and wrap the model with on_peer_loss="continue"'
             )
+        if parsed.page is not None:
+            try:
+                server = ThreadingHTTPServer(("127.0.0.1", parsed.page), _Page)
+            except (OSError, OverflowError) as error:
+                why = f"--page: port {parsed.page} cannot be opened: {reason(error)}; choose another one, or 0 for any"
+                raise LaunchError(why) from error
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            print(f"http://127.0.0.1:{server.server_port}", flush=True)
         before, at = statuses(*found), time.monotonic()
         while True:
             time.sleep(_INTERVAL_S)
             now, then = statuses(*found), time.monotonic()
-            print(text(before, now, then - at), flush=True)
-            if not parsed.watch:
+            _Page.text = text(before, now, then - at)
+            if parsed.watch or parsed.page is None:
+                print(_Page.text, flush=True)
+            if not parsed.watch and parsed.page is None:
                 return 0
             before, at = now, then
     except OSError as error:
@@ -64,6 +80,27 @@ def main(arguments: Sequence[str]) -> int:
     except (ExchangeError, LaunchError, RuntimeError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+
+
+class _Page(BaseHTTPRequestHandler):
+    """The newest text, as a page that loads itself again."""
+
+    text = ""
+
+    def do_GET(self) -> None:
+        """Answer every request with it."""
+        head = (
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>gossip status</title>'
+        )
+        page = f"{head}<pre>{html.escape(self.text)}</pre>".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of requests."""
 
 
 def text(before: Statuses, now: Statuses, seconds: float) -> str:

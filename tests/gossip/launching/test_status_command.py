@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import lone_ranks
@@ -16,9 +18,23 @@ from gossip.launching import status_command
 KEY = "0123456789abcdef0123456789abcdef"
 
 
+COMMAND = [sys.executable, "-m", "gossip", "status"]
+
+
 def status_of(address: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gossip", "status", address]
-    return subprocess.run(command, env=os.environ | {"GOSSIP_KEY": key}, text=True, capture_output=True, check=False)
+    environment = os.environ | {"GOSSIP_KEY": key}
+    return subprocess.run([*COMMAND, address], env=environment, text=True, capture_output=True, check=False)
+
+
+def page_of(address: str) -> str:
+    """The page, once there is something in it."""
+    with subprocess.Popen([*COMMAND, address, "--page", "0"], stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        where = serving.stdout.readline().strip()
+        while "<pre></pre>" in (page := urllib.request.urlopen(where).read().decode()):
+            time.sleep(0.1)
+        serving.kill()
+    return page
 
 
 def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +50,7 @@ def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
             os.kill(lone_ranks.read(tmp_path / "member1")["pid"], signal.SIGKILL)
             lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
             shown = status_of(address).stdout
+            page = page_of(address)
             refused = status_of(address, "another key of at least 32 characters").stderr
         finally:
             for rank in ranks:
@@ -42,6 +59,7 @@ def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown.startswith("generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n")
     assert re.search(r"^ +0 +\d+ +\d[\d.e+]* +0\b", shown, re.MULTILINE), shown
     assert "lost: rank 1: " in shown
+    assert "<pre>generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n" in page
     assert re.search("^error: .*GOSSIP_KEY", refused, re.MULTILINE), refused
 
 
