@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ from gossip.compression.codec import Compression
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange import message_notes
 from gossip.exchange.late_messages import LateMessages
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.pair_transport import PairTransport
@@ -37,6 +39,7 @@ class EdgeTransport(Transport):
     """
 
     num_buffers = BUFFERS_PER_ROW
+    note: ClassVar[message_notes.Note | None] = message_notes.wanted()
 
     def __init__(
         self,
@@ -150,6 +153,7 @@ class EdgeExchange:
         copies: dict[int, torch.Tensor] = {}
         for place, message in turn.sent.items():
             member, shared, lying = self._members[place], self._shared, message
+            self._note("sent", self._world.member, member, self._key(), message)
             is_near = shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.reaches(member)
             if shared is not None and is_near and not shared.holds(message):
                 if id(message) not in copies:
@@ -188,7 +192,14 @@ class EdgeExchange:
         self._world.wait_until(
             look, partial(list, missing), self._where, is_sent_at=self._is_sent_at, looks_again_at=ends_at
         )
-        return {place: self._kept(payload, turn, place) for place, payload in found.items()}
+        messages = {place: self._kept(payload, turn, place) for place, payload in found.items()}
+        for place, message in messages.items():
+            self._note("mixed", self._members[place], self._world.member, key, message)
+        return messages
+
+    def _note(self, what: str, sender: int, receiver: int, key: Key, message: torch.Tensor) -> None:
+        if EdgeTransport.note is not None:
+            EdgeTransport.note(what, [sender, receiver, *key[1:], message_notes.digest(message)])
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +21,7 @@ from pydantic import Field, PositiveFloat
 from torch import nn
 
 from gossip import COMPRESSIONS, GossipDataParallel
-from gossip.exchange.edge_transport import EdgeExchange
+from gossip.exchange.edge_transport import EdgeTransport
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate
@@ -204,7 +202,8 @@ class _Training:
         member, members = model.world.member, tuple[int, ...]()
         random = np.random.default_rng((self._case.seed, member, 1))
         inputs, targets = data.train_inputs.double(), data.train_targets
-        with _messages_noted(self._tell), injected(self._case.faults_of(member, model.step), self._may_happen):
+        noted = mock.patch.object(EdgeTransport, "note", self._tell)
+        with noted, injected(self._case.faults_of(member, model.step), self._may_happen):
             while True:
                 if model.world.member != member:
                     self._tell("comes back", {"from": member})
@@ -233,32 +232,3 @@ class _Training:
         """Return whether the time is over by the clock of any rank. Collective."""
         is_over = bytes([time.time() > self._case.deadline])
         return b"\1" in self._all_ranks.gather_bytes(is_over, "asking whether the time is over")
-
-
-@contextlib.contextmanager
-def _messages_noted(tell: Callable[[str, Any], None]) -> Iterator[None]:
-    """Note the digest of each message that is sent or mixed within the block, with the two ranks."""
-    send, receive = EdgeExchange._send, EdgeExchange._receive
-
-    def note_and_send(self: EdgeExchange, turn: Any) -> None:
-        for place, message in turn.sent.items():
-            tell("sent", [self._world.member, self._members[place], *self._key()[1:], _digest(message)])
-        send(self, turn)
-
-    def receive_and_note(self: EdgeExchange, *args: Any) -> Any:
-        key = self._key()[1:]
-        found = receive(self, *args)
-        for place, message in found.items():
-            tell("mixed", [self._members[place], self._world.member, *key, _digest(message)])
-        return found
-
-    with (
-        mock.patch.object(EdgeExchange, "_send", note_and_send),
-        mock.patch.object(EdgeExchange, "_receive", receive_and_note),
-    ):
-        yield
-
-
-def _digest(message: torch.Tensor) -> str:
-    data = message.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]

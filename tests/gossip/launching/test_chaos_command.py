@@ -7,7 +7,9 @@ from pathlib import Path
 
 import lone_ranks
 import pytest
+import torch
 
+from gossip.exchange import message_notes
 from gossip.launching import chaos_command
 
 
@@ -24,6 +26,18 @@ def test_program_is_struck_and_started_again(tmp_path: Path) -> None:
     assert int(found[3]) >= 2
     assert 0 < float(found[4]) <= 1.2  # from what ranks say once a second
     assert len(lone_ranks.result_of(tmp_path)) >= 2
+    noted = re.search(r"^(\d+) messages were mixed; 0 were not what was sent$", done.stdout, re.MULTILINE)
+    assert noted is not None, done.stdout
+    assert int(noted[1]) > 100
+
+
+def test_a_message_that_nobody_sent_is_counted(tmp_path: Path) -> None:
+    own, other = (message_notes.NotesInFile(str(tmp_path)) for _ in range(2))
+    message = [0, 1, 7, 0, 0, message_notes.digest(torch.ones(3))]
+    own("sent", message)
+    other("mixed", message)
+    other("mixed", [*message[:-1], message_notes.digest(torch.zeros(3))])
+    assert message_notes.num_mixed_and_torn(str(tmp_path)) == (2, 1)
 
 
 @pytest.mark.parametrize(
