@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 import weakref
@@ -20,8 +21,8 @@ from gossip.compression.codec import Compression
 from gossip.compression.conversation import Arrival, Conversation, Delivery, Messages, Parts, Turn
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.elastic.elastic_world import ElasticWorld
-from gossip.exchange import message_notes
 from gossip.exchange.late_messages import LateMessages
+from gossip.exchange.message_notes import VARIABLE, Note, NotesInFile, digest
 from gossip.exchange.pair_averaging import PairAverager
 from gossip.exchange.pair_transport import PairTransport
 from gossip.exchange.recording import Missed
@@ -39,7 +40,7 @@ class EdgeTransport(Transport):
     """
 
     num_buffers = BUFFERS_PER_ROW
-    note: ClassVar[message_notes.Note | None] = message_notes.wanted()
+    note: ClassVar[Note | None] = NotesInFile(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class EdgeExchange:
 
     def _note(self, what: str, sender: int, receiver: int, key: Key, message: torch.Tensor) -> None:
         if EdgeTransport.note is not None:
-            EdgeTransport.note(what, [sender, receiver, *key[1:], message_notes.digest(message)])
+            EdgeTransport.note(what, [sender, receiver, *key[1:], digest(message)])
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 VARIABLE = "GOSSIP_MESSAGE_NOTES"
+"""Names a folder, if messages are to be noted there."""
 
 Note = Callable[[str, Sequence[int | str]], None]
 """Takes "sent" or "mixed", and of a message the sender, the receiver, the rest of its key, and the digest."""
@@ -24,12 +25,6 @@ class NotesInFile:
     def __call__(self, what: str, message: Sequence[int | str]) -> None:
         """Write a line, at once."""
         os.write(self._descriptor, f"{what} {' '.join(map(str, message))}\n".encode())
-
-
-def wanted() -> Note | None:
-    """Return what notes messages if the environment names a folder for that."""
-    folder = os.environ.get(VARIABLE)
-    return NotesInFile(folder) if folder else None
 
 
 def digest(message: torch.Tensor) -> str:

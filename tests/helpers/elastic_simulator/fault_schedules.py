@@ -397,7 +397,9 @@ class Simulation:
         remaining = {self.worlds[index].member for index, outcome in self.outcomes.items() if outcome == "ended"}
         applied = {fault.kind for fault in self.applied}
         may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
-        self.record.check_end(remaining, self.settings.topology, may_be_cut=may_be_cut)
+        untouched = [index for index in self.worlds if index not in self.touched]
+        left = {self.worlds[index].member for index in untouched if self.outcomes.get(index) == "left"}
+        self.record.check_end(remaining, left, self.settings.topology, may_be_cut=may_be_cut)
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}

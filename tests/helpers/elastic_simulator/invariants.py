@@ -33,6 +33,7 @@ class Record:
         self.taken: dict[int, tuple[int, int]] = {}  # the group and step of what a group has taken over
         self.num_steps: defaultdict[int, int] = defaultdict(int)
         self.last_step_at: dict[int, float] = {}
+        self.last_step: dict[int, int] = {}
         self.votes: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.contributions: defaultdict[Position, dict[int, float]] = defaultdict(dict)
@@ -70,6 +71,7 @@ class Record:
     def begins_step(self, world: Any, step: int, generation: Generation) -> None:
         """Check that ranks agree on their generations, and that none makes a step before it may."""
         self.on_step(world.member, step)
+        self.last_step[world.member] = step
         known = self.generations.setdefault(generation.number, generation)
         if known != generation:
             raise Violation(f"rank {world.member}: {generation} is {known} for others")
@@ -176,8 +178,13 @@ class Record:
 
     # ------------------------------------------------------------------ in the end
 
-    def check_end(self, remaining: set[int], topology: str, *, may_be_cut: bool) -> None:
-        """Check what is alike on the ``remaining`` ranks, which have trained to the end."""
+    def check_end(self, remaining: set[int], left: set[int], topology: str, *, may_be_cut: bool) -> None:
+        """Check what is alike on the ``remaining`` ranks, which have trained to the end, and how others have left."""
+        for member in left:
+            was_in = max(each.number for each in self.generations.values() if member in each.members)
+            without = [each.first_step for each in self.generations.values() if each.number > was_in]
+            if without and self.last_step[member] != min(without) - 1:
+                raise Violation(f"rank {member} left after step {self.last_step[member]}, and was in until {without}")
         for position, answers in self.answers.items():
             told = {answers[member] for member in remaining & answers.keys()}
             wanted = any(yes for member, yes in self.votes[position].items() if member in remaining)
