@@ -9,15 +9,3 @@ from gossip.simulation.simulate import simulate_time as simulate_time
 from gossip.simulation.workload import RandomDelays as RandomDelays
 from gossip.simulation.workload import SlowRank as SlowRank
 from gossip.simulation.workload import Workload as Workload
-
-__all__ = [
-    "Cluster",
-    "Failures",
-    "RandomDelays",
-    "SimulatedGoodput",
-    "SimulatedRun",
-    "SlowRank",
-    "Workload",
-    "simulate_goodput",
-    "simulate_time",
-]

@@ -27,7 +27,7 @@ NUM_STEPS = 200
 #: A topology whose replicas need more than this factor times ceil(log2 n) rounds to agree is not recommended: its steps
 #: are short, but ranks learn less from each other. One peer per round can be exact after ceil(log2 n) rounds.
 _MOST_ROUNDS_FACTOR = 4
-#: With a larger jitter the measured times say more about the machine's other work than about the training.
+#: With a larger jitter of a step the measured times say more about the machine's other work than about the training.
 _MOST_JITTER = 0.2
 DataKind = Literal["alike", "different"]
 
@@ -103,9 +103,14 @@ class Choice:
         return chosen if self.compression is None else {**chosen, "compression": self.compression}
 
 
-def same(workload: Workload) -> float:
-    """Return the ratio up to which predicted times are equal: what differs less than the measured jitter does not."""
-    return 1 + max(_SAME, workload.jitter)
+def jitter(workload: Workload, step_s: float) -> float:
+    """Return the jitter of a predicted step: that of its computation, of which a step that waits for links has less."""
+    return workload.jitter * min(1.0, workload.compute_s / step_s)
+
+
+def same(workload: Workload, step_s: float) -> float:
+    """Return the ratio up to which times are equal to those with this step: what differs within its jitter does not."""
+    return 1 + max(_SAME, jitter(workload, step_s))
 
 
 def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
@@ -129,8 +134,9 @@ def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
         late = data == "different" and not algorithm.before_forward
         worth_s = step_s * (every + late) ** DRIFT
         found.append(Choice(topology, every, name, options, compression, step_s, worth_s, reason=""))
-    shortest_s = min(choice.worth_s for choice in found)
-    best = next(choice for choice in found if choice.worth_s <= same(measured.workload) * shortest_s)
+    shortest = min(found, key=lambda choice: choice.worth_s)
+    longest_s = same(measured.workload, shortest.step_time_s) * shortest.worth_s
+    best = next(choice for choice in found if choice.worth_s <= longest_s)
     why = (
         "data differ, and plain gossip would stop short of all-reduce's loss"
         if data == "different"
@@ -165,10 +171,11 @@ class Advice:
         cluster = self.measured.cluster
         if self.choice is None:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
-        found = f"{self._verdict(self.choice)} Differences within the jitter of {self._jitter} count as equal."
-        if self.measured.workload.jitter > _MOST_JITTER:
+        varies = jitter(self.measured.workload, self.choice.step_time_s)
+        found = f"{self._verdict(self.choice)} Differences within the jitter of {100 * varies:.0f} % count as equal."
+        if varies > _MOST_JITTER:
             found = (
-                f"Cannot tell whether gossip helps here: the same step's computation varies by {self._jitter}, more "
+                f"Cannot tell whether gossip helps here: the same step varies by {100 * varies:.0f} %, more "
                 "than what is to be told apart. Run it again while nothing else computes, with no more ranks than "
                 "cores, and measure longer: --steps 100."
             )
@@ -179,14 +186,10 @@ class Advice:
             "them; run gossip probe on several nodes, by torchrun or srun."
         )
 
-    @property
-    def _jitter(self) -> str:
-        return f"{100 * self.measured.workload.jitter:.0f} %"
-
     def _verdict(self, choice: Choice) -> str:
         """Whether all-reduce takes longer than the choice to reach a loss, by more than 5 % and the jitter."""
         ddp_s, best = self.all_reduce.run.step_time_s, f"{title_of(choice.topology)}, {choice.words}"
-        if ddp_s > same(self.measured.workload) * choice.worth_s:
+        if ddp_s > same(self.measured.workload, choice.step_time_s) * choice.worth_s:
             return (
                 f"Gossip helps here: take {best}. {choice.reason} All-reduce's step takes {seconds_text(ddp_s)}, "
                 f"{ddp_s / choice.worth_s:.2f} times as long as this needs to learn as much."
@@ -206,7 +209,7 @@ class Advice:
             f"Measured on {_count(cluster.world_size, 'rank')}, {_count(cluster.num_nodes, 'node')}: a step computes "
             f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
             f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
-            f"{self._jitter}; gossip mixes for {seconds_text(workload.mix_s)};",
+            f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
             f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}; "
             f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
         ]
@@ -263,7 +266,7 @@ def advise(measured: Measured, data: DataKind = "alike") -> Advice:
     good = [row for row in rows if row.rounds is not None and row.rounds <= _most_rounds(n)]
     shortest = min(row.run.step_time_s for row in good)
     best = min(
-        (row for row in good if row.run.step_time_s <= same(measured.workload) * shortest),
+        (row for row in good if row.run.step_time_s <= same(measured.workload, shortest) * shortest),
         key=lambda row: (row.title != DEFAULT, row.rounds, row.messages, row.title),
     )
     assert best.topology is not None

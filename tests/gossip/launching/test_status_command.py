@@ -27,7 +27,6 @@ def status_of(address: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
 
 
 def page_of(address: str) -> str:
-    """The page, once there is something in it."""
     with subprocess.Popen([*COMMAND, address, "--page", "0"], stdout=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         where = serving.stdout.readline().strip()

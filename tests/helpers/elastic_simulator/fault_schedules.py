@@ -147,7 +147,7 @@ class Simulation:
         self.scheduler = Scheduler(schedule.seed)
         self.network = Network(self.scheduler, self.settings.timeout_s)
         self.store = Store(self.scheduler)
-        self.record = Record(self.settings.num_steps, self.settings.group_size)
+        self.record = Record(self.settings.num_steps, self.settings.group_size, self.settings.least)
         self.processes: list[Process] = []
         self.programs: list[Any] = []
         self.leaving: set[int] = set()
@@ -422,7 +422,7 @@ class Simulation:
                 or (self._fault_in_construction and "connecting" in str(error))
                 or not applied.isdisjoint(_STORE_FAULTS)
             )
-            is_enough = len(remaining) >= size * (self.settings.min_ranks or self.settings.num_groups // 2 + 1)
+            is_enough = len(remaining) >= self.settings.least
             is_wrong = "fewer than min_ranks" in str(error) and index // size not in touched and is_enough
             if is_wrong or not may_fail:
                 raise Violation(f"process {index}, which no fault concerns, ended: {error}") from error

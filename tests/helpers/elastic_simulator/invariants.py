@@ -22,8 +22,8 @@ class Violation(AssertionError):
 class Record:
     """What ranks have done, by their numbers as members; in more than some 20 steps halved differences are rounded."""
 
-    def __init__(self, num_steps: int, group_size: int = 1) -> None:
-        self._group_size = group_size
+    def __init__(self, num_steps: int, group_size: int, min_ranks: int) -> None:
+        self._group_size, self._min_ranks = group_size, min_ranks
         self._tolerance = 0.0 if num_steps <= _MOST_EXACT_STEPS else 1e-6
         self.generations: dict[int, Generation] = {}
         self.sent: dict[tuple[int, int, int], Message] = {}  # by member, step and generation
@@ -78,6 +78,8 @@ class Record:
         self._check_whole(generation.members, str(generation))
         if world.member not in generation.members:
             raise Violation(f"rank {world.member} makes step {step} of {generation}, which it is not in")
+        if len(generation.members) < self._min_ranks:
+            raise Violation(f"rank {world.member} makes step {step} of {generation}, fewer than {self._min_ranks}")
         if generation.has_first_steps and step < generation.first_step:
             raise Violation(f"rank {world.member} makes step {step} of {generation}")
         for other in self.generations.values():

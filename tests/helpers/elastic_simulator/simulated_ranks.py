@@ -164,6 +164,11 @@ class Settings:
     def num_groups(self) -> int:
         return self.num_ranks // self.group_size
 
+    @property
+    def least(self) -> int:
+        """The number of ranks below which training ends."""
+        return self.group_size * (self.min_ranks or self.num_groups // 2 + 1)
+
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         """Return the settings of a random schedule."""

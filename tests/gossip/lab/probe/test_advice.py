@@ -109,14 +109,20 @@ def test_one_node_is_not_told_to_be_idle_in_every_second_round() -> None:
     )
 
 
-@pytest.mark.parametrize(("jitter", "tells"), [(0.2, True), (0.21, False)])
+@pytest.mark.parametrize(("jitter", "tells"), [(0.2, True), (0.25, False)])
 @pytest.mark.parametrize("gbps", [1.0, 400.0])
 def test_of_times_that_vary_much_nothing_is_said_but_what_to_do(jitter: float, gbps: float, tells: bool) -> None:
     workload = Workload(0.03, 0.06, (25_000_000,) * 2, jitter=jitter)
     advice = of_named(measured(8, gbps, workload), ["one_peer_exponential"])
-    assert advice.sentence.startswith("Gossip " if tells else "Cannot tell whether gossip helps here: the same step's ")
-    assert ("varies by 21 %" in advice.sentence) == ("--steps 100" in advice.sentence) == (not tells)
+    assert advice.sentence.startswith("Gossip " if tells else "Cannot tell whether gossip helps here: the same step ")
+    assert ("varies by 2" in advice.sentence) == ("--steps 100" in advice.sentence) == (not tells)
     assert helps(advice) == (tells and gbps == 1.0)
+
+
+def test_of_a_step_that_waits_for_links_computing_varies_less() -> None:
+    """In int4 and with an exchange in every 32nd step, messages take two thirds of it at 5 Mbit/s."""
+    advice = of_named(measured(8, 0.005, Workload(0.03, 0.06, (25_000_000,) * 2, jitter=0.5)), ["one_peer_exponential"])
+    assert helps(advice)
 
 
 def test_what_differs_within_the_jitter_is_equal_and_the_default_is_preferred() -> None:
@@ -127,4 +133,4 @@ def test_what_differs_within_the_jitter_is_equal_and_the_default_is_preferred() 
     )
     assert (helps(steady), helps(unsteady)) == (True, False)
     assert best_of(unsteady).title == "one_peer_exponential"
-    assert "Differences within the jitter of 15 % count as equal." in unsteady.sentence
+    assert "Differences within the jitter of 14 % count as equal." in unsteady.sentence
