@@ -6,11 +6,10 @@ import argparse
 import html
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from gossip.communication.authenticated_store import training_key
@@ -56,17 +55,23 @@ def main(arguments: Sequence[str]) -> int:
                 f"no rank at {parsed.address} writes its status; start the ranks with {VARIABLE}=1 in their "
                 'environment, and wrap the model with on_peer_loss="continue"'
             )
+        server = None
         if parsed.page is not None:
             try:
-                server = ThreadingHTTPServer(("127.0.0.1", parsed.page), _Page)
+                server = HTTPServer(("127.0.0.1", parsed.page), _Page)
             except (OSError, OverflowError) as error:
                 why = f"--page: port {parsed.page} cannot be opened: {reason(error)}; choose another one, or 0 for any"
                 raise LaunchError(why) from error
-            threading.Thread(target=server.serve_forever, daemon=True).start()
             print(f"http://127.0.0.1:{server.server_port}", flush=True)
         before, at = statuses(*found), time.monotonic()
         while True:
-            time.sleep(_INTERVAL_S)
+            ends_at = time.monotonic() + _INTERVAL_S
+            while (left_s := ends_at - time.monotonic()) > 0:
+                if server is None:
+                    time.sleep(left_s)
+                else:
+                    server.timeout = left_s
+                    server.handle_request()
             now, then = statuses(*found), time.monotonic()
             _Page.text = text(before, now, then - at)
             if parsed.watch or parsed.page is None:
@@ -86,6 +91,7 @@ class _Page(BaseHTTPRequestHandler):
     """The newest text, as a page that loads itself again."""
 
     text = ""
+    timeout = 1.0  # of a client that says nothing
 
     def do_GET(self) -> None:
         """Answer every request with it."""

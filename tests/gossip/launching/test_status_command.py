@@ -28,7 +28,6 @@ def status_of(address: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
 
 def page_of(address: str) -> str:
     with subprocess.Popen([*COMMAND, address, "--page", "0"], stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
         where = serving.stdout.readline().strip()
         while "<pre></pre>" in (page := urllib.request.urlopen(where).read().decode()):
             time.sleep(0.1)

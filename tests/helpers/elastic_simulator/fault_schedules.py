@@ -399,7 +399,9 @@ class Simulation:
         may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
         untouched = [index for index in self.worlds if index not in self.touched]
         left = {self.worlds[index].member for index in untouched if self.outcomes.get(index) == "left"}
-        self.record.check_end(remaining, left, self.settings.topology, may_be_cut=may_be_cut)
+        worlds = [world for world in self.worlds.values() if not world.is_alone]
+        self.record.check_left(left, {each.number: each for world in worlds for each in world.consensus._generations})
+        self.record.check_end(remaining, self.settings.topology, may_be_cut=may_be_cut)
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}

@@ -180,13 +180,16 @@ class Record:
 
     # ------------------------------------------------------------------ in the end
 
-    def check_end(self, remaining: set[int], left: set[int], topology: str, *, may_be_cut: bool) -> None:
-        """Check what is alike on the ``remaining`` ranks, which have trained to the end, and how others have left."""
+    def check_left(self, left: set[int], generations: dict[int, Generation]) -> None:
+        """Check that ranks that have ``left`` made their last steps, by all generations, also those without a step."""
         for member in left:
-            was_in = max(each.number for each in self.generations.values() if member in each.members)
-            without = [each.first_step for each in self.generations.values() if each.number > was_in]
-            if without and self.last_step[member] != min(without) - 1:
-                raise Violation(f"rank {member} left after step {self.last_step[member]}, and was in until {without}")
+            was_in = max(number for number, each in generations.items() if member in each.members)
+            without = [each for number, each in sorted(generations.items()) if number > was_in][:1]
+            if without and self.last_step[member] != without[0].first_step - 1:
+                raise Violation(f"rank {member} left after step {self.last_step[member]}, others go on in {without[0]}")
+
+    def check_end(self, remaining: set[int], topology: str, *, may_be_cut: bool) -> None:
+        """Check what is alike on the ``remaining`` ranks, which have trained to the end."""
         for position, answers in self.answers.items():
             told = {answers[member] for member in remaining & answers.keys()}
             wanted = any(yes for member, yes in self.votes[position].items() if member in remaining)

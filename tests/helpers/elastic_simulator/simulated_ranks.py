@@ -166,7 +166,6 @@ class Settings:
 
     @property
     def least(self) -> int:
-        """The number of ranks below which training ends."""
         return self.group_size * (self.min_ranks or self.num_groups // 2 + 1)
 
     @classmethod

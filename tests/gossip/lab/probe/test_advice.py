@@ -120,7 +120,6 @@ def test_of_times_that_vary_much_nothing_is_said_but_what_to_do(jitter: float, g
 
 
 def test_of_a_step_that_waits_for_links_computing_varies_less() -> None:
-    """In int4 and with an exchange in every 32nd step, messages take two thirds of it at 5 Mbit/s."""
     advice = of_named(measured(8, 0.005, Workload(0.03, 0.06, (25_000_000,) * 2, jitter=0.5)), ["one_peer_exponential"])
     assert helps(advice)
 
