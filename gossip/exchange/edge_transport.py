@@ -152,17 +152,18 @@ class EdgeExchange:
 
     def _send(self, turn: Turn) -> None:
         copies: dict[int, torch.Tensor] = {}
+        key = self._key()
         for place, message in turn.sent.items():
             member, shared, lying = self._members[place], self._shared, message
-            self._note("sent", self._world.member, member, self._key(), message)
+            self._note("sent", self._world.member, member, key, message)
             is_near = shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.reaches(member)
             if shared is not None and is_near and not shared.holds(message):
                 if id(message) not in copies:
                     purpose = self._bucket, self._num_turns, len(copies)
                     copies[id(message)] = shared.take(purpose, message, self._where).copy_(message)
                 lying = copies[id(message)]
-            if shared is None or not shared.send(member, self._key(), lying):
-                frame = self._world.mesh.send(member, self._key(), message.detach().cpu(), self._number)
+            if shared is None or not shared.send(member, key, lying):
+                frame = self._world.mesh.send(member, key, message.detach().cpu(), self._number)
                 self._outgoing.append((member, frame))
             self.bytes_by_peer[place] = self.bytes_by_peer.get(place, 0) + message.nbytes
 

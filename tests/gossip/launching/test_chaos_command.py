@@ -7,9 +7,7 @@ from pathlib import Path
 
 import lone_ranks
 import pytest
-import torch
 
-from gossip.exchange import message_notes
 from gossip.launching import chaos_command
 
 
@@ -31,13 +29,10 @@ def test_program_is_struck_and_started_again(tmp_path: Path) -> None:
     assert int(noted[1]) > 100
 
 
-def test_a_message_that_nobody_sent_is_counted(tmp_path: Path) -> None:
-    own, other = (message_notes.NotesInFile(str(tmp_path)) for _ in range(2))
-    message = [0, 1, 7, 0, 0, message_notes.digest(torch.ones(3))]
-    own("sent", message)
-    other("mixed", message)
-    other("mixed", [*message[:-1], message_notes.digest(torch.zeros(3))])
-    assert message_notes.num_mixed_and_torn(str(tmp_path)) == (2, 1)
+def test_a_message_that_nobody_sent_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    notes = r'printf "sent 0 1 7 a\nmixed 0 1 7 a\nmixed 0 1 7 b\n" > $GOSSIP_MESSAGE_NOTES/$$.txt'
+    assert chaos_command.main(["--ranks", "2", "--", "sh", "-c", notes]) == 1
+    assert "4 messages were mixed; 2 were not what was sent" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

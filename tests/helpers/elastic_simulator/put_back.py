@@ -82,6 +82,9 @@ FAULTS = (
         "(lambda key, value: (self.store.set(key, value), self.store.get(key))[1]), key,",
         is_common=True,
     ),
+    PutBack(
+        _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
+    ),
     # ------------------------------------------------------------------ leaving
     PutBack(
         _CHANGE + "leave", "while last is not None and self._engine.step < last:", "while False:", seeds=range(107)
