@@ -73,6 +73,11 @@ COMPILER = "torch._dynamo"
 """The module of torch's compiler; importing it takes a second."""
 
 
+def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the Euclidean norm of each tensor, by few kernels; they are on one device and have one dtype."""
+    return tuple(torch._foreach_norm(tensors, 2.0, dtype))
+
+
 def is_autograd_compiled() -> bool:
     """Return whether backward passes are compiled, which calls no parameter hooks. Does not import the compiler."""
     dynamo = sys.modules.get(COMPILER)

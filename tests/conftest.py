@@ -26,8 +26,10 @@ from gossip.launching import fork_server
 # A shell's background job begins with interrupts ignored, and all that it starts does so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
-"""pytest's own, and what scikit-learn and torch set when they are first imported."""
+SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "TRITON_")
+"""pytest's own, and what scikit-learn and torch set when they are first imported, or compile for a GPU."""
+OF_COMPILER = ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")
+"""The threads that torch keeps once it has compiled for a GPU."""
 
 STARTERS = frozenset(
     (
@@ -112,6 +114,6 @@ def _nothing_is_left_behind() -> Iterator[None]:
     ours = {name for name in changed if not name.startswith(SET_BY_LIBRARIES)}
     assert not ours, f"environment variables were changed: {ours}"
     assert not dist.is_initialized(), "a process group was left open"
-    left = {thread for thread in threading.enumerate() if thread.is_alive()} - threads
+    left = {each for each in threading.enumerate() if each.is_alive() and each.name not in OF_COMPILER} - threads
     # The fork server and the key-value store's clients are kept for the next launch; they are no Python threads.
     assert not left, f"threads were left running: {left}"

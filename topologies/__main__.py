@@ -15,7 +15,6 @@ from typing import Any
 
 from topologies.command_lines import Parser
 from topologies.drawing import draw, draw_comparison
-from topologies.drawing.gallery import write_gallery
 from topologies.drawing.picture_files import output_path
 from topologies.family_registry import available, family, options_of
 from topologies.reports.comparing import compare
@@ -97,11 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks measured (default: 16)")
     table.add_argument("--update", metavar="PATH", help="write it into this Markdown file, between its two marks")
     table.set_defaults(run=_table)
-
-    gallery = commands.add_parser("gallery", help="a page with a card for every family: picture, definition, figures")
-    gallery.add_argument("--output", required=True, metavar="PATH", help="where to write, .html")
-    gallery.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks (default: 16)")
-    gallery.set_defaults(run=_gallery)
     return parser
 
 
@@ -194,11 +188,6 @@ def _table(parsed: argparse.Namespace) -> str:
         return table
     update_table(parsed.update, table)
     return f"wrote the table into {parsed.update}"
-
-
-def _gallery(parsed: argparse.Namespace) -> str:
-    write_gallery(parsed.output, parsed.world_size)
-    return f"wrote {parsed.output}"
 
 
 def _topology(parsed: argparse.Namespace) -> Topology:

@@ -75,6 +75,11 @@ class Membership:
         return set(self.backends.values()) == {"gloo"}
 
     @property
+    def has_host_path(self) -> bool:
+        """Whether gloo serves CPUs, so that messages of other devices can be carried in host memory."""
+        return self.backends.get("cpu") == "gloo"
+
+    @property
     def can_split(self) -> bool:
         """Whether communicators of some of the members can be created; not within a group that is used directly."""
         return self.is_gloo or not self.is_given

@@ -149,6 +149,13 @@ class World:
         else:
             self.group = self.membership.group
 
+    def carry_through_host(self) -> None:
+        """Carry the messages of all devices in host memory from now on, by gloo. Local, alike on all ranks."""
+        assert self.membership is not None
+        if self.worker_threads is not None:
+            gloo = dict.fromkeys(self.membership.backends, "gloo")
+            self.device_paths = DevicePaths(self.worker_threads, gloo)
+
     @property
     def is_alone(self) -> bool:
         """Whether it is a world of one."""
@@ -333,7 +340,7 @@ class World:
         own = torch.frombuffer(bytearray(row.ljust(length, b"\0")), dtype=torch.uint8).to(self.control_device)
         rows = own.new_empty(self.world_size, length)
         group = self.group
-        if self.membership.backends.get("cpu") == "gloo":
+        if self.membership.has_host_path:
             # gloo's own allgather uses a ring, in which every rank waits for n - 1 successive messages.
             options = dist.GatherOptions()
             options.rootRank = 0

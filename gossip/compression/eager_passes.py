@@ -79,15 +79,14 @@ class EagerPasses:
         fields.levels.copy_(levels)
         is_raw = levels == RAW
         sizes = power_of_two(exponents(levels).masked_fill_(is_raw, 0)).to(points.dtype)[..., None]
-        places, (noise, weights) = torch.arange(self._layout.numel, device=self._device), tables(self._device)
-        noise = noise[offsets[places // CHUNK_NUMEL] + places % CHUNK_NUMEL].view(blocks.shape[-2:])
-        out = points, fields.codes, fields.checksums
+        noise, weights = tables(self._device)
+        noise = noise.unfold(0, CHUNK_NUMEL, 1)[offsets].flatten()[: self._layout.numel].view(blocks.shape[-2:])
+        some_raw = is_raw[..., None] if self._device.type != "cpu" or bool(is_raw.any()) else None
         encode = _compiled(_encode_blocks, self._device)
-        encode(blocks, noise, sizes.reciprocal(), sizes, weights, self._layout.bits, *out)  # reciprocals are exact
-        if self._device.type != "cpu" or bool(is_raw.any()):
-            points.copy_(torch.where(is_raw[..., None], blocks, points))
-            fields.codes.masked_fill_(is_raw[..., None], 0)
-            fields.checksums.masked_fill_(is_raw, 0)
+        inverses = sizes.reciprocal()  # which are exact
+        codes, checksums = encode(blocks, noise, inverses, sizes, weights, some_raw, self._layout.bits, points)
+        fields.codes.copy_(codes)  # the compiler cannot write into views of bytes
+        fields.checksums.copy_(checksums)
         yield self._layout.num_blocks
 
     def check(
@@ -172,21 +171,24 @@ def _encode_blocks(
     inverses: torch.Tensor,
     sizes: torch.Tensor,
     weights: torch.Tensor,
+    is_raw: torch.Tensor | None,
     bits: int,
     points: torch.Tensor,
-    codes: torch.Tensor,
-    checksums: torch.Tensor,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill ``points``, and return each block's codes and its checksum, both 0 where it is raw."""
     torch.addcmul(noise.to(values.dtype), values, inverses, out=points).floor_()
     integers = points.to(torch.int32)
-    if bits == 8:
-        codes.copy_(integers)
-    else:
+    if is_raw is not None:
+        integers.masked_fill_(is_raw, 0)
+    codes = integers.to(torch.uint8)
+    if bits == 4:
         # Two numbers share a byte, one as it is and one times 16; taking a difference undoes the carry of the first.
-        low, high = integers.to(torch.uint8).chunk(2, dim=-1)
-        torch.add(low, high, alpha=16, out=codes)
-    torch.sum(integers.mul_(weights[: points.shape[-1]]), -1, dtype=torch.int32, out=checksums)
+        low, high = codes.chunk(2, dim=-1)
+        codes = torch.add(low, high, alpha=16)
     points.mul_(sizes)
+    if is_raw is not None:
+        points.copy_(torch.where(is_raw, values, points))
+    return codes, torch.sum(integers.mul_(weights[: points.shape[-1]]), -1, dtype=torch.int32)
 
 
 def _subtract_codes(
@@ -225,7 +227,7 @@ def _compiled(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
                 return compiled(*args, **kwargs)
             except Exception as error:  # no Triton or no compiler, for example
                 works = False
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
                 logger.warning("{} runs uncompiled on {}: {}", function.__name__, device, reason)
         return function(*args, **kwargs)
 

@@ -147,10 +147,10 @@ class ElasticWorld(RepeatedOperations):
 
     def _connect(self) -> None:
         assert self.membership is not None
-        if not self.membership.is_gloo:
+        if not self.membership.has_host_path:
             raise ValueError(
-                'on_peer_loss="continue" carries messages in host memory; initialise the process group '
-                f'with backend="gloo", got {self.membership.backend_name}'
+                'on_peer_loss="continue" carries messages in host memory; initialise the process group with '
+                f'backend="gloo" or "cpu:gloo,cuda:nccl", got {self.membership.backend_name}'
             )
         assert self._store is not None
         self._member = self.rank

@@ -39,6 +39,11 @@ class Placement:
     step: slurm.Step | None = None  # of SLURM, if srun started the process
     rendezvous: Rendezvous | None = None  # where its group, whose ranks these are then, meets the others
 
+    @property
+    def num_local_ranks(self) -> int:
+        """The number of ranks on this node, by SLURM or ``LOCAL_WORLD_SIZE``."""
+        return self.step.num_local_tasks if self.step else int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
 
 def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:
     """Return this process's place if it is a rank that was started externally; None if it starts ranks itself.

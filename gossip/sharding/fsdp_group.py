@@ -124,6 +124,12 @@ class FSDPGroup(PartitionedGroup):
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, world: World) -> None:
         _check_sharding(module, mesh)
+        kind, membership = mesh.device_type, world.membership
+        if kind != "cpu" and membership is not None and membership.backends.get(kind) == "gloo":
+            raise ValueError(
+                f"mesh: fully_shard crashes where gloo carries tensors of {kind} devices (pytorch #132471); initialise "
+                f'the process group with backend="cpu:gloo,{kind}:nccl"'
+            )
         super().__init__(module, FSDPShards(module), world)
         self._step = 0
 

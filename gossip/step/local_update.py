@@ -20,7 +20,7 @@ from gossip.measuring.step_stats import Meter
 from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held, num_held
 from gossip.optimizers.closures import Closure, EvaluatedClosure
 from gossip.optimizers.loss_scale import SharedScaler
-from gossip.private_torch import fast_range, flatten_tensors
+from gossip.private_torch import fast_range, flatten_tensors, norms_of
 from gossip.sharding.local_group import LocalGroup
 
 Direct = Callable[[], None]
@@ -231,14 +231,17 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
-def _norm(gradients: Sequence[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
+def _norm(gradients: list[torch.Tensor], bucket: AnyBucket) -> torch.Tensor:
     """Return the Euclidean norm of one bucket's gradients."""
     try:
+        dtype = accumulation_dtype(gradients[0].dtype)
+        if not bucket.block.is_cpu:
+            of_device: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
+            return of_device
         if bucket.block.numel() > _SMALL_NUMEL * len(bucket.parameters):
             return _total_norm(gradients)
         # With many small tensors, the calls are expensive, not the copies.
         chunks = [gradients[start : start + _CHUNK] for start in range(0, len(gradients), _CHUNK)]
-        dtype = accumulation_dtype(gradients[0].dtype)
         norms = [torch.linalg.vector_norm(flatten_tensors(chunk), dtype=dtype) for chunk in chunks]
     except RuntimeError:
         if not any(gradient.is_sparse for gradient in gradients):

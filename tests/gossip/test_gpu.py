@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from algorithm_table import ROWS, make_algorithm, optimizer_for
 from compressions import COMPRESSIONS, TOPOLOGIES
+from devices import NUM_GPUS, choose_device, needs_a_gpu, needs_nccl
 from exchanging import Ranks, StackedRanks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet
 from separate import stacked
@@ -27,21 +29,13 @@ from gossip import (
 pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = 2
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-needs_a_gpu = pytest.mark.skipif(NUM_GPUS < 1, reason="torch.cuda.is_available() is False")
-needs_nccl = pytest.mark.skipif(
-    NUM_GPUS < WORLD_SIZE or not dist.is_nccl_available(), reason="NCCL needs one GPU for each of 2 ranks"
-)
 
 
 def train_on(
     kind: str, topology: str, in_group: bool = False, compression: str | None = None
 ) -> tuple[list[torch.Tensor], float]:
     """State after training and averaging, and the consensus distance before it."""
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = choose_device(kind)
     torch.manual_seed(dist.get_rank())
     group = dist.new_group(list(range(WORLD_SIZE))) if in_group else None
     codec = None if compression is None else COMPRESSIONS[compression].make(0)
@@ -64,14 +58,9 @@ def train_on(
 
 @pytest.mark.parametrize("topology", ["complete", "star", "directed_ring"])
 @pytest.mark.parametrize(
-    ("backend", "in_group"),
-    [
-        pytest.param("gloo", False, marks=needs_a_gpu),
-        pytest.param("nccl", False, marks=needs_nccl),
-        pytest.param("nccl", True, marks=needs_nccl),
-        pytest.param("cpu:gloo,cuda:nccl", False, marks=needs_nccl),
-    ],
+    ("backend", "in_group"), [("gloo", False), ("nccl", False), ("nccl", True), ("cpu:gloo,cuda:nccl", False)]
 )
+@needs_nccl
 def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str) -> None:
     wanted = launch(train_on, "cpu", topology, world_size=WORLD_SIZE)
     found = launch(train_on, "cuda", topology, in_group, world_size=WORLD_SIZE, backend=backend)
@@ -79,6 +68,38 @@ def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, 
         assert distance == pytest.approx(expected_distance, rel=1e-6)
         for ours, theirs in zip(state, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def train_by_every_algorithm(kind: str) -> dict[str, torch.Tensor]:
+    device, found = choose_device(kind), {}
+    for label, row in ROWS.items():
+        if label == "asynchronous":  # what it computes depends on time
+            continue
+        algorithm, topology = make_algorithm(label), next(name for name in row.topologies if name != "pushed")
+        module = NormalisedNet().double().to(device)
+        options = {"algorithm": algorithm, "bucket_cap_mb": TINY_BUCKETS}
+        with GossipDataParallel(module, optimizer_for(label), topology, **options) as model:
+            for step in range(6):
+                if algorithm.weighted:
+                    model.weigh(1 + model.rank)
+                generator = torch.Generator().manual_seed(100 * model.rank + step)
+                inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+                model(inputs.to(device)).square().mean().backward()
+            model.global_avg()
+            found[label] = torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@needs_nccl
+def test_every_algorithm_on_gpus_is_that_on_cpus(backend: str) -> None:
+    wanted = launch(train_by_every_algorithm, "cpu", world_size=WORLD_SIZE)
+    found = launch(train_by_every_algorithm, "cuda", world_size=WORLD_SIZE, backend=backend)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for label, values in theirs.items():
+            torch.testing.assert_close(
+                ours[label], values, rtol=1e-6, atol=1e-6, msg=lambda text, of=label: f"{of}: {text}"
+            )
 
 
 @needs_a_gpu
@@ -105,7 +126,7 @@ def saved(content: object) -> bytes:
 
 
 def wrap_on_the_cpu() -> str:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    choose_device("cuda")
     model = GossipDataParallel(torch.nn.Linear(2, 1), SGD, "complete")
     with pytest.raises(ExchangeError) as caught:
         model(torch.ones(1, 2)).sum().backward()
@@ -162,33 +183,24 @@ def test_codecs_of_all_ranks_on_a_gpu_are_those_on_the_cpu(name: str, topology: 
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=needs_a_gpu), pytest.param("nccl", marks=needs_nccl)])
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+@needs_nccl
 def test_compressed_training_on_gpus_is_near_that_on_cpus(backend: str, name: str) -> None:
+    train = functools.partial(launch, train_on, "cuda", "complete", False, name, world_size=WORLD_SIZE, backend=backend)
     if backend == "nccl" and COMPRESSIONS[name].make(0).follows_up:
-        pytest.skip("its messages are checked on the host, which NCCL keeps on the device: refused, see below")
-    wanted = launch(train_on, "cpu", "complete", False, name, world_size=WORLD_SIZE)
-    found = launch(train_on, "cuda", "complete", False, name, world_size=WORLD_SIZE, backend=backend)
+        with pytest.raises(LaunchError, match=r"checks every message on the host"):
+            train()
+        return
+    wanted, found = launch(train_on, "cpu", "complete", False, name, world_size=WORLD_SIZE), train()
     for (state, _), (expected, _) in zip(found, wanted, strict=True):
         for ours, theirs in zip(state, expected, strict=True):
             # A gradient that differs in its last bit may round to the next point of a lattice.
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-def wrap_with_int8() -> None:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    GossipDataParallel(torch.nn.Linear(2, 1).cuda(), SGD, "complete", compression="int8")
-
-
-@needs_nccl
-def test_a_compression_that_is_checked_on_the_host_is_refused_by_nccl() -> None:
-    with pytest.raises(LaunchError, match=r"int8.* checks every message on the host"):
-        launch(wrap_with_int8, world_size=WORLD_SIZE, backend="nccl")
-
-
 def steps_without_synchronisation(compression: str | None) -> int:
     """NCCL's exchange, a fused optimizer, and no moment at which the host waits for the device."""
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = choose_device("cuda")
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device)
     adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -208,10 +220,8 @@ def steps_without_synchronisation(compression: str | None) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
-@needs_a_gpu
+@needs_nccl
 def test_a_step_does_not_hold_the_host(world_size: int, compression: str | None) -> None:
-    if not dist.is_nccl_available() or world_size > NUM_GPUS:
-        pytest.skip(f"NCCL needs one GPU for each of {world_size} ranks")
     steps = launch(steps_without_synchronisation, compression, world_size=world_size, backend="nccl")
     assert steps == [8] * world_size
 

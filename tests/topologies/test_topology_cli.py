@@ -59,7 +59,6 @@ def test_local_steps_and_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (["describe", "graph", "--world-size", "6", "--option", "graph=no.gexf"], "does not exist"),
         (["draw", "ring", "--world-size", "6", "--output", "ring.pdf"], "must end in .svg or .png"),
-        (["gallery", "--output", "/no/such/folder/page.html"], "create '/no/such/folder' first"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

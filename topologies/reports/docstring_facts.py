@@ -1,4 +1,4 @@
-"""What a family's docstring says about it, as data: for tables, the gallery and tests."""
+"""What a family's docstring says about it, as data: for tables, the site and tests."""
 
 from __future__ import annotations
 

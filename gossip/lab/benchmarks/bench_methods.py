@@ -159,7 +159,8 @@ class FullSharding(Method):
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         world_size, local_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
         shape = (world_size,) if self._dimensions is None else (world_size // local_size, local_size)
-        shard_parts(self._module, init_device_mesh("cpu", shape, mesh_dim_names=self._dimensions))
+        kind = next(self._module.parameters()).device.type
+        shard_parts(self._module, init_device_mesh(kind, shape, mesh_dim_names=self._dimensions))
         return self._module
 
     @contextlib.contextmanager

@@ -23,10 +23,11 @@ import gossip
 from gossip import GossipDataParallel, World
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Rows, Write
-from gossip.lab.benchmarks.network.counters import PeakMemory
+from gossip.lab.benchmarks.network.counters import PeakDeviceMemory, PeakMemory
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.benchmarks.workloads import Batch
 from gossip.lab.experiments.datasets import stdlib_text
+from gossip.lab.experiments.devices import backend_for, own_device
 from gossip.lab.experiments.models import CharTransformer
 from gossip.lab.experiments.validated_models import OneOf
 
@@ -85,6 +86,7 @@ class LargeModelSettings(BenchmarkSettings):
     vocabulary: PositiveInt = Field(50257, description="rows of the embedding, which is the output layer too")
     tokens: PositiveInt = Field(32, description="of a sample; a replica takes two in a step")
     dtype: Literal["float32", "float64"] = Field("float32", description="of the parameters: float32, float64")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda, whose allocated memory is measured then")
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         for name in self.ways:
@@ -107,12 +109,17 @@ class LargeModel(Benchmark[LargeModelSettings, Rows]):
         "in the background."
     )
 
+    def launch_options(self, case: LargeModelSettings) -> dict[str, Any]:
+        """Take NCCL where each rank has a GPU."""
+        return {"backend": backend_for(case.world_size, case.device)}
+
     def work(self, case: LargeModelSettings, place: Place, write: Write) -> None:
         """Write the losses, bytes and seconds of this rank; a way that cannot be saved lacks what concerns that."""
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)  # what is freed is given back at once
-        way, memory = WAYS[case.ways[0]], PeakMemory()
+        way, device = WAYS[case.ways[0]], own_device(case.device)
+        memory = PeakMemory() if device.type == "cpu" else PeakDeviceMemory()
         found: Record = {}
-        module, batches = _module(case), _batches(case, way, place.rank)
+        module, batches = _module(case).to(device), _batches(case, way, place.rank, device)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         with _timed(found, "construct_s"):
             method = MethodSpecification(label=case.ways[0], kind=way.kind, options=way.options)
@@ -184,9 +191,9 @@ def _module(case: LargeModelSettings) -> nn.Module:
     return module.to(getattr(torch, case.dtype))
 
 
-def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[Batch]:
+def _batches(case: LargeModelSettings, way: Way, rank: int, device: torch.device) -> Iterator[Batch]:
     """Yield the samples of this rank for each step; the ranks of a group divide those of their replica."""
-    data = stdlib_text(context_length=case.tokens, max_bytes=200_000)
+    data = stdlib_text(context_length=case.tokens, max_bytes=200_000).to(device)
     num_samples = _REPLICA_SAMPLES // way.group_size
     for step in itertools.count():
         first = (step * way.num_ranks + rank) * num_samples
@@ -194,7 +201,7 @@ def _batches(case: LargeModelSettings, way: Way, rank: int) -> Iterator[Batch]:
         yield data.train_inputs[samples], data.train_targets[samples]
 
 
-def _end(model: GossipDataParallel, memory: PeakMemory, found: Record) -> None:
+def _end(model: GossipDataParallel, memory: PeakMemory | PeakDeviceMemory, found: Record) -> None:
     """Save, average and export, and close the model. Collective."""
     with tempfile.TemporaryDirectory() as own:
         world = World(model.world.timeout)  # of all ranks, whatever those of a group share

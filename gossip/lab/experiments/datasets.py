@@ -7,7 +7,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +46,11 @@ class Data:
     num_classes: int
     train_labels: torch.Tensor
     notes: str = ""
+
+    def to(self, device: torch.device) -> Data:
+        """Return the data with inputs and targets on a device."""
+        names = ("train_inputs", "train_targets", "test_inputs", "test_targets")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,6 +72,11 @@ class Experiment:
     make_module: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     make_scheduler: Callable[[Optimizer, int], LRScheduler]
+
+    def on(self, device: torch.device) -> Experiment:
+        """Return the experiment with data and modules on a device."""
+        make_module = self.make_module
+        return replace(self, data=self.data.to(device), make_module=lambda: make_module().to(device))
 
     @property
     def total_steps(self) -> int:

@@ -15,6 +15,7 @@ from loguru import logger
 from gossip import LaunchError, World, launch
 from gossip.communication import training_store
 from gossip.lab.experiments import resuming, run_folder
+from gossip.lab.experiments.devices import backend_for
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.graceful_stop import signals_for_workers
 from gossip.lab.experiments.run_figures import draw_figures
@@ -211,6 +212,7 @@ def _launch(config: Mapping[str, Any], folder: str, settings: Settings) -> dict[
                 config,
                 folder,
                 world_size=settings.launch.world_size,
+                backend=backend_for(settings.launch.world_size, settings.launch.device),
                 local_size=settings.launch.local_size if settings.launch.local_size > 1 else None,
                 port=settings.launch.port,
                 timeout=settings.timeout,

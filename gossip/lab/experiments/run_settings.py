@@ -13,7 +13,8 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+import torch
+from pydantic import ConfigDict, Field, PositiveFloat, field_validator, model_validator
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
@@ -80,6 +81,14 @@ class LaunchSettings(_Section):
     timeout_s: PositiveFloat
     num_threads: int | None = Field(ge=1)
     restart: int = Field(ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch finds no GPU here; take cpu or auto")
+        return device
 
 
 class DataSettings(_Section):

@@ -20,6 +20,7 @@ from gossip import ExchangeError, LaunchError, World
 from gossip.communication import training_store
 from gossip.lab.experiments import config_store, resuming, run_folder
 from gossip.lab.experiments.config_store import plain
+from gossip.lab.experiments.devices import backend_for
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, check_flags, explain, help_text
@@ -61,7 +62,7 @@ def main(config_folder: Path, config_name: str, task: Callable[[Any], None] | No
         return report(ConfigurationError(str(error)), config_folder, config_name)
     if placement is not None and task is None:
         try:
-            with joined_process_group():
+            with joined_process_group(backend=backend_for(placement.num_local_ranks)):
                 return _run_one_rank(config_folder, config_name, placement)
         except LaunchError as error:
             return report(error, config_folder, config_name)

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerAction, profile
 
 from gossip import export
 from gossip.checkpoints.exporting import write_module
+from gossip.lab.experiments.devices import own_device
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import SIGNALS, GracefulStop
@@ -68,6 +69,7 @@ def train_experiment(
     signal.
     """
     settings, shards = experiment.settings, experiment.shards
+    experiment = experiment.on(own_device(settings.launch.device))
     rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0
     configure_logging(rank)
     if rank == 0 and shards.left_out_per_epoch:
@@ -169,13 +171,14 @@ def _steps(
             loss = cross_entropy(logits, targets)
         with record_function("backward"):
             costs = method.backward(loss)
+            loss_value = loss.item()  # waits for a GPU
         step_time_s = time.perf_counter() - start
         if profiler is not None:
             profiler.step()
         record = {
             "step": state.step,
             "epoch": epoch,
-            "loss": loss.item(),
+            "loss": loss_value,
             "accuracy": (logits.argmax(-1) == targets).float().mean().item(),
             "learning_rate": state.scheduler.get_last_lr()[0],
             "step_time_s": step_time_s,

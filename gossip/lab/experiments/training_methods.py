@@ -151,7 +151,7 @@ def _say_what_is_ignored(experiment: Experiment) -> None:
 
 def grouped(module: nn.Module, local_size: int, shard: str) -> dict[str, Any]:
     """Return the wrapper's options for groups of ranks; with shard=fsdp, apply ``fully_shard`` first. Collective."""
-    mesh = make_shard_mesh(local_size, "cpu")
+    mesh = make_shard_mesh(local_size, next(module.parameters()).device.type)
     if shard != "fsdp":
         return {"mesh": mesh, "shard": shard}
     shard_parts(module, mesh["shard"])
@@ -402,7 +402,7 @@ class VirtualMethod(Method):
             experiment.topology or without_exchange(settings.launch.world_size),
             algorithm=experiment.algorithm,
             compression=experiment.compression if settings.method == "gossip" else None,
-            devices=["cpu"],  # the device of the data
+            devices=[experiment.data.train_inputs.device],
             **options,
         )
         self.module = self.model.module

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter
 from torch import nn
 
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
+from gossip.lab.experiments.devices import backend_for, own_device
 from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.probe_advice import DataKind, advise
 from gossip.launching import DEFAULT_TIMEOUT
@@ -31,7 +32,7 @@ class ProbeSettings(BenchmarkSettings):
     bucket_cap_mb: PositiveFloat = Field(25.0, description="of the wrapper, in MiB")
     message_mb: PositiveFloat = Field(8.0, description="of the messages for the bandwidth")
     data: DataKind = Field("alike", description="whether ranks draw from the same data, or each from different ones")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="or cuda: one per rank, over nccl")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu or cuda; auto: cuda where torch finds it")
 
 
 class ProbeResult(BaseModel):
@@ -51,15 +52,12 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
     settings = ProbeSettings
 
     def launch_options(self, case: ProbeSettings) -> dict[str, Any]:
-        """Take nccl on GPUs, and as many threads as there are cores."""
-        backend = "nccl" if case.device == "cuda" else "gloo"
+        """Take nccl where each rank has a GPU, and as many threads as there are cores."""
+        backend = backend_for(int(os.environ.get("LOCAL_WORLD_SIZE", case.world_size)), case.device)
         return {"backend": backend, "num_threads": None, "timeout": DEFAULT_TIMEOUT}
 
     def work(self, case: ProbeSettings, place: Place, write: Write) -> None:  # noqa: ARG002
-        device = torch.device(case.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            torch.cuda.set_device(device)
+        device = own_device(case.device)
         torch.manual_seed(0)
         width = max(1, round(math.sqrt(case.parameters_mb * 1e6 / 4 / NUM_LAYERS)))
         layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]

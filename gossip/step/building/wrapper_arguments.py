@@ -442,13 +442,12 @@ def _check_divided(optimizers: tuple[Optimizer, ...]) -> None:
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
-    """Refuse a compression whose messages are checked on the host if the host does not see messages."""
-    for kind, name in membership.backends.items():
-        if kind != "cpu" and name != "gloo":
-            raise ValueError(
-                f"compression {compression.describe()} checks every message on the host, but {name} keeps messages on "
-                f"{kind} devices; choose bf16 or fp16, or initialise with backend='gloo'"
-            )
+    """Refuse a compression whose messages are checked on the host if none can pass through it."""
+    if not membership.has_host_path:
+        raise ValueError(
+            f"compression {compression.describe()} checks every message on the host, but {membership.backend_name} "
+            'keeps messages on the device; choose bf16 or fp16, or initialise with backend="cpu:gloo,cuda:nccl"'
+        )
 
 
 def check_positive(name: str, value: object, what: str) -> None:

@@ -7,32 +7,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from devices import choose_device, needs_a_gpu, needs_nccl
 from sharded_models import ADAMW, values_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel, LaunchError, launch
 from gossip.communication import device_paths
 
 pytestmark = pytest.mark.gpu
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-needs_a_gpu = pytest.mark.skipif(NUM_GPUS < 1, reason="torch.cuda.is_available() is False")
 NUM_STEPS = 4
-
-
-def needs_nccl(num_ranks: int) -> pytest.MarkDecorator:
-    reason = f"NCCL needs one GPU for each of {num_ranks} ranks"
-    return pytest.mark.skipif(num_ranks > NUM_GPUS or not dist.is_nccl_available(), reason=reason)
-
-
-def choose_device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 class Net(nn.Module):
@@ -77,9 +63,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+HOST_MODES: dict[str, dict[str, Any]] = {
+    "continue": {"on_peer_loss": "continue"},
+    "int8": {"compression": "int8"},
+    "continue int8": {"on_peer_loss": "continue", "compression": "int8"},
+}
+"""Their messages go through host memory, where gloo carries them."""
+
+
 def train(kind: str, shape: tuple[int, int], mode: str, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and their average; of the steps one accumulates, and one is idle: updates on the other stream."""
-    with make_model(kind, shape, POLICIES[policy], MODES[mode]) as model:
+    with make_model(kind, shape, POLICIES[policy], (MODES | HOST_MODES)[mode]) as model:
         module = model.module
         parameter = next(module.parameters())
         for step in range(NUM_STEPS):
@@ -87,11 +81,11 @@ def train(kind: str, shape: tuple[int, int], mode: str, policy: str) -> tuple[to
             x = torch.randn(4, 6, generator=generator, dtype=torch.float64).to(parameter.device, parameter.dtype)
             if step == 1:
                 with model.no_sync():
-                    nn.functional.mse_loss(model(x), x.flip(1)).backward()
+                    nn.functional.mse_loss(model(x).to(x), x.flip(1)).backward()
             if step == 2:
                 model.idle_step()
                 continue
-            nn.functional.mse_loss(model(x), x.flip(1)).backward()
+            nn.functional.mse_loss(model(x).to(x), x.flip(1)).backward()
             if mode == "optimizer":
                 model.clip_grad_norm_(0.1)
                 model.optimizer.step()
@@ -103,31 +97,39 @@ def train(kind: str, shape: tuple[int, int], mode: str, policy: str) -> tuple[to
         return values, average
 
 
-CASES = [
-    pytest.param(backend, shape, marks=marks, id=f"{backend}-{shape[0]}x{shape[1]}")
-    for backend, shape, marks in (
-        ("gloo", (1, 2), needs_a_gpu),
-        ("gloo", (2, 2), needs_a_gpu),
-        ("nccl", (1, 1), needs_nccl(1)),
-        ("nccl", (1, 2), needs_nccl(2)),
-        ("nccl", (2, 1), needs_nccl(2)),
-        ("nccl", (2, 2), needs_nccl(4)),
-        ("cpu:gloo,cuda:nccl", (1, 2), needs_nccl(2)),
-    )
-]
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2)]
+CASES = [*(("nccl", shape) for shape in SHAPES), ("cpu:gloo,cuda:nccl", (2, 2))]
+
+
+def check_equal(found: list[Any], wanted: list[Any], tolerance: float) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)  # the values and their average
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("backend", "shape"), CASES)
+@needs_nccl
 def test_groups_on_gpus_train_as_groups_on_cpus(backend: str, shape: tuple[int, int], mode: str, policy: str) -> None:
     num_ranks = shape[0] * shape[1]
     wanted = launch(train, "cpu", shape, mode, policy, world_size=num_ranks)
     found = launch(train, "cuda", shape, mode, policy, world_size=num_ranks, backend=backend)
     tolerance = 1e-6 if policy != "bf16" else 3e-2  # AdamW's first steps are signs: a rounded gradient may have another
-    for (values, average), (expected, expected_average) in zip(found, wanted, strict=True):
-        torch.testing.assert_close(values, expected, rtol=0, atol=tolerance)
-        torch.testing.assert_close(average, expected_average, rtol=0, atol=tolerance)
+    check_equal(found, wanted, tolerance)
+
+
+@pytest.mark.parametrize("mode", HOST_MODES)
+@needs_nccl
+def test_messages_pass_through_the_host_where_nccl_serves_the_groups(mode: str) -> None:
+    wanted = launch(train, "cpu", (2, 2), mode, "resharded", world_size=4)
+    found = launch(train, "cuda", (2, 2), mode, "resharded", world_size=4, backend="cpu:gloo,cuda:nccl")
+    check_equal(found, wanted, 1e-6 if mode == "continue" else 1e-2)
+
+
+@needs_a_gpu
+def test_fully_shard_over_gloo_is_refused_on_a_gpu() -> None:
+    with pytest.raises(LaunchError, match=r"fully_shard crashes where gloo.*cpu:gloo,cuda:nccl"):
+        launch(train, "cuda", (1, 2), "bucketwise", "resharded", world_size=2)
 
 
 class SlowSgd(torch.optim.SGD):
@@ -155,6 +157,7 @@ def overtake(kind: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize(("backend", "shape"), CASES)
+@needs_nccl
 def test_a_forward_pass_gathers_what_the_update_before_it_has_written(backend: str, shape: tuple[int, int]) -> None:
     for gathered, later in launch(overtake, "cuda", shape, world_size=shape[0] * shape[1], backend=backend):
         assert torch.equal(gathered, later)
@@ -200,15 +203,8 @@ def steps_without_synchronisation(shape: tuple[int, int], by_hand: bool, options
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"compression": "bf16"}], ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((1, 1), marks=needs_nccl(1)),
-        pytest.param((1, 2), marks=needs_nccl(2)),
-        pytest.param((2, 1), marks=needs_nccl(2)),
-        pytest.param((2, 2), marks=needs_nccl(4)),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@needs_nccl
 def test_a_step_of_a_group_does_not_hold_the_host(shape: tuple[int, int], options: dict[str, Any]) -> None:
     start = partial(launch, steps_without_synchronisation, shape, world_size=shape[0] * shape[1], backend="nccl")
     by_hand = start(True, {})

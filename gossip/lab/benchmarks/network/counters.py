@@ -7,6 +7,8 @@ import ctypes
 import gc
 from pathlib import Path
 
+import torch
+
 _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
@@ -42,6 +44,15 @@ class PeakMemory:
     def bytes(self) -> int:
         """Return the peak until now above the initial value."""
         return max(0, _status_bytes("VmHWM") - self.before)
+
+
+class PeakDeviceMemory:
+    """The peak of what torch has allocated on the current GPU, in bytes; ``before`` is 0."""
+
+    before = 0
+    now = staticmethod(torch.cuda.memory_allocated)
+    bytes = staticmethod(torch.cuda.max_memory_allocated)
+    restart = staticmethod(torch.cuda.reset_peak_memory_stats)
 
 
 def _status_bytes(key: str) -> int:

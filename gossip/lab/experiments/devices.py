@@ -1,0 +1,23 @@
+"""The devices of a configured run's ranks, and the backend of their messages."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def own_device(wanted: str) -> torch.device:
+    """Return this rank's device, the current one from now on: a GPU by its number on the node, or the CPU."""
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_for(num_local_ranks: int, wanted: str = "auto") -> str:
+    """Return the backend for so many ranks on each node: gloo, and NCCL where each has a GPU of its own."""
+    has_nccl = wanted != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_nccl and num_local_ranks <= torch.cuda.device_count() else "gloo"
