@@ -9,6 +9,7 @@ from running import run_here
 
 TINY = ("bench.world_size=2", "bench.model=cnn", "bench.repetitions=1", "bench.warmup_steps=2", "bench.steps=2")
 ONE_ROW = ("bench/methods=buckets", "bench.methods.gossip.bucket_cap_mb=25", "bench.methods.gossip.compression=none")
+STARTS_ITSELF = "benchmark starts its ranks itself: start it without torchrun or srun"
 
 
 def test_bench_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +18,10 @@ def test_bench_refusals_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.status == 2
     assert done.last_line == "error: the benchmark measures all methods in one run: give lists, and leave out -m"
     assert len(done.stderr.strip().splitlines()) == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for refused in (run_here("bench.py"), run_here("overhead.py")):
+        assert (refused.status, refused.last_line.partition(": a ")[2]) == (2, STARTS_ITSELF)
 
 
 def test_bench_without_a_lab_says_so_and_on_loopback_leaves_a_table(
