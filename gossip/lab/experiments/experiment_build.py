@@ -75,8 +75,7 @@ class Experiment:
 
     def on(self, device: torch.device) -> Experiment:
         """Return the experiment with data and modules on a device."""
-        make_module = self.make_module
-        return replace(self, data=self.data.to(device), make_module=lambda: make_module().to(device))
+        return replace(self, data=self.data.to(device), make_module=lambda: self.make_module().to(device))
 
     @property
     def total_steps(self) -> int:
