@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -183,20 +183,30 @@ def _tables_in(path: Path) -> Iterator[tuple[str, list[list[str]]]]:
 def _table(table: Table, out: Path) -> str:
     if table.columns:
         sources = (source or title for title, source in table.columns.items())
-        columns = [_column(out, *((table.file, "", each) if isinstance(each, str) else each)) for each in sources]
+        places = ((table.file, "", each) if isinstance(each, str) else each for each in sources)
+        columns = [_column(out, *place, table.rows) for place in places]
         rows = [list(table.columns), *([column.get(key, "") for column in columns] for key in columns[0])]
     else:
         _, rows = next(_tables_in(out / table.file), ("", []))
-    head, line, *rest = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([head, line, *(row for row in rest if re.search(table.rows, row))])
+        rows = [*rows[:2], *(row for row in rows[2:] if re.search(table.rows, _line(row)))]
+    return "\n".join(map(_line, rows))
 
 
-def _column(out: Path, file: str, section: str, title: str) -> dict[str, str]:
-    """Return the cells of a column, the line below its heading included, by those of its table's first column."""
-    for heading, (titles, *rows) in _tables_in(out / file):
+def _line(row: Sequence[str]) -> str:
+    return f"| {' | '.join(row)} |"
+
+
+def _column(out: Path, file: str, section: str, title: str, chosen: str) -> dict[tuple[str, int], str]:
+    """Return the cells of a column in the chosen rows, and in the line below its heading.
+
+    They are by those of the table's first column, and how often each has come there.
+    """
+    for heading, (titles, below, *rows) in _tables_in(out / file):
         for place, text in enumerate(titles if heading.startswith(section) else ()):
             if text.startswith(title):
-                return {row[0]: row[place] for row in rows}
+                shown = [below, *(row for row in rows if re.search(chosen, _line(row)))]
+                names = [row[0] for row in shown]
+                return {(name, names[:at].count(name)): shown[at][place] for at, name in enumerate(names)}
     raise ValueError(f"{out / file} has no column {title!r} below a heading {section!r}")
 
 
