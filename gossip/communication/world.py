@@ -149,13 +149,6 @@ class World:
         else:
             self.group = self.membership.group
 
-    def carry_through_host(self) -> None:
-        """Carry the messages of all devices in host memory from now on, by gloo. Local, alike on all ranks."""
-        assert self.membership is not None
-        if self.worker_threads is not None:
-            gloo = dict.fromkeys(self.membership.backends, "gloo")
-            self.device_paths = DevicePaths(self.worker_threads, gloo)
-
     @property
     def is_alone(self) -> bool:
         """Whether it is a world of one."""

@@ -79,6 +79,7 @@ def test_training_in_an_existing_group(ranks: tuple[int, ...]) -> None:
 
 def train_over(in_group: bool, topology: str) -> tuple[list[torch.Tensor], int]:
     group = dist.new_group(list(range(dist.get_world_size()))) if in_group else None
+    GossipDataParallel(torch.nn.Linear(2, 1), SGD, topology, compression="int8", process_group=group).close()
     made_before = toy_backend.num_made
     state = trained_state(group, topology)
     dist.barrier()

@@ -44,7 +44,7 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
     arguments = vars(parser.parse_args())
     folder: Path | None = arguments.pop("folder")
     placement = find_placement()
-    if placement is not None and name != "probe":
+    if placement is not None and placement.rendezvous is None and name != "probe":
         parser.error("a benchmark starts its ranks itself: start it without torchrun or srun")
     if placement is not None and placement.rank > 0:
         folder = None

@@ -27,7 +27,7 @@ from gossip.lab.benchmarks.network.counters import PeakDeviceMemory, PeakMemory
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.benchmarks.workloads import Batch
 from gossip.lab.experiments.datasets import stdlib_text
-from gossip.lab.experiments.devices import backend_for, own_device
+from gossip.lab.experiments.devices import Device, backend_for, own_device
 from gossip.lab.experiments.models import CharTransformer
 from gossip.lab.experiments.validated_models import OneOf
 
@@ -86,7 +86,7 @@ class LargeModelSettings(BenchmarkSettings):
     vocabulary: PositiveInt = Field(50257, description="rows of the embedding, which is the output layer too")
     tokens: PositiveInt = Field(32, description="of a sample; a replica takes two in a step")
     dtype: Literal["float32", "float64"] = Field("float32", description="of the parameters: float32, float64")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda, whose allocated memory is measured then")
+    device: Device = Field("cpu", description="cpu, or cuda, whose allocated memory is measured then")
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         for name in self.ways:

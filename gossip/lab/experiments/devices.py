@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import AfterValidator
+
+
+def _there(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here; take cpu or auto")
+    return device
+
+
+Device = Annotated[Literal["auto", "cpu", "cuda"], AfterValidator(_there)]
+"""As a setting: auto is cuda where torch finds it."""
 
 
 def own_device(wanted: str) -> torch.device:

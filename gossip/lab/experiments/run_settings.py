@@ -13,11 +13,11 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
-from pydantic import ConfigDict, Field, PositiveFloat, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
+from gossip.lab.experiments.devices import Device
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, blaming, shown, value_of
 from gossip.step.building.wrapper_arguments import Arguments, check_arguments, refuse_any
@@ -81,14 +81,7 @@ class LaunchSettings(_Section):
     timeout_s: PositiveFloat
     num_threads: int | None = Field(ge=1)
     restart: int = Field(ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, device: str) -> str:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("torch finds no GPU here; take cpu or auto")
-        return device
+    device: Device = "auto"
 
 
 class DataSettings(_Section):

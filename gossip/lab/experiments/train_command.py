@@ -71,7 +71,7 @@ def main(config_folder: Path, config_name: str, task: Callable[[Any], None] | No
     try:
         if config_name == SWEEP:
             _prepare_sweep()
-        if placement is not None:
+        if placement is not None and placement.rendezvous is None:
             raise ConfigurationError("a benchmark starts its ranks itself: start it without torchrun or srun")
         if task is not None and {"-m", "--multirun"}.intersection(sys.argv):
             raise ConfigurationError("the benchmark measures all methods in one run: give lists, and leave out -m")

@@ -7,14 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter
 from torch import nn
 
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
-from gossip.lab.experiments.devices import backend_for, own_device
+from gossip.lab.experiments.devices import Device, backend_for, own_device
 from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.probe_advice import DataKind, advise
 from gossip.launching import DEFAULT_TIMEOUT
@@ -32,7 +32,7 @@ class ProbeSettings(BenchmarkSettings):
     bucket_cap_mb: PositiveFloat = Field(25.0, description="of the wrapper, in MiB")
     message_mb: PositiveFloat = Field(8.0, description="of the messages for the bandwidth")
     data: DataKind = Field("alike", description="whether ranks draw from the same data, or each from different ones")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cpu or cuda; auto: cuda where torch finds it")
+    device: Device = Field("auto", description="cpu or cuda; auto: cuda where torch finds it")
 
 
 class ProbeResult(BaseModel):

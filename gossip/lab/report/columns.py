@@ -60,10 +60,7 @@ COLUMNS = (
     Column("worst_difference", "Worst local to all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
     Column("worst_loss_ratio", "Worst local loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
     Column("consensus_distance", "Consensus distance", "absolute, at the end", NUMBER, "lower", ("gossip",)),
-    Column(
-        "consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower",
-        ("gossip",),
-    ),
+    Column("consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower", ("gossip",)),
     Column("bytes_per_step", "Sent per step", "by one rank", BYTES, "lower"),
     Column("bytes_to_target", "Sent to target", "by one rank", BYTES, "lower"),
     Column("rounds_to_target", "Rounds to target", "steps", NUMBER, "lower"),

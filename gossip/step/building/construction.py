@@ -286,7 +286,8 @@ def _check(
     compression = resolve_compression(arguments.compression)
     if compression.follows_up and world.membership is not None:
         check_follow_ups(compression, world.membership)
-        world.carry_through_host()
+        if world.device_paths is not None:
+            world.device_paths.go_through_host()
     check_arguments(arguments, module)
     check_parameters(module)
     in_backward, by_bucket = arguments.step_in_backward, arguments.updates_by_bucket

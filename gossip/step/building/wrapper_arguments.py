@@ -442,8 +442,9 @@ def _check_divided(optimizers: tuple[Optimizer, ...]) -> None:
 
 
 def check_follow_ups(compression: Compression, membership: Membership) -> None:
-    """Refuse a compression whose messages are checked on the host if none can pass through it."""
-    if not membership.has_host_path:
+    """Refuse a compression whose messages are checked on the host if those of devices cannot pass through it."""
+    on_device = any(kind != "cpu" and name != "gloo" for kind, name in membership.backends.items())
+    if on_device and not membership.has_host_path:
         raise ValueError(
             f"compression {compression.describe()} checks every message on the host, but {membership.backend_name} "
             'keeps messages on the device; choose bf16 or fp16, or initialise with backend="cpu:gloo,cuda:nccl"'

@@ -22,9 +22,8 @@ REFUSED = {
     ),
     "output_root=/proc/nowhere": "/proc/nowhere: No such file or directory; output_root=...",
     "method=gosip": "there is no method=gosip; did you mean gossip? Available: gossip, ddp, local",
-    "topology=hypercube launch.world_size=3": (
-        "launch.world_size=3: topology 'hypercube' needs a world_size that is a power"
-    ),
+    "topology=hypercube launch.world_size=3": "launch.world_size=3: topology 'hypercube' needs a world_size that is a",
+    "launch.device=gpu": "there is no launch.device=gpu; did you mean cpu?",
     "data=text_files data.folder=none hydra.run.dir=a/b/c": "data.folder=none: text files: ",
     "training.batch_size=1000": "rank 1 has only 359 samples, less than one batch",
     "model._target_=nowhere.Model": "model._target_=nowhere.Model is not among the targets that a ",
