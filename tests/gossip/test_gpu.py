@@ -97,9 +97,9 @@ def test_every_algorithm_on_gpus_is_that_on_cpus(backend: str) -> None:
     found = launch(train_by_every_algorithm, "cuda", world_size=WORLD_SIZE, backend=backend)
     for ours, theirs in zip(found, wanted, strict=True):
         for label, values in theirs.items():
-            torch.testing.assert_close(
-                ours[label], values, rtol=1e-6, atol=1e-6, msg=lambda text, of=label: f"{of}: {text}"
-            )
+            # Adam divides the rounding of gradients that batch norm makes 0 by its own size.
+            bound = 1e-6 if label.startswith("adam_tracking") else 1e-9
+            torch.testing.assert_close(ours[label], values, rtol=bound, atol=bound, msg=label)
 
 
 @needs_a_gpu
