@@ -41,7 +41,7 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
         command = "another" if name == "large_model" else RUNS[name].command
         (out / "record.json").write_text(json.dumps({**record, "command": command}))
     sections = (
-        f"## Links of {rate}\n\n| method | step, ms |\n| --- | ---: |\n| ddp | {ms} |\n| gossip | {ms // 2} |\n"
+        f"## Links of {rate}\n\n| method | step, ms |\n| --- | ---: |\n| same | {ms} |\n| same | {ms // 2} |\n"
         for rate, ms in (("50mbit", 40), ("200mbit", 20), ("1gbit", 10))
     )
     (tmp_path / "outputs/bench_rates/output.txt").write_text("\n".join(sections))
@@ -53,7 +53,7 @@ def test_blocks_are_written_once_from_what_runs_have_left(tmp_path: Path) -> Non
     table = (
         f"{RUNS['bench_rates'].shown}\n\n"
         "| step, ms | 50 Mbit/s | 200 Mbit/s | 1 Gbit/s |\n| --- | ---: | ---: | ---: |\n"
-        "| ddp | 40 | 20 | 10 |\n| gossip | 20 | 10 | 5 |\n\n*2026-11-26; a machine; torch 2.*\n<!-- /evidence -->\n"
+        "| same | 40 | 20 | 10 |\n| same | 20 | 10 | 5 |\n\n*2026-11-26; a machine; torch 2.*\n<!-- /evidence -->\n"
     )
     assert table in (tmp_path / "docs/performance.md").read_text()
     assert (tmp_path / "docs/overlap.svg").read_text() == "overlap"
