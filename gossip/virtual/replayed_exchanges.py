@@ -108,7 +108,7 @@ class ReplayedExchanges(StackedExchanges):
                 f"replay is a recording of {num_buckets} buckets, but the model has {len(self._blocks)}; pass module, "
                 "bucket_cap_mb and buffers as in the run that was recorded"
             )
-        self._keep_still()
+        self._take_over(self._next)
 
     @property
     def next_ranks(self) -> Sequence[int]:
@@ -172,14 +172,18 @@ class ReplayedExchanges(StackedExchanges):
             self._enter((step, False))
         if changes:
             self._change(step, meter)
+        self._take_over(step)
         for rank, source in self._joined[step].items():
-            self._given[rank] = {key: row.clone() for key, row in self._state_of(source).items()}
             for lags in updater.lags.values():
                 lags[rank] = lags[source]
+        return self._at(step).topology if changes else None
+
+    def _take_over(self, step: int) -> None:
+        for rank, source in self._joined[step].items():
+            self._given[rank] = {key: row.clone() for key, row in self._state_of(source).items()}
             if isinstance(self.samples, torch.Tensor):
                 self._given_samples[rank] = float(self.samples[source])
         self._keep_still()
-        return self._at(step).topology if changes else None
 
     def _enter(self, moment: tuple[int, bool]) -> None:
         for late in self._late.pop(moment, ()):
@@ -195,7 +199,8 @@ class ReplayedExchanges(StackedExchanges):
         self.algorithm = algorithm
         joining = set(after) - set(before)
         if isinstance(self.samples, torch.Tensor):
-            samples = [self._given_samples[i] if i in joining else float(each) for i, each in enumerate(self.samples)]
+            given = {rank: self._given_samples[rank] for rank in joining & self._given_samples.keys()}
+            samples = [given.get(rank, float(own)) for rank, own in enumerate(self.samples)]
             self.weigh(torch.tensor(samples, dtype=torch.float64))
         regroup(self)
         for rank in joining:
@@ -244,6 +249,7 @@ class ReplayedExchanges(StackedExchanges):
                 "that went on from a checkpoint is repeated only if all its ranks were in that"
             )
         super().load_rank_states(states)
+        self._keep_still()
 
     # ------------------------------------------------------------------ what was lost, and what was late
 

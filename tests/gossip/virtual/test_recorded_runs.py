@@ -178,6 +178,16 @@ def test_an_optimizer_whose_counters_are_no_steps_cannot_repeat_that_a_rank_join
         make_step(workers)
 
 
+def test_what_a_rank_took_over_before_the_first_step() -> None:
+    events = Joined(3, 0, 0), Members(0, 2, 1, [0, 1, 2, 3], "base", 2)
+    workers = make_workers(begun(*events, num_ranks=4), "complete", algorithm=gossip.DiLoCo(period=4, weighted=True))
+    for _ in range(2):
+        workers.weigh([1, 2, 3, 4])
+        values = make_step(workers)
+    assert values[0].any()
+    assert not values[3].any()
+
+
 @pytest.mark.parametrize("buffers", ["local", "average"])
 def test_what_a_rank_takes_over_includes_buffers(buffers: Any) -> None:
     events = Joined(3, 1, 1), Members(0, 2, 1, [0, 1, 2, 3], "base", 2), Missed(2, 0, 2, 1)
@@ -219,6 +229,17 @@ def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_there(tmp_path: P
     for _ in range(2):
         found = make_step(workers)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-11)
+
+
+def test_a_rank_that_begins_without_an_update_has_the_buffers_of_the_checkpoint(tmp_path: Path) -> None:
+    saved = make_workers(begun(), module=Normed())
+    next(stack for _, stack in saved.named_buffers()).fill_(2)
+    make_step(saved)
+    gossip.save(saved, tmp_path)
+    events = [Members(0, 1, 0, [0, 1, 2], "base", 2), Idle(1, 1)]
+    gossip.load(workers := make_workers(Recording(events, [9] * 3), module=Normed()), tmp_path)
+    make_step(workers)
+    assert all(torch.equal(stack, torch.full_like(stack, 2)) for _, stack in workers.named_buffers())
 
 
 def test_a_checkpoint_of_other_ranks_is_no_beginning(tmp_path: Path) -> None:
