@@ -97,13 +97,15 @@ class MembershipProtocol(ABC):
 
     def _must_end(self, latest: Generation) -> bool:
         """Return whether so many ranks have received SIGTERM that too few would remain, and all are to end together."""
+        if not self._preempted or not self._ends_if_preempted or self._ends_at is not None:
+            return False
         present = self._of_whole_groups(latest.members, self._suspects)
         num_remaining = len(self._of_whole_groups(present, self._preempted))
-        return self._ends_if_preempted and self._ends_at is None and num_remaining < self._min_ranks <= len(present)
+        return num_remaining < self._min_ranks <= len(present)
 
     def _lost_leaving(self, latest: Generation) -> set[int]:
         """Return the ranks that were about to leave, and were lost before: the others must learn how they had voted."""
-        return set(latest.left) & self._suspects.keys() - self._mesh.farewells.keys()
+        return {member for member in latest.left if member in self._suspects and member not in self._mesh.farewells}
 
     def _turn(self) -> bool:
         """Wait for a while for something to agree on, and agree; return whether there may be more."""

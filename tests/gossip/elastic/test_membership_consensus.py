@@ -225,20 +225,6 @@ class Held:
         return getattr(self._store, name)
 
 
-def test_the_smaller_side_of_a_cut_gives_way_though_it_notices_first() -> None:
-    with in_memory(5, min_ranks=3) as members:
-        for member in (0, 1):
-            for other in (2, 3, 4):
-                members.wires[member].lose(other)
-        for member in (2, 3, 4):
-            for other in (0, 1):
-                members.wires[member].lose(other)
-        assert members.told_after(0, [2, 3, 4]) == {(1, (2, 3, 4), 1)}
-        for member in (0, 1):
-            with pytest.raises(ExchangeError, match="the others continued without this rank from step 1 on"):
-                members[member].wait_for_generation_after(0)
-
-
 def test_who_is_lost_because_of_a_frozen_rank_of_its_shard_group_does_not_have_the_others_dropped_first() -> None:
     with in_memory(6, min_ranks=1, group_size=2) as members:
         members.wires[3].silent.add(2)
@@ -248,18 +234,6 @@ def test_who_is_lost_because_of_a_frozen_rank_of_its_shard_group_does_not_have_t
         assert members.told_after(0, [0, 1, 4, 5]) == {(1, (0, 1, 4, 5), 1)}
 
 
-def test_of_two_who_have_lost_each_other_alone_one_goes() -> None:
-    with in_memory() as members:
-        members.wires[1].lose(2)
-        members.wires[2].lose(1)
-        generations = members.generations_after(0, [0, 3, 4])
-        assert len(generations) == 1
-        (generation,) = generations
-        (gone,) = {1, 2} - set(generation.members)
-        with pytest.raises(ExchangeError, match="the others continued without this rank"):
-            members[gone].wait_for_generation_after(0)
-
-
 def test_who_has_failed_cuts_its_connections_without_proposing_anything() -> None:
     with in_memory() as members:
         members[0].fail(ExchangeError("its values are wrong"))
@@ -267,15 +241,6 @@ def test_who_has_failed_cuts_its_connections_without_proposing_anything() -> Non
         members[0]._attempt(1)  # as its thread would
         members.die(0, seen_by=[2])
         assert members.told_after(0, [1, 2, 3, 4]) == {(1, (1, 2, 3, 4), 1)}
-
-
-def test_what_none_has_ended_is_done_again() -> None:
-    with in_memory() as members:
-        start = members[0].latest
-        members.die(4)
-        (generation,) = members.generations_after(0, [0, 1, 2, 3])
-        assert not any(members[member].commit(start, start.members) for member in range(4))
-        assert all(members[member].commit(generation, generation.members) for member in range(4))
 
 
 def test_one_that_takes_no_part_does_not_end_it_by_being_ahead() -> None:

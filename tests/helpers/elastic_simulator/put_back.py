@@ -93,7 +93,7 @@ FAULTS = (
         _CONSENSUS + "_adopt", "self._leaves_at = False, first_step", "self._leaves_at = False, 0", seeds=range(107)
     ),
     PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
-    PutBack(_CONSENSUS + "_lost_leaving", "self._mesh.farewells.keys()", "self._suspects.keys()", is_common=True),
+    PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", is_common=True),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
     PutBack(

@@ -44,15 +44,27 @@ Message = tuple[float, float, float, float]
 """The value of a rank, its number, the step and the generation."""
 
 
-@contextlib.contextmanager
-def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
-    """Within the block the modules that this is about use virtual time, threads and sockets."""
+@functools.cache
+def _imports() -> list[tuple[object, str, object]]:
+    """Return the module and the name under which something that is replaced has been imported, and what it is."""
     modules = [edge_transport, late_messages, generation_change]
     for package in (gossip.elastic, gossip.elastic.connections):
         modules += [
             importlib.import_module(f"{package.__name__}.{each.name}")
             for each in pkgutil.iter_modules(package.__path__)
         ]
+    real = (time, threading, socket, daemon_threads)
+    return [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if any(value is each for each in real)
+    ]
+
+
+@contextlib.contextmanager
+def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
+    """Within the block the modules that this is about use virtual time, threads and sockets."""
     virtual: dict[object, object] = {
         time: VirtualTime(scheduler),
         threading: VirtualThreading(scheduler),
@@ -77,11 +89,7 @@ def replaced(scheduler: Scheduler, network: Network) -> Iterator[None]:
         (generation_change, "GivenObjects", lambda *_: SimpleNamespace(load=lambda _: None)),
         (generation_change, "restore_replica", lambda engine, _, state: engine.restore(state)),
     ]
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            with contextlib.suppress(TypeError):
-                if value in virtual:
-                    others.append((module, name, virtual[value]))
+    others += [(module, name, virtual[real]) for module, name, real in _imports()]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
     try:
         for owner, name, value in others:
@@ -222,6 +230,8 @@ class Change(GenerationChange):
             "states": {},
             "options": [],
             "common": self._engine.common.clone(),
+            "unfrozen": [],
+            "frozen": None,
         }
 
     def _plan(self, world_size: int) -> tuple[Topology, Any]:
@@ -269,6 +279,7 @@ class Engine:
             has_update=1.0,
             in_flight=[],
         )
+        self.frozen = SimpleNamespace(load_state_dict=lambda _: None)
         self.on_step_begin = self.on_step_end = lambda: None
         self._in_flight: Any = None
         self._flag = ElasticFlag(world, "a flag")

@@ -350,8 +350,10 @@ class VirtualWatcher:
 
     def note(self, watched: Watched) -> None:
         """Note that something may not block any more."""
-        self._changed[watched] = None
-        self.ring()
+        one: Any = watched.socket
+        if one.events & watched.watched:
+            self._changed[watched] = None
+            self.ring()
 
     def wait(self, timeout_s: float) -> list[tuple[Watched, int]]:
         found = self._found()

@@ -28,15 +28,15 @@ class Process:
         self.name = name
         self.is_alive, self.is_frozen = True, False
         self.held: list[Thread] = []  # that would run if it were not frozen
-        self._offset_s, self._rate = clock_offset_s, clock_rate
+        self.offset_s, self.rate = clock_offset_s, clock_rate
 
     def clock(self, now: float) -> float:
         """Return what its clock shows."""
-        return self._offset_s + now * self._rate
+        return self.offset_s + now * self.rate
 
     def seconds(self, duration: float) -> float:
         """Return how long a duration by its clock takes."""
-        return duration / self._rate
+        return duration / self.rate
 
 
 class Thread:
@@ -62,8 +62,6 @@ class Scheduler:
         The virtual time, in seconds.
     current : Thread
         The thread that runs.
-    after_event : callable
-        Called whenever a thread has run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -71,11 +69,10 @@ class Scheduler:
         self.now = 0.0
         self.num_events = 0
         self.current: Any = None
-        self.has_ended = False
-        self._num_until_suspended = _SUSPENDED
-        self.after_event: Callable[[], None] = lambda: None
+        self.has_ended, self._may_be_done = False, True
+        self.num_until_suspended = _SUSPENDED
         self._numbers = itertools.count()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None] | None, Any, int]] = []  # what to call, or who waits
         self._ready: list[Thread] = []
         self._threads: list[Thread] = []
         self._hub = getcurrent()
@@ -93,13 +90,20 @@ class Scheduler:
     def run(self, is_done: Callable[[], bool], until: float) -> bool:
         """Run until it is done, and return True; or until this time, and return False."""
         ready, draw = self._ready, self.random.random
-        while not is_done():
+        while True:
+            if self._may_be_done and is_done():
+                return True
+            self._may_be_done = False
             if not ready:
                 if not self._timers or self._timers[0][0] > until:
                     self.now = max(self.now, until)
                     return False
-                self.now, _, call = heapq.heappop(self._timers)
-                call()
+                self.now, _, call, waiting, number = heapq.heappop(self._timers)
+                if call is not None:
+                    call()
+                elif waiting.is_waiting and waiting.num_waits == number:
+                    waiting.is_waiting, waiting.has_timed_out = False, True
+                    ready.append(waiting)
                 continue
             place = int(draw() * len(ready))
             ready[place], ready[-1] = ready[-1], ready[place]
@@ -115,14 +119,13 @@ class Scheduler:
             thread.run.switch()
             self.current = None
             if thread.run.dead:
+                self._may_be_done = True
                 for other in thread.joining:
                     self.wake(other)
-            self.after_event()
-        return True
 
     def at(self, time: float, call: Callable[[], None]) -> None:
         """Call a function at this time."""
-        heapq.heappush(self._timers, (max(time, self.now), next(self._numbers), call))
+        heapq.heappush(self._timers, (max(time, self.now), next(self._numbers), call, None, 0))
 
     def freeze(self, process: Process) -> None:
         process.is_frozen = True
@@ -133,7 +136,7 @@ class Scheduler:
         process.held = []
 
     def kill(self, process: Process) -> None:
-        process.is_alive = False
+        process.is_alive, self._may_be_done = False, True
 
     def close(self) -> None:
         """End all threads, without effects."""
@@ -154,14 +157,8 @@ class Scheduler:
         thread.num_waits += 1
         thread.is_waiting, thread.has_timed_out = True, False
         if duration is not None:
-            number = thread.num_waits
-
-            def time_out() -> None:
-                if thread.is_waiting and thread.num_waits == number:
-                    thread.is_waiting, thread.has_timed_out = False, True
-                    self._ready.append(thread)
-
-            self.at(self.now + thread.process.seconds(max(0.0, duration)), time_out)
+            due = self.now + max(0.0, duration) / thread.process.rate
+            heapq.heappush(self._timers, (due, next(self._numbers), None, thread, thread.num_waits))
         self._hub.switch()
         if self.has_ended:
             raise GreenletExit
@@ -175,9 +172,9 @@ class Scheduler:
 
     def suspend(self) -> None:
         """Let others run now and then."""
-        self._num_until_suspended -= 1
-        if self._num_until_suspended <= 0 and self.current is not None:
-            self._num_until_suspended = self.random.randint(1, 2 * _SUSPENDED)
+        self.num_until_suspended -= 1
+        if self.num_until_suspended <= 0 and self.current is not None:
+            self.num_until_suspended = self.random.randint(1, 2 * _SUSPENDED)
             self.wait(self.random.random() ** 3 * _MOST_SUSPENDED_S)
 
 
@@ -196,7 +193,9 @@ class Lock:
         if self._owner is thread or scheduler.has_ended:
             self._depth += 1
             return True
-        scheduler.suspend()
+        scheduler.num_until_suspended -= 1
+        if scheduler.num_until_suspended <= 0:
+            scheduler.suspend()
         while self._owner is not None:
             self._waiting.append(thread)
             scheduler.wait()
@@ -215,7 +214,8 @@ class Lock:
             scheduler, self._owner = self._scheduler, None
             while self._waiting:
                 scheduler.wake(self._waiting.pop())
-            if not scheduler.has_ended:
+            scheduler.num_until_suspended -= 1
+            if scheduler.num_until_suspended <= 0 and not scheduler.has_ended:
                 scheduler.suspend()
 
 
@@ -224,18 +224,17 @@ class Condition(Lock):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
-        self._told: list[Thread] = []
+        self._told: dict[Thread, Callable[[], Any]] = {}  # who waits, and for what
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None, is_met: Callable[[], Any] = lambda: True) -> bool:
         scheduler, depth = self._scheduler, self._depth
         thread = scheduler.current
-        self._told.append(thread)
+        self._told[thread] = is_met
         self._depth, self._owner = 0, None
         while self._waiting:
             scheduler.wake(self._waiting.pop())
         is_told = scheduler.wait(timeout)
-        if thread in self._told:
-            self._told.remove(thread)
+        self._told.pop(thread, None)
         self.acquire()
         self._depth = depth
         return is_told
@@ -247,12 +246,12 @@ class Condition(Lock):
             left = None if ends_at is None else ends_at - self._scheduler.now
             if left is not None and left <= 0:
                 break
-            self.wait(left)
+            self.wait(left, is_met)
         return result
 
     def notify_all(self) -> None:
-        told, self._told = self._told, []
-        for thread in told:
+        for thread in [thread for thread, is_met in self._told.items() if is_met()]:
+            del self._told[thread]
             self._scheduler.wake(thread)
 
 
@@ -287,7 +286,8 @@ class VirtualTime:
 
     def monotonic(self) -> float:
         scheduler = self._scheduler
-        return scheduler.now if scheduler.current is None else scheduler.current.process.clock(scheduler.now)
+        thread, now = scheduler.current, scheduler.now
+        return now if thread is None else thread.process.offset_s + now * thread.process.rate
 
     perf_counter = monotonic
 
