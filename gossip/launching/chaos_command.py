@@ -58,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"there is no kind {unknown[0]!r} of fault; choose from {', '.join(KINDS)}")
     if parsed.ranks < 2 or not parsed.every > 0:
         parser.error("--ranks must be at least 2, and --every above 0")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no rank is left
     with contextlib.closing(_Ranks(parsed.program, parsed.ranks)) as ranks:
         try:
             return ranks.strike(kinds, parsed.every, parsed.seconds, random.Random(parsed.seed))

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from gossip import LaunchError
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Write
-from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER, TIMEOUT
+from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER, TIMEOUT, end_with_parent
 from gossip.lab.benchmarks.network.shaped_hosts import BRIDGE_ADDRESS, Lab, bits_per_second, store_at
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
@@ -48,6 +48,7 @@ _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 _FIRST_STEPS = 5  # of every rank, before the clock starts
 _NUM_UNSENT = 2  # updates of a rank that is lost to the others, which no other has
 _BEGINNING_S = 120.0
+_NUM_SAID = 1500  # characters
 _POLL_S = 0.02
 
 
@@ -249,7 +250,10 @@ class _Supervised:
             while len({note.slot for note in self._notes if note.step >= _FIRST_STEPS}) < self._case.world_size:
                 self._look()
                 if time.time() > deadline:
-                    raise LaunchError(f"{self._method}: not all ranks made {_FIRST_STEPS} steps in {_BEGINNING_S:g} s")
+                    why = (
+                        f"{self._method}: not all ranks made {_FIRST_STEPS} steps in {_BEGINNING_S:g} s; they said last"
+                    )
+                    raise LaunchError(f"{why}: {self._log().read_text(errors='replace')[-_NUM_SAID:]}")
             began = time.time()
             struck = self._train(began)
         return self._result(began, struck)
@@ -335,7 +339,7 @@ class _Supervised:
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
         options += ["--heartbeat_timeout_ms", "1000"]
         command = [sys.executable, str(program), *options, "--bind", address]
-        lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log())
+        lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log().open("ab"))
         stack.callback(lighthouse.wait)
         stack.callback(lighthouse.kill)
         return {"TORCHFT_LIGHTHOUSE": f"http://{address}", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -358,11 +362,16 @@ class _Supervised:
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
         environment = {**inherited, "OMP_NUM_THREADS": "1", **self._environment, **more}
         self._processes[slot] = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=self._log(), start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=self._log().open("ab"),
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
 
-    def _log(self) -> Any:
-        return (self._folder / "log.txt").open("ab")
+    def _log(self) -> Path:
+        return self._folder / "log.txt"
 
     def _end(self) -> None:
         for process in self._processes.values():
@@ -402,7 +411,7 @@ class _Supervised:
             lost=sum(note.num for note in made) - batches,
             goodput=batches / case.seconds / case.world_size,
             bound=1 - lost_s / (case.seconds * case.world_size),
-            others_s=[self._others_s(at, fault.slot) for at, fault in struck],
+            others_s=[self._others_s(at, fault.slot, end) for at, fault in struck],
             started_s=started_s,
             back_s=back_s,
             loss_s=self._loss_s(began),
@@ -418,11 +427,11 @@ class _Supervised:
                     return note.at - began
         return None
 
-    def _others_s(self, at: float, slot: int) -> float:
-        """Return how long the longest of the next steps took of the others that trained then."""
-        longest = 0.0
-        for process in {note.pid for note in self._notes if note.slot != slot}:
-            times = sorted(note.at for note in self._notes if note.pid == process)
+    def _others_s(self, at: float, slot: int, end: float) -> float:
+        """Return how long the longest of the next steps took of the others that trained then, restarted or not."""
+        longest, since = 0.0, at - _NEXT_STEPS * self._case.step_s
+        for other in {note.slot for note in self._notes if note.slot != slot and since < note.at <= at}:
+            times = [*sorted(note.at for note in self._notes if note.slot == other), end]
             first = bisect.bisect_right(times, at)
             around = times[max(0, first - 1) : first + _NEXT_STEPS]
             longest = max([longest, *(later - earlier for earlier, later in itertools.pairwise(around))])

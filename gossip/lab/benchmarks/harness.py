@@ -78,6 +78,9 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
         records = _measured(case, folder / case_name) if benchmark.resumes else []
         lab = None if case.link is None or benchmark.starts_ranks else Lab(case.num_hosts, bits_per_second(case.link))
+        if not records and (placement is None or placement.rank == 0):
+            for path in (folder / case_name / _SETTINGS, *record_files(folder / case_name)):
+                path.unlink(missing_ok=True)  # of other settings
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
             records = records or run_workers(name, case, lab, folder / case_name)
             (folder / case_name / _SETTINGS).write_text(case.model_dump_json(), encoding="utf-8")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
 import gossip
@@ -25,10 +27,11 @@ from gossip.lab.experiments.validated_models import ConfigurationError, Model, b
 from gossip.lab.report.report_document import FEWEST_SEEDS, Curves, Document, Metric, Row, Setting, Value
 from gossip.lab.sweeps.sweep_jobs import REFERENCE, Job, Plan
 from topologies import Topology
+from topologies.matrix_storage import FloatArray
 
 _MOST_NAMED = 4
 _NUM_STEPS = 64
-"""The number of simulated steps; longer runs are assumed to have the same mean step time."""
+"""The least number of simulated steps; longer runs are assumed to go on like this."""
 
 _FORWARD_SHARE = 1 / 3
 """The share of the forward pass in the computation of a step: a backward pass costs about two forward passes."""
@@ -123,15 +126,19 @@ _MEASURED = {
 
 def read_curve(folder: Path) -> list[Point]:
     """Read the points of a run, in step order, from the records in its folder."""
-    by_rank = [read_jsonl(path) for path in record_files(folder)]
+    by_step = defaultdict[int, list[dict[str, Any]]](list)  # of the ranks that made it
+    for path in record_files(folder):
+        for record in read_jsonl(path):
+            by_step[record["step"]].append(record)
     points: list[Point] = []
     sent = 0.0
-    for records in zip(*by_rank, strict=True):
+    for step, records in sorted(by_step.items()):
         sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
-        first = records[0]
-        if "averaged_test_loss" in first or "consensus_distance_relative" in first:
-            measured = {name: first.get(key) for name, key in _MEASURED.items()}
-            points.append({"step": first["step"] + 1, "bytes": sent, **measured})
+        measured = {
+            name: record[key] for record in reversed(records) for name, key in _MEASURED.items() if key in record
+        }
+        if "loss" in measured or "consensus" in measured:
+            points.append({"step": step + 1, "bytes": sent, **dict.fromkeys(_MEASURED), **measured})
     return points
 
 
@@ -327,23 +334,26 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
         jitter=float(value_of(config, "cluster.jitter")),
     )
     method: Topology | str = topology or {"ddp": "ddp", "local": "none"}[settings.method]
-    run = gossip.simulate_time(
-        method,
-        make_cluster(config, settings.launch.world_size),
-        workload,
-        min(_NUM_STEPS, summary["steps"]),
-        algorithm=algorithm,
-        compression_ratio=_compression_ratio(summary, topology, algorithm),
-    )
-    return run.step_time_s
+    num_steps, first, ratio = min(_NUM_STEPS, summary["steps"]), 0, 1.0
+    if topology is not None:
+        schedule = algorithm.schedule(topology)
+        cycle, first = max(schedule.period or 1, getattr(algorithm, "period", 1)), schedule.warmup
+        num_steps = min(summary["steps"], first + math.ceil(_NUM_STEPS / cycle) * cycle)
+        is_plain = summary["compression"] == gossip.Uncompressed().describe() and algorithm.compression is None
+        messages = np.zeros(num_steps)  # of the size of the model, per rank
+        for step in range(0 if is_plain else num_steps):
+            share = statistics.fmean(algorithm.is_exchanged(bucket, step) for bucket in range(num_buckets))
+            num_edges = len(schedule.round(step).edges()[0]) if share else 0
+            messages[step] = algorithm.messages_per_edge * share * num_edges / topology.world_size
+        expected = _mean(messages, first, summary["steps"]) * summary["parameter_bytes"]
+        # By the bytes that were sent, so that it holds for any codec.
+        ratio = expected / summary["bytes_sent_per_step"] if expected and summary["bytes_sent_per_step"] else 1.0
+    cluster = make_cluster(config, settings.launch.world_size)
+    run = gossip.simulate_time(method, cluster, workload, num_steps, algorithm=algorithm, compression_ratio=ratio)
+    return _mean(np.diff(run.step_ends_s, prepend=0.0), first, summary["steps"])
 
 
-def _compression_ratio(summary: Mapping[str, Any], topology: Topology | None, algorithm: gossip.Algorithm) -> float:
-    """Return the ratio of parameter bytes to message bytes, measured in the run, so that it holds for any codec."""
-    if topology is None or summary["compression"] == gossip.Uncompressed().describe():
-        return 1.0
-    schedule = algorithm.schedule(topology)
-    rounds = [schedule.round(step) for step in range(min(_NUM_STEPS, summary["steps"]))]
-    num_targets = [len(round_.targets(rank)) for round_ in rounds for rank in range(topology.world_size)]
-    messages_per_step = algorithm.messages_per_edge * sum(num_targets) / len(num_targets)
-    return float(messages_per_step * summary["parameter_bytes"] / summary["bytes_sent_per_step"])
+def _mean(values: FloatArray, first: int, num_steps: int) -> float:
+    """Return the mean of a value over ``num_steps`` steps; those not given are like those from ``first`` on."""
+    num_more = num_steps - len(values)
+    return float((values.sum() + (num_more * values[first:].mean() if num_more else 0.0)) / num_steps)

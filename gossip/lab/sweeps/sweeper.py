@@ -231,7 +231,8 @@ def finish_sweep(folder: Path) -> list[dict[str, Any]]:
     Each has the path of its run, relative to ``folder``, as ``job``.
     """
     found = {path.parent for name in (run_folder.CONFIG_FILE, run_folder.SUMMARY_FILE) for path in folder.rglob(name)}
-    jobs = sorted(found, key=lambda job: _natural(job.relative_to(folder)))
+    runs = [job for job in found if found.isdisjoint(job.parents)]  # not what loggers keep within a run
+    jobs = sorted(runs, key=lambda job: _natural(job.relative_to(folder)))
     summaries = [{**run_folder.read_summary(job), "job": str(job.relative_to(folder))} for job in jobs]
     write_csv(summaries, folder / SWEEP_FILE)
     for summary in summaries:

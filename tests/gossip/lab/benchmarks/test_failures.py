@@ -3,6 +3,9 @@
 import contextlib
 import itertools
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from pydantic import ValidationError
 
 from gossip.lab.benchmarks import failures, failures_worker, harness
 from gossip.lab.benchmarks.failures import Failures, FailuresSettings, Fault, Run
+from gossip.lab.experiments.records import JsonlWriter, read_jsonl
 from gossip.lab.experiments.validated_models import ConfigurationError
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "methods": ["gossip_warm"], "every_s": [10.0], "seconds": 40.0}
@@ -86,6 +90,7 @@ def test_what_counts(tmp_path: Path) -> None:
     assert (ddp.started_s, ddp.back_s) == ([1.0], [3.5])
     assert ddp.bound == 1 - (3.5 + 5 + 0.75 * 10) / 80  # the slow one's 20 s are cut short by the end
     assert gossip.others_s[:2] == [4.0, 1.0]
+    assert run._others_s(119.0, 1, 140.0) == 4.0  # the other one has been started again
     assert ddp.loss_s == 15.5
 
 
@@ -126,6 +131,33 @@ def test_a_rival_that_is_not_installed_is_named(method: str, tmp_path: Path, mon
     monkeypatch.setattr(failures.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigurationError, match=rf"{method} needs {method[:7]}\w*; install the extra"):
         failures._Supervised(settings(methods=[method]), tmp_path)._meeting_place(contextlib.ExitStack())
+
+
+def test_records_of_other_settings_are_not_those_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(_: Any, __: Any, case: FailuresSettings, *others: Any, **___: Any) -> None:
+        run = dict.fromkeys(("num_faults", "batches", "lost", "goodput", "bound"), 1) | {"loss_s": None, "link": None}
+        run |= {"method": "ddp", "kind": "none", "every_s": case.seconds, "seed": 0}
+        with JsonlWriter(others[-1] / "rank0.jsonl") as writer:
+            writer.write(run | {"others_s": [], "started_s": [], "back_s": []})
+
+    monkeypatch.setattr(harness, "launch", launched)
+    for step_s in (0.1, 0.2):
+        harness.run("failures", settings(methods=["ddp"], step_s=step_s), tmp_path)
+    folder = next(tmp_path.glob("loopback/ddp/none*/seed_0"))
+    assert len(read_jsonl(folder / "rank0.jsonl")) == 1
+
+
+def test_a_rank_ends_with_the_process_that_started_it() -> None:
+    program = (
+        "import subprocess, time; from gossip.lab.benchmarks.failures_worker import end_with_parent as end;"
+        "print(subprocess.Popen(['sleep', '600'], preexec_fn=end).pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())  # type: ignore[union-attr]
+        assert failures._is_there(child)
+        parent.kill()
+    while failures._is_there(child):
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -48,6 +48,30 @@ def test_prediction_of_a_topology_is_the_simulation(compression: str, ratio: flo
     assert predict_step_time_s(config, summary) == pytest.approx(wanted.step_time_s)
 
 
+@pytest.mark.parametrize(
+    ("options", "steps", "messages"),
+    [
+        (("topology=ring", "topology.every=100"), 1000, 2 / 100),
+        (("topology=ring", "topology.every=100", "topology.warmup_rounds=10"), 1000, (5 * 10 + 2 * 9) / 1000),
+        (("topology=complete", "algorithm=streaming_diloco"), 200, 5 / 50),
+        (("topology=complete", "algorithm=diloco"), 40, 0.0),
+        (("topology=ring", "launch.world_size=1"), 12, 0.0),
+    ],
+)
+def test_compression_is_what_was_sent_in_place_of_messages(
+    options: tuple[str, ...], steps: int, messages: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, simulate = [], gossip.simulate_time
+    monkeypatch.setattr(
+        gossip,
+        "simulate_time",
+        lambda *args, **named: found.append(named["compression_ratio"]) or simulate(*args, **named),
+    )
+    sent = {"compression": "a quarter", "bytes_sent_per_step": messages * 4e6 / 4, "steps": steps}
+    assert predict_step_time_s(composed(*STEADY, *options), SUMMARY | sent) > COMPUTE_S * (messages > 0)
+    assert found == [pytest.approx(4.0 if messages else 1.0, rel=0.05)]  # the last cycle is not whole
+
+
 def test_cluster_has_as_many_nodes_as_the_ranks_fill() -> None:
     cluster = make_cluster(composed("cluster.local_size=2", "cluster.bandwidth_gbps=inf"), 6)
     assert (cluster.num_nodes, cluster.local_size, cluster.bandwidth_gbps) == (3, 2, math.inf)

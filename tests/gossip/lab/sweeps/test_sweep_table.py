@@ -26,7 +26,7 @@ COMPLETED = {
 
 
 def leave(folder: Path, summary: dict[str, Any] | None) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").touch()
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -34,6 +34,7 @@ def leave(folder: Path, summary: dict[str, Any] | None) -> None:
 
 def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path / "10", None)
+    leave(tmp_path / "0" / "mlflow_artifacts", COMPLETED)  # a logger's copy is no run
     leave(tmp_path / "9", {"status": "failed", "reason": "because", "overrides": ["seed=1", "topology=ring"]})
     leave(tmp_path / "0", {**COMPLETED, "consensus_distance_before": None, "overrides": ["seed=0", "topology=ring"]})
     summaries = finish_sweep(tmp_path)
