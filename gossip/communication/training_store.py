@@ -17,7 +17,7 @@ COMPLETED, ENDED = "completed", "ended"
 
 _store: dist.Store | None = None
 _prefix = ""
-_is_founder = False
+_is_founder = has_left = False
 _num_models = itertools.count()  # of this process, or since it has founded or joined a training
 
 
@@ -27,8 +27,9 @@ def begin(store: dist.Store, prefix: str = "", *, is_founder: bool = False) -> N
     A founder's train in a process group instead, and others join them later. ``prefix`` distinguishes the training from
     others that are announced there.
     """
-    global _store, _prefix, _is_founder, _num_models
+    global _store, _prefix, _is_founder, has_left, _num_models
     _store, _prefix, _is_founder, _num_models = innermost(store), prefix, is_founder, itertools.count()
+    has_left = False
 
 
 def joined() -> dist.Store | None:
@@ -46,6 +47,12 @@ def shared_keys(name: str) -> dist.Store | None:
     if _store is None or not _prefix:
         return None
     return guarded(dist.PrefixStore(f"{_prefix}{name}", _store), training_key(), f"{_prefix}{name}")
+
+
+def leave() -> None:
+    """Note that this process has left the training, which goes on: that its function ends says nothing. Local."""
+    global has_left
+    has_left = True
 
 
 def note_outcome(outcome: str) -> None:

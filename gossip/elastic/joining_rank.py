@@ -19,7 +19,7 @@ from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
 from gossip.elastic.shard_group_world import ShardGroupWorld
-from gossip.elastic.state_transfer import step_of, take_state
+from gossip.elastic.state_transfer import let_go, step_of, take_state
 from gossip.errors import CannotJoinError, ExchangeError
 
 _PAUSE_S = 0.005
@@ -83,6 +83,8 @@ class JoiningRank:
             if not any(outcomes):
                 assert taken is not None
                 return taken
+            if taken is not None:
+                let_go(self._mesh, taken[0])
             reasons.append(next(filter(None, outcomes)))
         raise ExchangeError("; ".join(reasons))
 

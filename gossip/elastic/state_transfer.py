@@ -205,7 +205,7 @@ def take_state(
         except ExchangeError as error:
             lost.append(str(error))
         finally:
-            mesh.send(source, Key(Kind.ASK, _LAST, needless))  # it need not keep the state any longer, nor take it
+            let_go(mesh, source, needless)
     reasons = lost + [f"{in_words(ranks)} cannot: {why}" for why, ranks in refused.items()]
     text = f"rank {mesh.member}: joining: no rank gave this rank its state: {'; '.join(reasons)}"
     raise ExchangeError(text) if lost else CannotJoinError(f"{text}. Start this rank again once that is mended")
@@ -223,7 +223,12 @@ def take_second_part(mesh: Mesh, source: int) -> tuple[str, ShrinkingMemory]:
     try:
         return _take_from(mesh, source, _SECOND)
     finally:
-        mesh.send(source, Key(Kind.ASK, _LAST, _SECOND))
+        let_go(mesh, source)
+
+
+def let_go(mesh: Mesh, source: int, part: int = _SECOND) -> None:
+    """Tell a rank that it need not keep this part of its state any longer, and those before it, nor take them."""
+    mesh.send(source, Key(Kind.ASK, _LAST, part))
 
 
 class _RefusedError(ExchangeError):

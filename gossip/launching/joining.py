@@ -112,7 +112,8 @@ def joined_process_group(*, backend: str = "gloo", timeout: timedelta = DEFAULT_
         try:
             _await_all(store, rank, world_size, timeout)
             yield
-            training_store.note_outcome(training_store.COMPLETED)
+            if not training_store.has_left:
+                training_store.note_outcome(training_store.COMPLETED)
         finally:
             dist.destroy_process_group()
         if placement is not None and placement.step is not None:

@@ -243,7 +243,8 @@ class _Attempt:
             self._known[number] = Process(*self._read(f"process{number}"))
             peer_liveness.connect([self._known[number]])
         process = self._known[number]
-        return state_of(process, own_process()) != GONE and not peer_liveness.is_gone(process)
+        has_ended = peer_liveness.is_gone(process) or peer_liveness.has_refused(process)
+        return state_of(process, own_process()) != GONE and not has_ended
 
     @property
     def _where(self) -> str:

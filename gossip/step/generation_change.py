@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 
 from gossip.algorithms import Algorithm, resolve_algorithm
+from gossip.communication import training_store
 from gossip.communication.world import World
 from gossip.elastic.connections.mesh import in_words
 from gossip.elastic.elastic_world import ElasticWorld
@@ -30,13 +31,14 @@ from gossip.step.building.wrapper_arguments import Arguments, prepare_algorithm,
 from gossip.step.engine import do_nothing
 from gossip.step.preemption import Preemption
 from gossip.step.state.algorithm_state import algorithm_state, common_state
-from gossip.step.state.kept_objects import START_AGAIN, GivenObjects, KeptObjects, group_options
+from gossip.step.state.kept_objects import GivenObjects, KeptObjects, group_options
 from gossip.step.state.replica_state import module_state, optimizer_state, own_options, restore_replica
 from topologies import Topology
 
 _AGREEING = "averaging what the algorithm keeps alike on all ranks"
 _PAUSE_S = 0.1
 _PATIENCE_TIMEOUTS = 5
+_MOST_ANEW = 3
 
 
 class GenerationChange:
@@ -52,6 +54,7 @@ class GenerationChange:
         self._world, self._parts, self._engine, self._arguments = world, parts, parts.engine, arguments
         self._kept = weakref.proxy(kept)
         self._is_in_loop = self._begins_recording = False
+        self._num_anew = 0  # how often it has joined anew since it trained
         self._joined_at: int | None = None
         self._astray: str | None = None
         self._is_checked = False
@@ -103,9 +106,9 @@ class GenerationChange:
     def begin_step(self, end_joining: Callable[[], None] = do_nothing) -> None:
         """Enter the generation of the next step; waits while the ranks agree on one.
 
-        A rank that joins ends that, see :meth:`_join`; one that has to come back before that joins anew.
+        A rank that joins ends that, see :meth:`_join`; one whose source is lost before that joins anew.
         """
-        step, has_returned = self._step, False
+        step = self._step
         if self._engine.last_meter is not None:
             self._engine.last_meter.is_store_lost = self._world.is_store_lost
         self._world.consensus.is_new &= self._engine.step == self._joined_at
@@ -119,7 +122,7 @@ class GenerationChange:
                 raise ExchangeError(self._astray)
             generation = self._world.consensus.enter_step(step)
         except ExchangeError as lost:
-            end_joining, has_returned = self._come_back(lost), True
+            end_joining = self._come_back(lost)
             generation = self._world.consensus.enter_step(self._step)
         if self._world.member not in generation.members:
             return  # this rank leaves: this was its last step
@@ -130,11 +133,17 @@ class GenerationChange:
         self._give(at_step_end=True)
         try:
             end_joining()
+        except CannotJoinError:
+            raise
         except ExchangeError as error:
-            if not has_returned:
-                raise
+            self._num_anew += 1
+            if self._world.group_size > 1 or self._num_anew > _MOST_ANEW:
+                again = "start this rank again, or its shard group (restart= of gossip.launch does)"
+                raise ExchangeError(f"{error}; {again}, to take the state of another one") from error
             self._note_astray(str(error))  # it takes the state of another rank
             self.begin_step()
+        else:
+            self._num_anew = 0
 
     def _note_astray(self, why: str) -> None:
         """Take over another rank's values at the end of this step, like a rank that was cut off from the others."""
@@ -199,6 +208,7 @@ class GenerationChange:
     def leave(self) -> None:
         """Tell the others, and make the steps that they still make with this rank, without updates. Local."""
         last = self._world.consensus.leave()
+        training_store.leave()
         with self._engine.exchanges.updating(0.0):
             while last is not None and self._engine.step < last:
                 self._engine.end_step()
@@ -256,7 +266,7 @@ class GenerationChange:
 
         Nobody can take the place of a source that is lost: the others record nothing for this rank, and are further
         when their loss of it is known; and an average over time is that of the source's own parameters. How many
-        collective operations the others have ended in this step is not known then either.
+        collective operations the others have ended in this step is not known then either. So this rank joins anew.
         """
         world, engine = self._world, self._engine
         who = f"rank {world.member}: rank {source}, whose state it takes,"
@@ -266,9 +276,14 @@ class GenerationChange:
                 second = deserialize(text, copied.values, copied.release)
                 if second["step"] != engine.step:
                     raise ExchangeError(f"{who} gave what it keeps at step {second['step']}, not {engine.step}")
+            except CannotJoinError:
+                raise
             except ExchangeError as error:
-                raise ExchangeError(f"{who} did not give the last part of it: {error}; {START_AGAIN}") from error
+                raise ExchangeError(f"{who} did not give the last part of it: {error}") from error
             world.consensus.position = tuple(second["position"])  # as if it had taken part in what the others did
+        for names in second["unfrozen"]:  # the others may have unfrozen more since the first part
+            engine.unfreeze(names)
+        engine.frozen.load_state_dict(second["frozen"])
         if engine.updater.scaler is not None:
             engine.updater.scaler.load_state_dict(second["scaler"], self._parts.optimizers)
         self._kept.given = GivenObjects(who, second["states"], second["options"], self._parts.optimizers)
@@ -311,8 +326,10 @@ class GenerationChange:
             except (ExchangeError, RuntimeError) as error:  # the latter if a store cannot be reached
                 is_final = isinstance(error, CannotJoinError | ManifestError)
                 if is_final or time.monotonic() > deadline:
-                    within = "" if is_final else f" within partition_timeout={limit_s:g} s"
-                    raise ExchangeError(f"{lost}; this rank could not rejoin them{within}: {error}") from error
+                    given = "partition_timeout=" if self._arguments.partition_timeout_s is not None else ""
+                    within = "" if is_final else f" within {given}{limit_s:g} s"
+                    kind = CannotJoinError if isinstance(error, CannotJoinError) else ExchangeError
+                    raise kind(f"{lost}; this rank could not rejoin them{within}: {error}") from error
             time.sleep(_PAUSE_S)
         engine.on_step_end = self.begin_step
         engine.rank = world.member
@@ -345,6 +362,8 @@ class GenerationChange:
             "states": self._kept.states(),
             "options": group_options(self._parts.optimizers),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "unfrozen": [list(names) for names in self._engine.unfrozen],
+            "frozen": self._engine.frozen.state_dict(),
         }
 
     def _follow(self, generation: Generation) -> None:

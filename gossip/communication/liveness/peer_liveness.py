@@ -9,6 +9,7 @@ refused it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import os
@@ -28,6 +29,7 @@ _CONNECTING_PATIENCE_S = 1.0
 _listening: dict[str, socket.socket] = {}  # by address; they end with the process
 _connections: dict[Process, socket.socket] = {}
 _gone: set[Process] = set()
+_refusing: set[Process] = set()
 
 
 def listen(store: dist.Store | None) -> tuple[str, int]:
@@ -63,9 +65,11 @@ def connect(processes: Iterable[Process]) -> None:
         for number, _ in poll.poll(remaining_s * 1000):
             poll.unregister(number)
             process, connection = connecting.pop(number)
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 and _is_connected(connection):
+            failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failure == 0 and _is_connected(connection):
                 _connections[process] = connection
             else:
+                _refusing.update([process] if failure == errno.ECONNREFUSED else ())
                 connection.close()
     for _, connection in connecting.values():
         connection.close()
@@ -82,6 +86,11 @@ def is_gone(process: Process) -> bool:
         except OSError:
             pass  # nothing has arrived, or the process is no longer reachable
     return process in _gone
+
+
+def has_refused(process: Process) -> bool:
+    """Return whether nobody listened where a process does as long as it lives, or something in between said so."""
+    return process in _refusing
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -169,7 +169,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
     )
     group.hears_late = arguments.soft_deadline is not None
     group.attach(buckets, engine)
-    if not world.is_alone:
+    if not world.is_alone or world.changes:  # one that joins will not be alone
         forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)

@@ -12,12 +12,6 @@ from torch.optim import Optimizer
 from gossip.errors import GossipError, reason
 from gossip.parameters.serializable_state import HasState, copied, is_serializable, state_of, to_serializable
 
-START_AGAIN = (
-    "start this rank again (restart= of gossip.launch does), and it takes everything from another one: no other rank "
-    "has recorded what it kept at this very step"
-)
-"""What to do if the rank that gives its state is lost before the first step of the one that joins."""
-
 
 class Stateful(HasState, Protocol):
     """An object with a state: a scheduler, a GradScaler, a sampler."""

@@ -77,6 +77,7 @@ def test_nothing_is_known_of_a_process_that_was_not_connected_to(connections: di
         without = Process("", 3, 0)
         peer_liveness.connect([refusing, nowhere, without])
         assert not any(map(peer_liveness.is_gone, (refusing, nowhere, without)))
+        assert list(map(peer_liveness.has_refused, (refusing, without))) == [True, False]
     assert not connections
 
 

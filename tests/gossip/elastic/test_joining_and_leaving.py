@@ -1,14 +1,18 @@
 """Ranks join a training that is under way, and leave it, as the dense recursion of those who train does."""
 
 import functools
+import math
 import os
 import re
 import signal
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import elastic_ranks
 import pytest
 import torch
 import unsupervised
@@ -30,6 +34,8 @@ from tiers import rest_is_slow
 
 import gossip
 from gossip import GossipError, LaunchError, ManifestError
+from gossip.elastic.joining_rank import JoiningRank
+from gossip.elastic.state_transfer import step_of
 from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
@@ -265,3 +271,41 @@ def handlers_of_sigterm() -> list[Any]:
 
 def test_sigterm_is_handled_until_the_model_is_closed() -> None:
     assert gossip.launch(handlers_of_sigterm, world_size=2) == [[True, False, True]] * 2
+
+
+def unfreeze(folder: str) -> list[float]:
+    """The norms of both parameters in the end; one that joins has its state before the others unfreeze one."""
+    taken, plan = Path(folder, "taken"), Path(folder, "plan")
+    admitted = JoiningRank.be_admitted
+
+    def unfreezing_at() -> float:
+        return int(plan.read_text()) if plan.exists() else math.inf
+
+    def be_admitted(joining: JoiningRank, source: int, check_size: Any) -> Any:
+        taken.touch()
+        while step_of(joining._mesh, source) <= unfreezing_at() + 1:
+            time.sleep(0.01)
+        return admitted(joining, source, check_size)
+
+    module = elastic_ranks.Pair(NUMEL)
+    module.first.requires_grad_(False)
+    with mock.patch.object(JoiningRank, "be_admitted", be_admitted):
+        model = gossip.GossipDataParallel(
+            module, functools.partial(torch.optim.SGD, lr=0.1), on_peer_loss="continue", timeout=timedelta(seconds=60)
+        )
+    for _ in steps_until(model, lambda: 3 in model.members):
+        if model.rank == 0 and taken.exists() and not plan.exists():
+            plan.with_suffix(".part").write_text(str(model.step + 50))  # where no rank is yet
+            plan.with_suffix(".part").rename(plan)
+        if model.step >= unfreezing_at():
+            module.first.requires_grad_(True)
+        model(targets(0, NUMEL)).backward()
+    model.global_avg()
+    model.close()
+    return flat(module).abs().sum(1).tolist()
+
+
+def test_what_the_others_unfreeze_before_the_first_step_is_exchanged_on_a_rank_that_joins(tmp_path: Path) -> None:
+    first, *others = unsupervised.results_of(unfreeze, str(tmp_path), world_size=3, num_joining=1)
+    assert min(first) > 0
+    assert others == [first] * 3
