@@ -74,6 +74,11 @@ class AdamTracking(MomentumTracking):
                 )
             if not all(group["betas"][1] > 0 for group in optimizer.param_groups):
                 raise ValueError("algorithm AdamTracking needs a second moment with memory: betas[1] must be above 0")
+            if any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in optimizer.param_groups):
+                raise ValueError(
+                    "algorithm AdamTracking replaces Adam's second moment by one of the gradients alone, without the "
+                    'weight_decay that Adam adds to them; choose AdamW, or algorithm="momentum_tracking"'
+                )
             if any(group["amsgrad"] for group in optimizer.param_groups):
                 raise ValueError(
                     "algorithm AdamTracking replaces Adam's second moment in every step, of which amsgrad=True would "

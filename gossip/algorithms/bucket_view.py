@@ -65,6 +65,8 @@ class BucketView:
         How many samples the update counts, where the algorithm weighs ranks (``gossip.Algorithm.weighted``).
     lags : Tensor, [..., 1], optional
         How many steps fewer each of several ranks has made than the optimizers have counted.
+    skipped : Tensor, [...], bool, optional
+        Which of several ranks make no update now, so that nothing is added to their optimizers' state.
     exchanges : bool
         Whether the current step ends with an exchange in which this rank takes part.
     rates, earlier_rates : tuple of float
@@ -88,6 +90,7 @@ class BucketView:
         self.round_index = 0
         self.samples: float | torch.Tensor = 1.0
         self.lags: torch.Tensor | None = None
+        self.skipped: torch.Tensor | None = None
         self.exchanges = True
         self.before = values
         self.rates: tuple[float, ...] = ()
@@ -124,9 +127,9 @@ class BucketView:
         return flat
 
     def set_gradient(self, flat: torch.Tensor) -> None:
-        """Set the gradient of every parameter to its part of ``flat``."""
+        """Set the gradient of every parameter that requires one to its part of ``flat``."""
         for slot, parameter in zip(self.slots(flat.to(self.values.dtype)), self.parameters, strict=True):
-            parameter.grad = slot
+            parameter.grad = slot if parameter.requires_grad else None
 
     # ------------------------------------------------------------------ optimizers
 
@@ -202,6 +205,8 @@ class BucketView:
 
     def add_to_optimizer_state(self, key: str, difference: torch.Tensor, *, minimum: float | None = None) -> None:
         """Add to that entry where it exists, in place, and clamp the result to at least ``minimum``."""
+        if self.skipped is not None:
+            difference[self.skipped] = 0
         for slot, parameter in zip(self.slots(difference), self.parameters, strict=True):
             entry = self._entry(parameter).get(key)
             if entry is not None:

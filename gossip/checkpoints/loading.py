@@ -139,7 +139,7 @@ def _load(replicas: Replicas, path: Path, parts: Mapping[str, Any]) -> Checkpoin
     changes, keeps_exchanges = _changes(replicas, manifest)
     if not keeps_exchanges:
         for state in contents.states:
-            state["engine"] = {key: state["engine"][key] for key in ("step", "algorithm") if key in state["engine"]}
+            state["engine"] = {key: value for key, value in state["engine"].items() if key != "exchanges"}
     what = f"restoring {contents.path} (the model is partly loaded; load again, or construct a new one)"
     try:
         left_out = run_on_all_ranks(replicas, what, lambda: _restore(replicas, contents, parts))
@@ -308,8 +308,8 @@ def _changes(replicas: Replicas, manifest: Mapping[str, Any]) -> tuple[list[str]
             f"the states of the random number generators, and data and parts of all ranks but 0: {replicas.world_size} "
             f"ranks were trained in {before} process{'es' * (before > 1)} and are now in {replicas.num_processes}"
         )
-    for section in ("buckets", "topology", "compression"):
-        if manifest[section] != here[section]:
+    for section in ("buckets", "topology", "compression", "algorithm"):
+        if manifest.get(section, here[section]) != here[section]:  # older manifests do not name the algorithm
             are_others = f"the {section} differ{'s' * (section != 'buckets')}"
             return [*changes, f"the messages in flight: {are_others}"], False
     return changes, True

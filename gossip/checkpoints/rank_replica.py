@@ -75,6 +75,7 @@ class RankReplica(Replicas):
             "unfrozen": [list(names) for names in self._engine.unfrozen],
             "topology": describe_topology(self._model.topology),
             "compression": self._model.compression.describe(),
+            "algorithm": type(self._model.algorithm).__name__,
             **shard,
         }
 

@@ -57,7 +57,9 @@ def mean_state(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     mean_weight = float(torch.stack(weights).mean()) if weights else 1.0
 
     def mean(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
-        return sums[path].div_(counts[path] * (mean_weight if path[0] == "parameters" else 1.0)).to(tensor.dtype)
+        if path[0] != "parameters":
+            return sums[path].div_(counts[path]).to(tensor.dtype)
+        return sums[path].div_(counts[path] * mean_weight).to(first["parameters"][path[1]].dtype)
 
     averages: dict[str, Any] = _map_floats(_averaged(first), (), mean)
     kept, engine = averages.pop("kept"), first["engine"]
@@ -75,7 +77,8 @@ def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what has a mean, by section, with parameters as their rank weights them."""
     algorithm, parameters, weight = state["engine"].get("algorithm"), state["parameters"], _weight(state)
     if weight is not None:
-        parameters = {name: x * weight.to(x.dtype) if is_mixable(x) else x for name, x in parameters.items()}
+        wide = {name: torch.promote_types(x.dtype, torch.float32) for name, x in parameters.items()}
+        parameters = {n: x.to(wide[n]) * weight if is_mixable(x) else x for n, x in parameters.items()}
     sections = {"parameters": parameters, "buffers": state["buffers"], "optimizers": state["optimizers"]}
     return sections | {"kept": {} if algorithm is None else algorithm["kept"]}
 

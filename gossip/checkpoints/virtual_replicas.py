@@ -152,6 +152,7 @@ class VirtualReplicas(Replicas):
             "unfrozen": [list(names) for names in workers._released],
             "topology": describe_topology(workers.topology),
             "compression": workers.compression.describe(),
+            "algorithm": type(workers.algorithm).__name__,
         }
 
     def check_savable(self) -> None:

@@ -160,9 +160,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         return bool(round_.peers(rank)) or self.algorithm.steps_alone(step, round_)
 
     def _begin(self, view: BucketView) -> None:
-        """Let the algorithm initialise a bucket's state."""
-        view.samples = self._samples_of(view)
-        self.algorithm.begin(view)
+        """Let the algorithm initialise a bucket's state for the first time."""
+        self.begin(view)
         dtypes = view.values.dtype, getattr(self._compression, "dtype", None)
         if self.algorithm.weighted and torch.float16 in dtypes:
             raise ValueError(
@@ -176,8 +175,14 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                 f"the same channels, {VALUES!r} among them"
             )
 
-    def _samples_of(self, view: BucketView) -> float | torch.Tensor:
-        samples = self.has_update * (1.0 if self.samples is None else self.samples)
+    def begin(self, view: BucketView) -> None:
+        """Let the algorithm initialise a bucket's state; ranks count by their samples, updated now or not."""
+        view.samples = self._samples_of(view, 1.0)
+        self.algorithm.begin(view)
+        view.samples = self._samples_of(view, self.has_update)
+
+    def _samples_of(self, view: BucketView, has_update: float | torch.Tensor) -> float | torch.Tensor:
+        samples = has_update * (1.0 if self.samples is None else self.samples)
         if not isinstance(samples, torch.Tensor):
             return samples
         return samples[view.ranks.start : view.ranks.stop, None].to(view.values.device)
@@ -186,10 +191,10 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Let the next updates count so many samples. The first time, the numbers by which ranks count begin so."""
         is_first, self.samples = self.samples is None, samples
         for view in self._parameter_views():
-            view.samples = self._samples_of(view)
+            view.samples = self._samples_of(view, self.has_update)
             if is_first and samples is not None:
                 kept, view.kept = view.kept, {}
-                self.algorithm.begin(view)
+                self.begin(view)
                 view.kept = kept
 
     @contextlib.contextmanager
@@ -204,7 +209,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     def _set_updating(self, has_update: float | torch.Tensor) -> None:
         self.has_update = has_update
         for view in self._parameter_views() if self.algorithm.weighted else ():
-            view.samples = self._samples_of(view)
+            view.samples = self._samples_of(view, has_update)
 
     def check_weighed(self) -> None:
         """Raise GossipError if ranks count by their samples, and nobody has said how many these are."""

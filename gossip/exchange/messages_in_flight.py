@@ -72,16 +72,12 @@ class MessagesInFlight(InFlight):
         }
 
     @classmethod
-    def known(cls, round_: Round, saved: Mapping[str, Any]) -> MessagesInFlight:
-        """Return what :meth:`state_dict` returned as an exchange whose outcome is already known."""
-        sent = {channel: [message] for channel, message in saved["sent"].items()}
-        exchanges: dict[str, Exchange] = {
-            channel: Known(difference) for channel, difference in saved["differences"].items()
-        }
-        kinds = {
-            channel: (difference.shape, difference.dtype, difference.device)
-            for channel, difference in saved["differences"].items()
-        }
+    def known(cls, round_: Round, saved: Mapping[str, Any], device: torch.device) -> MessagesInFlight:
+        """Return what :meth:`state_dict` returned as an exchange on a device whose outcome is already known."""
+        sent = {channel: [message.to(device)] for channel, message in saved["sent"].items()}
+        differences = {channel: difference.to(device) for channel, difference in saved["differences"].items()}
+        exchanges: dict[str, Exchange] = {channel: Known(difference) for channel, difference in differences.items()}
+        kinds = {channel: (each.shape, each.dtype, each.device) for channel, each in differences.items()}
         return cls(round_, saved["round"], sent, exchanges, launched_at=time.perf_counter(), kinds=kinds)
 
     def arrivals(self) -> dict[str, Arrival]:

@@ -401,7 +401,8 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             return
         for index, saved in enumerate(state["in_flight"]):
             if saved is not None:
-                self.in_flight[index] = MessagesInFlight.known(self._topology.round(saved["round"]), saved)
+                round_, device = self._topology.round(saved["round"]), self.views(index)[0].values.device
+                self.in_flight[index] = MessagesInFlight.known(round_, saved, device)
         if self.codecs:  # a rank alone has none; virtual workers have some even then
             for codecs, states in zip(self.codecs, state["codecs"], strict=True):
                 for channel, codec in codecs.items():

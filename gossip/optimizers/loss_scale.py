@@ -28,14 +28,19 @@ class SharedScaler:
             for name in _MADE_IN_BACKWARD:
                 setattr(scaler, name, functools.partial(_refuse, name))
 
-    def unscale_(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Divide the gradients by the scale, and return whether any of them is not finite on this rank."""
+    def unscale_(self, optimizers: Sequence[Optimizer], others: Sequence[torch.Tensor] = ()) -> bool:
+        """Divide the gradients by the scale, and return whether any of them is not finite on this rank.
+
+        ``others`` are the gradients of parameters that no optimizer holds: they are part of the norm.
+        """
         if self.scaler._scale is None:  # nothing has been scaled yet, as this rank has been idle
             self.scaler.scale(torch.zeros((), device=self.scaler._device))
         found = False
         for optimizer in optimizers:
             type(self.scaler).unscale_(self.scaler, optimizer)
             found |= any(bool(flag) for flag in self.scaler._found_inf_per_device(optimizer).values())
+        for gradient in others:
+            found |= not bool(gradient.mul_(1 / self.scaler.get_scale()).isfinite().all())
         return found
 
     def settle(self, optimizers: Sequence[Optimizer], overflowed: bool) -> None:

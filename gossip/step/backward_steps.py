@@ -98,7 +98,7 @@ class BucketwiseSteps(BackwardSteps):
             self._launch_ready()
 
     def _launch_ready(self) -> None:
-        with self.fatal():
+        with self.fatal(), self._launching:
             progress = self._progress
             progress.count_gradients()
             while progress.num_launched < len(self.buckets):

@@ -96,6 +96,7 @@ class StepEngine(HealthChecks, ABC):
             f"rank {rank}: ", "wrap the module with step_in_backward=False", explains=rank == 0
         )
         self._lock = threading.RLock()  # held against forward passes in other threads
+        self._launching = threading.RLock()  # a module on several devices has a thread of autograd's for each
         self._forward_began = 0.0
         self._places = ParameterSlots(module, group.module)
         self._gradient_hooks = GradientHooks(self._make_hook)

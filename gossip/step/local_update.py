@@ -102,7 +102,9 @@ class Updater:
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop the gradients."""
         with fast_range("gossip::update"), _timed(meter):
-            overflowed = self.scaler is not None and self._group.any(self.scaler.unscale_(self.optimizers))
+            overflowed = self.scaler is not None and self._group.any(
+                self.scaler.unscale_(self.optimizers, self._not_held())
+            )
             gradients = _gradients(self._parameters)
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
                 if gradients:
@@ -114,6 +116,13 @@ class Updater:
             if self.scaler is not None:
                 self.scaler.settle(self.optimizers, overflowed)
                 self.scaler.update()
+
+    def _not_held(self) -> list[torch.Tensor]:
+        """Return the gradients of parameters that no optimizer holds."""
+        held = {
+            id(each) for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]
+        }
+        return _gradients(parameter for parameter in self._parameters if id(parameter) not in held)
 
     def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
         """Let one optimizer make its own step, as the user asked, and return its result; gradients are kept."""

@@ -33,7 +33,7 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
                     view.before = view.values.clone()
 
     def direct(self, indices: Sequence[int], step: int, skipped: SkippedRows | None = None) -> None:
-        """Let the algorithm replace the gradients.
+        """Let the algorithm replace the gradients of the buckets that have any.
 
         Of virtual workers ``skipped`` returns which rows of each view of a bucket, [k] bool, are not to be updated.
         """
@@ -45,13 +45,18 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
                         self._direct(view, rows, step)
 
     def _direct(self, view: BucketView, skipped: torch.Tensor | None, step: int) -> None:
+        if all(parameter.grad is None for parameter in view.parameters) or (
+            skipped is not None and bool(skipped.all())
+        ):
+            return
         gradient = view.gradient()
-        kept = {}
+        kept, view.skipped = {}, skipped
         if skipped is not None and bool(skipped.any()):
             kept = {name: state[skipped].clone() for name, state in view.kept.items()}
             gradient[skipped] = 0  # it need not be finite
         view.round_index = step
         view.set_gradient(self._algorithm.gradient(view, gradient))
+        view.skipped = None
         for name, rows in kept.items():
             view.kept[name][skipped] = rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +95,7 @@ class Replay:
             (rank, bucket.index): _Place(made[rank, bucket.index]) for rank in range(world_size) for bucket in buckets
         }
         self._gradients: dict[int, dict[str, torch.Tensor | None]] = {}  # by rank
+        self._num_updates = Counter[tuple[int, nn.Parameter]]()
 
     def make_steps(self, updater: StackedUpdater, step: int) -> torch.Tensor:
         """Take the gradients of the stacks, and make what the recording says, as far as these allow.
@@ -105,12 +106,14 @@ class Replay:
         Raises GossipError: the recording contradicts itself.
         """
         skipped, _ = updater.prepare(step)
-        left_out = skipped | (updater.scales == 0)
+        left_out, reached = skipped | (updater.scales == 0), updater.reached
         for shard in self._shards:
             for row, rank in enumerate(shard.ranks):
                 if self.next_steps[rank] is not None and rank not in self._gradients:
                     self._gradients[rank] = {
-                        name: None if parameter.grad is None or bool(left_out[rank]) else parameter.grad[row].clone()
+                        name: None
+                        if parameter.grad is None or bool(left_out[rank] | ~reached.get(name, ~left_out)[rank])
+                        else parameter.grad[row].clone()
                         for name, parameter in shard.parameters.items()
                     }
         before = [place.step for place in self._places.values()]
@@ -220,9 +223,10 @@ class Replay:
             parameter.grad = None
 
     def _count(self, rank: int, parameters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Set the counters in the optimizers' states to this rank's, before the step that it makes."""
-        step = self.next_steps[rank]
-        assert step is not None
-        for entry in step_counters(self._optimizers, parameters):
-            value = entry[COUNTER]
-            entry[COUNTER] = torch.full_like(value, step) if isinstance(value, torch.Tensor) else step
+        """Set the counters in the optimizers' states to this rank's, before the update that it makes."""
+        for parameter in parameters:
+            made = self._num_updates[rank, parameter]
+            self._num_updates[rank, parameter] += 1
+            for entry in step_counters(self._optimizers, [parameter]):
+                value = entry[COUNTER]
+                entry[COUNTER] = torch.full_like(value, made) if isinstance(value, torch.Tensor) else made

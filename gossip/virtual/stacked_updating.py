@@ -67,6 +67,7 @@ class StackedUpdater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
         self._groups: list[Sequence[str]] = [list(shards[0].parameters)] if self._clips_all else []
+        self._buckets: list[Bucket] = []
         self.add(buckets)
         self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
@@ -76,6 +77,7 @@ class StackedUpdater:
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these parameters too."""
+        self._buckets += buckets
         self._groups += [bucket.names for bucket in buckets if not self._clips_all]
 
     def note_scale(self, ranks: range, scale: float) -> torch.Tensor | None:
@@ -181,10 +183,22 @@ class StackedUpdater:
                 skipped[own] |= not_finite
                 by_shard.append((self.scales[own] == 0) | not_finite)
             left |= dict.fromkeys(names, by_shard)
+        for bucket in self._buckets:
+            if bool((unreached := self._unreached(bucket.names)).any()):
+                parts = zip(left[bucket.names[0]], self._shards, strict=True)
+                rows = [part | unreached[shard.ranks.start : shard.ranks.stop] for part, shard in parts]
+                left |= dict.fromkeys(bucket.names, rows)
         if bool(skipped.any()):
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
         return skipped, left
+
+    def _unreached(self, names: Sequence[str]) -> torch.Tensor:
+        """Return the ranks, [n], bool, that have no gradient of a bucket, and do not update it."""
+        rows = torch.ones_like(self.scales, dtype=torch.bool)
+        for name in filter(self._gradient_of, names):
+            rows &= ~self.reached.get(name, torch.ones_like(rows))
+        return rows
 
     def _left_alone(self, name: str, by_shard: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of a parameter, [n], bool, that are not to be updated, or that no backward pass reached."""

@@ -373,6 +373,12 @@ def check_combination(
     if not optimizers and not arguments.step_in_backward:
         raise ValueError("step_in_backward=False needs an optimizer whose step() makes the steps; pass one")
     what, reader = f"algorithm {algorithm.describe()}", _reader(optimizers)
+    if algorithm.directs and len(optimizers) > 1 and not arguments.step_in_backward:
+        raise ValueError(
+            f"step_in_backward=False: {what} replaces the gradients of all {len(optimizers)} optimizers before the "
+            "first one steps, when nobody has unscaled or checked those of the others; pass one optimizer, or leave it "
+            "out"
+        )
     needs_message = algorithm.numbers or algorithm.reads_sent or algorithm.compression is not None
     if arguments.shard == "none":
         why = "the whole message that a rank has sent, but each rank of a group sends a part of it; choose another"

@@ -14,10 +14,10 @@ from gossip.exchange.exchanges import Exchanges
 def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False) -> dict[str, Any]:
     """Return state, numbers and learning rates; for a joining rank without what all ranks will begin anew. Local.
 
-    "kept" is by state and parameter a tensor of the parameter's shape (for virtual workers [n, *shape]), and of one
-    rank no copy; "keeps" what a change of world size makes of each; "numbers" by name one value per bucket, [...,
-    number of buckets]; "rates" by parameter the newest step's learning rate, and the last one before it that was not
-    0; "weighs_by" the number that weights a mean, or None.
+    "name" is that of the algorithm's class; "kept" is by state and parameter a tensor of the parameter's shape (for
+    virtual workers [n, *shape]), and of one rank no copy; "keeps" what a change of world size makes of each; "numbers"
+    by name one value per bucket, [..., number of buckets]; "rates" by parameter the newest step's learning rate, and
+    the last one before it that was not 0; "weighs_by" the number that weights a mean, or None.
     """
     algorithm = exchanges.algorithm
     kept: dict[str, dict[str, torch.Tensor]] = {
@@ -34,6 +34,7 @@ def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False
             values.append(exchanges.joined([view.numbers[number] for view in views]))
         rates |= dict(zip(names, zip(views[0].rates, views[0].earlier_rates, strict=True), strict=False))
     return {
+        "name": type(algorithm).__name__,
         "keeps": _resized(algorithm),
         "weighs_by": algorithm.weighs_by,
         "kept": kept,
@@ -48,14 +49,15 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
 
     Returns what was left out, in words.
     """
-    algorithm = exchanges.algorithm
+    algorithm, own = exchanges.algorithm, (type(exchanges.algorithm).__name__, _resized(exchanges.algorithm))
     for index in _of_parameters(exchanges):
         for view in exchanges.views(index):
             view.rates = view.earlier_rates = ()
-            algorithm.begin(view)
+            exchanges.begin(view)
     if not algorithm.keeps and not algorithm.numbers:
         return []
-    if saved is None or saved["keeps"] != _resized(algorithm) or set(saved["numbers"]) != set(algorithm.numbers):
+    is_own = saved is not None and (saved.get("name", own[0]), saved["keeps"]) == own
+    if saved is None or not is_own or set(saved["numbers"]) != set(algorithm.numbers):
         return [f"what algorithm {algorithm.describe()} keeps, which starts anew"]
     for place, index in enumerate(_of_parameters(exchanges)):
         names, views = exchanges.names(index), exchanges.views(index)
@@ -65,8 +67,8 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
                     view.slots(view.kept[state])[number].copy_(values)
         for number_name, values in saved["numbers"].items():
             one = values[..., min(place, values.shape[-1] - 1)][..., None]  # equal in all buckets
-            for view, own in zip(views, exchanges.dealt(one), strict=True):
-                view.numbers[number_name].copy_(own)
+            for view, values_here in zip(views, exchanges.dealt(one), strict=True):
+                view.numbers[number_name].copy_(values_here)
         if all(name in saved["rates"] for name in names):
             for view in views:
                 view.rates, view.earlier_rates = zip(*(saved["rates"][name] for name in names), strict=True)
@@ -81,7 +83,7 @@ def regroup(exchanges: Exchanges[Any, Any]) -> None:
             kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
             numbers = view.numbers if algorithm.keeps_numbers else {}
             view.kept, view.numbers = {}, {}
-            algorithm.begin(view)
+            exchanges.begin(view)
             view.kept |= kept
             view.numbers |= numbers
 

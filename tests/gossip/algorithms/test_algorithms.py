@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from small_runs import TINY_BUCKETS, finish
 from torch import nn
 
 import gossip
-from gossip import AdaptThenCombine, AdaptWhileCommunicating, Algorithm, GossipDataParallel
+from gossip import AdaptThenCombine, AdaptWhileCommunicating, Algorithm, GossipDataParallel, VirtualWorkers
 
 
 @pytest.mark.parametrize("algorithm", [AdaptThenCombine(), AdaptWhileCommunicating(gamma=0.25)])
@@ -64,6 +66,7 @@ def test_mixing_factor_may_follow_the_round() -> None:
         (torch.optim.SGD, torch.float32, r"of torch.optim.Adam and AdamW, but the optimizer is torch.optim.sgd.SGD"),
         (partial(torch.optim.AdamW, amsgrad=True), torch.float32, "amsgrad=True would keep the maximum; pass amsgrad="),
         (partial(torch.optim.Adam, betas=(0.9, 0.0)), torch.float32, r"betas\[1\] must be above 0"),
+        (partial(torch.optim.Adam, weight_decay=0.1), torch.float32, "without the weight_decay .* choose AdamW"),
         (torch.optim.Adam, torch.bfloat16, "in the parameters' torch.bfloat16, which is too coarse; keep"),
     ],
 )
@@ -92,3 +95,66 @@ def test_adam_tracking_goes_on_from_the_moments_of_adam() -> None:
             plain(batch).square().mean().backward()
             adam.step()
             torch.testing.assert_close(module.weight, plain.weight, rtol=0, atol=1e-12)
+
+
+class Heads(nn.Module):
+    """Of two heads, the second one is trained in even steps, and in the end neither it nor its trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.first, self.second = (nn.Linear(2, 2, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor, step: int) -> torch.Tensor:
+        found = self.first(self.trunk(batch))
+        return found + self.second(self.trunk(batch)) if step % 2 == 0 else found  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "by bucket": {},
+    "together": {"clip_grad_norm": 1e9},
+    "usual loop": {"step_in_backward": False},
+}
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [TINY_BUCKETS, 25])
+def test_what_has_no_gradient_is_directed_alike_in_all_ways(bucket_cap_mb: float) -> None:
+    """A bucket without any is left alone, and so is what is frozen again."""
+    sgd = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    common: dict[str, Any] = {"algorithm": "quasi_global_momentum", "bucket_cap_mb": bucket_cap_mb}
+    models: list[Any] = [GossipDataParallel(Heads(), sgd, **common, **way) for way in WAYS.values()]
+    models += [VirtualWorkers(Heads(), 1, sgd, devices=["cpu"], **common, **way) for way in list(WAYS.values())[:2]]
+    found = []
+    for model in models:
+        for step in range(8):
+            if step == 5:
+                frozen = [each for name, each in model.named_parameters() if "trunk" in name]
+                before = [each.detach().clone().squeeze() for each in frozen]
+                for each in frozen:
+                    each.requires_grad_(False)
+            model(torch.ones(1, 2, dtype=torch.float64), step).square().mean().backward()
+            if isinstance(model, GossipDataParallel):
+                finish(model)
+        assert all(torch.equal(each.squeeze(), own) for each, own in zip(frozen, before, strict=True))
+        found.append(torch.cat([each.detach().flatten() for _, each in sorted(model.named_parameters())]))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=0, atol=1e-12)
+
+
+def test_gradients_of_several_optimizers_are_not_directed_by_the_first_step() -> None:
+    with pytest.raises(ValueError, match="unscaled or checked those of the others; pass one optimizer"):
+        GossipDataParallel(
+            nn.Linear(2, 1),
+            lambda named: tuple(torch.optim.SGD([each], lr=0.1) for each in named),
+            algorithm="gradient_tracking",
+            step_in_backward=False,
+        )
+
+
+def test_adam_tracking_leaves_the_moments_of_a_replica_without_samples() -> None:
+    adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
+    workers = VirtualWorkers(nn.Linear(2, 1), 2, adam, algorithm="adam_tracking", devices=["cpu"])
+    for num_samples in (2, 2, 1):
+        moments = [entry["exp_avg_sq"][1].clone() for entry in workers.optimizer.state.values()]
+        workers(torch.randn(num_samples, 2)).square().mean().backward()
+    assert all(map(torch.equal, moments, (entry["exp_avg_sq"][1] for entry in workers.optimizer.state.values())))

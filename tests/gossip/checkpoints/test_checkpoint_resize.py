@@ -108,6 +108,15 @@ def test_mean_goes_through_nested_state_and_state_that_some_ranks_lack() -> None
         mean_state([half_a_state(1, 1.0, (0,)), wrong])
 
 
+def test_weights_are_not_rounded_as_the_parameters_are() -> None:
+    algorithm = {"keeps": {}, "weighs_by": "weight", "kept": {}, "numbers": {"weight": torch.tensor([257.0])}}
+    state: dict[str, Any] = {"buffers": {}, "optimizers": [], "engine": {"step": 1, "algorithm": algorithm}}
+    values = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
+    mean = mean_state([state | {"parameters": {"x": values}} for _ in range(3)])
+    assert torch.equal(mean["parameters"]["x"], values)
+    assert mean["parameters"]["x"].dtype == torch.bfloat16
+
+
 def load_other_arrangement(folder: str) -> None:
     model = make_model(topology="ring")
     for _ in range(STEP):

@@ -1,6 +1,7 @@
 """What virtual workers save goes on bit for bit, on other devices too; what is not what was saved is refused."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import gossip
 from gossip import GossipError, VirtualWorkers
+from gossip.step.state.algorithm_state import load_algorithm_state
 
 
 def make(world_size: int = 3, optimizer: Any = SGD, **arguments: Any) -> VirtualWorkers:
@@ -82,6 +84,56 @@ def test_gradients_that_were_accumulated_are_saved(num_samples: int, goes_on_wit
             each.idle_step()
         train(each, batch(6))
     assert_equal_states(everything(resumed), everything(workers))
+
+
+def simply(algorithm: gossip.Algorithm | str, topology: str = "ring") -> VirtualWorkers:
+    return make_workers(make_module(), 3, partial(torch.optim.SGD, lr=0.1), topology=topology, algorithm=algorithm)
+
+
+WEIGHTED = gossip.PushSum(weighted=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (WEIGHTED, "adapt_while_communicating"),
+        ("adapt_while_communicating", "gradient_tracking"),
+        (gossip.NoLoCo(period=2), gossip.DiLoCo(period=2)),
+    ],
+)
+def test_another_algorithm_begins_with_the_values_alone(
+    saved: Any, loaded: Any, tmp_path: Path, warnings_told: list[str]
+) -> None:
+    topology = "complete" if isinstance(loaded, gossip.DiLoCo) else "ring"
+    before, resumed, fresh = simply(saved, topology), simply(loaded, topology), simply(loaded, topology)
+    for seed in range(4):
+        if before.algorithm.weighted:
+            before.weigh([8, 16, 24])
+        train(before, batch(6, seed=seed))
+    gossip.save(before, tmp_path)
+    gossip.load(resumed, tmp_path)
+    assert any("the messages in flight: the algorithm differs" in line for line in warnings_told)
+    for (_, own), (_, other) in zip(fresh.named_parameters(), before.named_parameters(), strict=True):
+        own.data.copy_(other.data)
+    fresh._exchanges.drop()
+    load_algorithm_state(fresh._exchanges, None)
+    for each in (resumed, fresh):
+        for seed in range(4):
+            train(each, batch(6, seed=seed))
+    assert_equal_states(stacked(resumed), stacked(fresh))
+
+
+def test_another_topology_drops_nothing_but_what_is_in_flight(tmp_path: Path) -> None:
+    workers, resumed = simply(WEIGHTED), simply(WEIGHTED, "complete")
+    workers.weigh([8, 16, 24])
+    train(workers, batch(6))
+    with workers.no_sync():
+        train(workers, batch(2))
+    gossip.save(workers, tmp_path)
+    gossip.load(resumed, tmp_path)
+    assert resumed._exchanges.samples.tolist() == [8, 16, 24]  # type: ignore[union-attr]
+    assert torch.equal(resumed._updater.scales, workers._updater.scales)
+    assert workers._updater.scales.tolist() != [1.0] * 3
 
 
 class Selective(nn.Sequential):

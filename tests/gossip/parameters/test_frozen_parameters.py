@@ -120,6 +120,19 @@ def test_unfreezing_in_mid_run_equals_the_dense_recursion(mode: str, algorithm: 
             torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-11)
 
 
+def test_a_rank_that_is_idle_as_parameters_are_unfrozen_counts_by_its_samples() -> None:
+    model = make_model(topology="ring", algorithm=gossip.PushSum(weighted=True))
+    model.weigh(8)
+    step_of(model, 0)
+    model.module[2].requires_grad_(True)
+    model.idle_step()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert [view.numbers[model.algorithm.weighs_by].item() for view in model._engine.exchanges._parameter_views()] == [
+        8.0,
+        8.0,
+    ]
+
+
 def unfreezing_what_the_others_do_not() -> str:
     model = make_model(topology="ring")
     step_of(model, 0)

@@ -85,6 +85,17 @@ def test_scaled_training_equals_plain_scaled_training(mode: str, fused_optimizer
     assert scaler.get_scale() == 2.0**12
 
 
+def test_gradients_that_no_optimizer_holds_are_unscaled_before_they_are_clipped() -> None:
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**12)):
+        module = make_module()
+        model = GossipDataParallel(module, SGD(list(module[-1].parameters())), clip_grad_norm=0.5, scaler=scaler)
+        loss = model(batch(0, 0)).square().sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        found.append(torch.cat([each.detach().flatten() for each in module.parameters()]))
+    torch.testing.assert_close(*found)
+
+
 def test_calls_of_the_scaler_that_backward_has_made_are_refused_with_the_remedy() -> None:
     scaler = torch.amp.GradScaler("cpu", growth_interval=1)
     model = GossipDataParallel(make_module(), SGD, scaler=scaler)
