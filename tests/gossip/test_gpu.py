@@ -70,7 +70,8 @@ def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, 
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def train_by_every_algorithm(kind: str) -> dict[str, torch.Tensor]:
+def train_by_every_algorithm(kind: str, folder: str) -> dict[str, torch.Tensor]:
+    """Saved and loaded in between."""
     device, found = choose_device(kind), {}
     for label, row in ROWS.items():
         if label == "asynchronous":  # what it computes depends on time
@@ -80,6 +81,8 @@ def train_by_every_algorithm(kind: str) -> dict[str, torch.Tensor]:
         options = {"algorithm": algorithm, "bucket_cap_mb": TINY_BUCKETS}
         with GossipDataParallel(module, optimizer_for(label), topology, **options) as model:
             for step in range(6):
+                if step == 3:
+                    gossip.load(model, gossip.save(model, f"{folder}/{kind}/{label}"))
                 if algorithm.weighted:
                     model.weigh(1 + model.rank)
                 generator = torch.Generator().manual_seed(100 * model.rank + step)
@@ -92,9 +95,9 @@ def train_by_every_algorithm(kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @needs_nccl
-def test_every_algorithm_on_gpus_is_that_on_cpus(backend: str) -> None:
-    wanted = launch(train_by_every_algorithm, "cpu", world_size=WORLD_SIZE)
-    found = launch(train_by_every_algorithm, "cuda", world_size=WORLD_SIZE, backend=backend)
+def test_every_algorithm_on_gpus_is_that_on_cpus(backend: str, tmp_path: Path) -> None:
+    wanted = launch(train_by_every_algorithm, "cpu", str(tmp_path), world_size=WORLD_SIZE)
+    found = launch(train_by_every_algorithm, "cuda", str(tmp_path), world_size=WORLD_SIZE, backend=backend)
     for ours, theirs in zip(found, wanted, strict=True):
         for label, values in theirs.items():
             # Adam divides the rounding of gradients that batch norm makes 0 by its own size.

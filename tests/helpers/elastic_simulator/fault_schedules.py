@@ -41,6 +41,9 @@ KINDS = (
     "end of store",
     "preempt",
 )
+_SURVIVED = ("freeze", "cut", "one-way cut", "reset")
+"""After which a rank may come back, in schedules that are so long that it finds the others."""
+_LONG_STEP_S = 0.1
 _ERRORS = (
     "fewer than min_ranks",
     "the training has ended",
@@ -114,16 +117,16 @@ class FaultSchedule:
         settings = Settings.draw_of_groups(rng) if has_groups else Settings.draw(rng)
         num_ranks = settings.num_ranks
         length_s = settings.num_steps * settings.step_s
-        faults = []
-        for _ in range(rng.randint(0, _MOST_FAULTS)):
-            kind = rng.choice(KINDS[:-1])
+        is_long, faults = settings.step_s > _LONG_STEP_S, []
+        for _ in range(rng.randint(1, 2) if is_long else rng.randint(0, _MOST_FAULTS)):
+            kind = rng.choice(_SURVIVED if is_long else KINDS[:-1])
             process, other = rng.sample(range(num_ranks + 1), 2)  # one that joins, too
             key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
-            lasts_s = 10 ** rng.uniform(-2, 0.6)
+            lasts_s = 10 ** rng.uniform(0 if is_long else -2, 0.6)
             if kind == "silent store" and rng.random() < 0.2:
                 lasts_s = math.inf
             who = frozenset(rng.sample(range(num_ranks + 1), rng.randint(1, num_ranks)))
-            faults.append(Fault(kind, rng.random() * length_s, process, other, lasts_s, key, who))
+            faults.append(Fault(kind, rng.random() * length_s / (1 + 2 * is_long), process, other, lasts_s, key, who))
         if rng.random() < 0.2:
             at = rng.random() * length_s
             for process in rng.sample(range(num_ranks), rng.randint(num_ranks // 2, num_ranks)):
