@@ -18,7 +18,7 @@ from topologies.drawing import draw, draw_comparison
 from topologies.drawing.picture_files import output_path
 from topologies.family_registry import available, family, options_of
 from topologies.reports.comparing import compare
-from topologies.reports.family_table import markdown_table, update_table
+from topologies.reports.family_table import markdown_table
 from topologies.reports.recommending import recommend
 from topologies.standard_output import ends_quietly
 from topologies.topology import Topology, build
@@ -94,8 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     table = commands.add_parser("table", help="all families with their key figures, in Markdown")
     table.add_argument("--world-size", type=int, default=16, metavar="N", help="number of ranks measured (default: 16)")
-    table.add_argument("--update", metavar="PATH", help="write it into this Markdown file, between its two marks")
-    table.set_defaults(run=_table)
+    table.set_defaults(run=lambda parsed: markdown_table(parsed.world_size))
     return parser
 
 
@@ -180,14 +179,6 @@ def _recommend(parsed: argparse.Namespace) -> str:
         tolerance=parsed.tolerance,
     )
     return found.to_text(None if parsed.all else _RECOMMENDED)
-
-
-def _table(parsed: argparse.Namespace) -> str:
-    table = markdown_table(parsed.world_size)
-    if parsed.update is None:
-        return table
-    update_table(parsed.update, table)
-    return f"wrote the table into {parsed.update}"
 
 
 def _topology(parsed: argparse.Namespace) -> Topology:

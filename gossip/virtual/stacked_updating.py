@@ -183,8 +183,10 @@ class StackedUpdater:
                 skipped[own] |= not_finite
                 by_shard.append((self.scales[own] == 0) | not_finite)
             left |= dict.fromkeys(names, by_shard)
-        for bucket in self._buckets:
-            if bool((unreached := self._unreached(bucket.names)).any()):
+        for bucket in self._buckets:  # which a rank without a gradient in it does not update
+            names = list(filter(self._gradient_of, bucket.names))
+            if all(name in self.reached for name in names):
+                unreached = ~torch.stack([skipped & False, *(self.reached[name] for name in names)]).any(0)
                 parts = zip(left[bucket.names[0]], self._shards, strict=True)
                 rows = [part | unreached[shard.ranks.start : shard.ranks.stop] for part, shard in parts]
                 left |= dict.fromkeys(bucket.names, rows)
@@ -192,13 +194,6 @@ class StackedUpdater:
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
         return skipped, left
-
-    def _unreached(self, names: Sequence[str]) -> torch.Tensor:
-        """Return the ranks, [n], bool, that have no gradient of a bucket, and do not update it."""
-        rows = torch.ones_like(self.scales, dtype=torch.bool)
-        for name in filter(self._gradient_of, names):
-            rows &= ~self.reached.get(name, torch.ones_like(rows))
-        return rows
 
     def _left_alone(self, name: str, by_shard: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows of a parameter, [n], bool, that are not to be updated, or that no backward pass reached."""

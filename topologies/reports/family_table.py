@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from topologies.analysis.description import Description, count
 from topologies.family_registry import available
 from topologies.reports.docstring_facts import facts_of
 from topologies.reports.family_samples import samples, title_of
-
-#: The lines of a file between which :func:`update_table` writes.
-BEGIN = "<!-- python -m topologies table -->"
-END = "<!-- end of python -m topologies table -->"
 
 _HEAD = (
     "| topology | world sizes | peers | rounds in a period | the mean exactly after "
@@ -39,18 +33,6 @@ def markdown_table(world_size: int = 16) -> str:
             cells = (what, sizes, str(measured.max_sends), period, exact, _left(measured))
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
-
-
-def update_table(path: str | os.PathLike[str], table: str) -> None:
-    """Write a table into a file, between the lines :data:`BEGIN` and :data:`END`."""
-    path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
-        raise ValueError(
-            f"{str(path)!r} has no place for the table; write the lines {BEGIN} and {END} where it belongs"
-        )
-    kept = (lines[: lines.index(BEGIN) + 1], lines[lines.index(END) :])
-    path.write_text("\n".join((*kept[0], table, *kept[1])) + "\n", encoding="utf-8")
 
 
 def _left(measured: Description) -> str:

@@ -1,5 +1,7 @@
 """``gossip status``: a training is shown as it is; silence, waits and losses; what cannot be read."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import lone_ranks
 import pytest
@@ -21,9 +24,13 @@ KEY = "0123456789abcdef0123456789abcdef"
 COMMAND = [sys.executable, "-m", "gossip", "status"]
 
 
-def status_of(address: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"GOSSIP_KEY": key}
-    return subprocess.run([*COMMAND, address], env=environment, text=True, capture_output=True, check=False)
+def status_of(address: str, key: str = KEY) -> str:
+    """What the command prints."""
+    printed = io.StringIO()
+    to_text = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+    with mock.patch.dict(os.environ, {"GOSSIP_KEY": key}), to_text[0], to_text[1]:
+        status_command.main([address])
+    return printed.getvalue()
 
 
 def page_of(address: str) -> str:
@@ -40,16 +47,16 @@ def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
     path = lone_ranks.script(tmp_path, "train.py", "gossip.launch(train)")
     with lone_ranks.served() as (address, _):
         environment = os.environ | {"GOSSIP_STORE": address, "GOSSIP_GROUPS": "3", "OMP_NUM_THREADS": "1"}
-        assert "no rank at" in status_of(address).stderr
+        assert "no rank at" in status_of(address)
         command = [sys.executable, str(path), "len(members) < 0", ""]
         ranks = [subprocess.Popen(command, cwd=tmp_path, env=environment | {"GOSSIP_STATUS": "1"}) for _ in range(3)]
         try:
             lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
             os.kill(lone_ranks.read(tmp_path / "member1")["pid"], signal.SIGKILL)
             lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
-            shown = status_of(address).stdout
+            shown = status_of(address)
             page = page_of(address)
-            refused = status_of(address, "another key of at least 32 characters").stderr
+            refused = status_of(address, "another key of at least 32 characters")
         finally:
             for rank in ranks:
                 rank.kill()

@@ -67,8 +67,8 @@ FAULTS = (
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
     PutBack(_CONSENSUS + "were_ahead", "each.number > number", "each is self._generations[-1]", True, seeds=_RARE),
     PutBack(_CHANGE + "_follow", "self._agree()  # some", "pass  # some", True, seeds=_RARE),
-    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True),
-    PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True),
+    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True, seeds=range(152)),
+    PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack(
         "elastic.generations.Generation.followed_by",
@@ -93,7 +93,7 @@ FAULTS = (
         _CONSENSUS + "_adopt", "self._leaves_at = False, first_step", "self._leaves_at = False, 0", seeds=range(107)
     ),
     PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
-    PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", is_common=True),
+    PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
     PutBack(
@@ -121,7 +121,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "commit", "self.is_joint = False", "pass", True, seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True, seeds=range(3, 1416, 4)),
     # ------------------------------------------------------------------ flags
-    PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(627)),
+    PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(635)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
     PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", seeds=range(3497)),
     PutBack(
@@ -131,7 +131,7 @@ FAULTS = (
         seeds=range(3497),
     ),
     PutBack(_VOTES + "_note", "divmod(third, 2)", "divmod(third, 2)[0], 0", is_common=True),
-    PutBack(_VOTES + "votes_of", "if yes", "if not yes", is_common=True),
+    PutBack(_VOTES + "votes_of", "if yes", "if not yes", is_common=True, seeds=range(137)),
     # ------------------------------------------------------------------ frames
     PutBack(_OUTGOING + "send", "self._left[0] = self._left[0][num_bytes:]", "pass", is_common=True),
     PutBack(

@@ -17,7 +17,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-_SUSPENDED = 100  # of so many times that a lock is taken, in one
+_SUSPENDED = 60  # of so many times that a lock is taken, in one
 _MOST_SUSPENDED_S = 0.02
 
 
