@@ -154,7 +154,7 @@ def test_gradients_of_several_optimizers_are_not_directed_by_the_first_step() ->
 def test_adam_tracking_leaves_the_moments_of_a_replica_without_samples() -> None:
     adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
     workers = VirtualWorkers(nn.Linear(2, 1), 2, adam, algorithm="adam_tracking", devices=["cpu"])
-    for num_samples in (2, 2, 1):
+    for num_samples in (2, 2, 2, 2, 2, 1):
         moments = [entry["exp_avg_sq"][1].clone() for entry in workers.optimizer.state.values()]
         workers(torch.randn(num_samples, 2)).square().mean().backward()
     assert all(map(torch.equal, moments, (entry["exp_avg_sq"][1] for entry in workers.optimizer.state.values())))

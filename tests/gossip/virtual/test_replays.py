@@ -153,3 +153,22 @@ def test_an_answer_may_be_as_late_as_its_bucket_allows() -> None:
     found = replay(Recording([*late, *meanwhile], [6, 6]), "plain sgd")
     alone = replay(Recording([], [6, 6]), "plain sgd")
     assert not torch.equal(found, alone)
+
+
+def test_adam_counts_the_updates_of_each_rank() -> None:
+    """Ranks that never meet are as many plain trainings; the second one has no sample in its third step."""
+    recording = Recording([], [6, 6])
+    options: dict[str, Any] = {"algorithm": "asynchronous", "replay": recording, "devices": ["cpu"]}
+    workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["adamw"], loss_reduction="sum", **options)
+    alone = [Pair(NUMEL) for _ in range(2)]
+    optimizers = [OPTIMIZERS["adamw"](list(module.parameters())) for module in alone]
+    for step in range(6):
+        ranks = range(1 if step == 2 else 2)
+        samples = [noisy(rank, step) for rank in ranks]
+        workers(torch.stack(samples)).sum().backward()
+        for rank, sample in zip(ranks, samples, strict=True):
+            optimizers[rank].zero_grad()
+            alone[rank](sample).backward()
+            optimizers[rank].step()
+    found = torch.stack([stack.detach() for stack in workers.parameters()], 1)
+    torch.testing.assert_close(found, torch.stack([flat(module) for module in alone]), rtol=0, atol=1e-12)
