@@ -2,18 +2,22 @@
 
 import contextlib
 import json
+import os
 import re
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from repository import REPOSITORY
+from running import running
+
+COMMAND = REPOSITORY / "gossip" / "__main__.py"
 PATIENCE_S = 120
 
 SCRIPT = """
-import functools, json, os, sys
+import functools, json, os, sys, time
 from pathlib import Path
 
 import torch
@@ -28,6 +32,7 @@ def train():
     while last is None or model.step < last:
         if last is None and eval(sys.argv[1], {"members": model.members}):
             last = model.step + 10
+        time.sleep(0.01)  # what is started meanwhile has the cores
         model(inputs).square().mean().backward()
         seen = {"agent": os.path.expandvars(sys.argv[2]), "pid": os.getpid()}
         seen["group"] = torch.distributed.get_world_size()
@@ -52,14 +57,11 @@ def script(folder: Path, name: str, begin: str, width: int = 4, mesh: str = "") 
 @contextlib.contextmanager
 def served() -> Iterator[tuple[str, list[str]]]:
     """``gossip store`` within the block: its address on this machine, and the lines that it has printed."""
-    command = [sys.executable, "-m", "gossip", "store", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            lines = [process.stdout.readline() for _ in range(3)]
-            yield f"127.0.0.1:{re.findall(r':([0-9]+),', lines[0])[0]}", lines
-        finally:
-            process.terminate()
-            assert process.wait(PATIENCE_S) == 0
+    with running(REPOSITORY, "store", "--port", "0", script=COMMAND) as store:
+        lines = store.first_lines(3)
+        yield f"127.0.0.1:{re.findall(r':([0-9]+),', lines[0])[0]}", lines
+        os.kill(store.process.pid, signal.SIGTERM)
+        assert store.finished().status == 0
 
 
 def read(path: Path) -> Any:

@@ -60,12 +60,17 @@ class Running:
 
     def first_line(self) -> str:
         """The first line of its standard output, as soon as that is there, without what gloo of torch 2.10 writes."""
+        return self.first_lines(1)[0]
+
+    def first_lines(self, count: int) -> list[str]:
+        """The first lines of its standard output, likewise."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             # Not by seeking: the script writes at the same place.
             *lines, _ = os.pread(self._outputs[0].fileno(), 1 << 16, 0).decode().split("\n")
-            if found := [line for line in lines if line and not line.startswith("[Gloo]")]:
-                return found[0]
+            found = [line for line in lines if line and not line.startswith("[Gloo]")]
+            if len(found) >= count:
+                return found[:count]
             assert self.process.poll() is None, self.finished()
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -108,8 +113,9 @@ def running(
         try:
             yield Running(process, (stdout, stderr))
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # it may not have begun its session yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
             process.wait(TIMEOUT_S)
 
 

@@ -313,9 +313,7 @@ def test_the_manifest_of_kubernetes_with_processes_for_its_containers(
         return running(tmp_path, f"members[-1] == {number} == len(members)", str(index), script=path)
 
     with contextlib.ExitStack() as stack:
-        store = subprocess.Popen([sys.executable, "-m", *of_store["command"]], stdout=subprocess.DEVNULL)
-        stack.callback(store.wait)
-        stack.callback(store.terminate)
+        stack.enter_context(running(tmp_path, *of_store["command"][1:], script=lone_ranks.COMMAND))
         ranks = [stack.enter_context(start(index)) for index in range(number)]
         wait_until(lambda: trained_by(tmp_path, *range(number)))
         killed = read(tmp_path / "member0")

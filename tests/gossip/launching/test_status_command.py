@@ -5,8 +5,6 @@ import io
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -14,13 +12,13 @@ from unittest import mock
 
 import lone_ranks
 import pytest
+from running import running
 
 from gossip.elastic.training_status import RankStatus
 from gossip.launching import status_command
 
 KEY = "0123456789abcdef0123456789abcdef"
 RATE = r"^ +0 +\d+ +\d[\d.e+]* +0\b"  # of rank 0, once it has written twice
-COMMAND = [sys.executable, "-m", "gossip", "status"]
 
 
 def status_of(address: str, key: str = KEY) -> str:
@@ -32,35 +30,31 @@ def status_of(address: str, key: str = KEY) -> str:
     return printed.getvalue()
 
 
-def page_of(address: str) -> str:
-    with subprocess.Popen([*COMMAND, address, "--page", "0"], stdout=subprocess.PIPE, text=True) as serving:
-        where = serving.stdout.readline().strip()
+def page_of(address: str, folder: Path) -> str:
+    with running(folder, "status", address, "--page", "0", script=lone_ranks.COMMAND) as serving:
+        where = serving.first_line()
         while "<pre></pre>" in (page := urllib.request.urlopen(where).read().decode()):
             time.sleep(0.1)
-        serving.kill()
     return page
 
 
 def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOSSIP_KEY", KEY)
     path = lone_ranks.script(tmp_path, "train.py", "gossip.launch(train)")
-    with lone_ranks.served() as (address, _):
-        environment = os.environ | {"GOSSIP_STORE": address, "GOSSIP_GROUPS": "3", "OMP_NUM_THREADS": "1"}
+    with lone_ranks.served() as (address, _), contextlib.ExitStack() as ranks:
+        monkeypatch.setenv("GOSSIP_STORE", address)
+        monkeypatch.setenv("GOSSIP_GROUPS", "3")
+        monkeypatch.setenv("GOSSIP_STATUS", "1")
         assert "no rank at" in status_of(address)
-        command = [sys.executable, str(path), "len(members) < 0", ""]
-        ranks = [subprocess.Popen(command, cwd=tmp_path, env=environment | {"GOSSIP_STATUS": "1"}) for _ in range(3)]
-        try:
-            lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
-            os.kill(lone_ranks.read(tmp_path / "member1")["pid"], signal.SIGKILL)
-            lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
-            while not re.search(RATE, shown := status_of(address), re.MULTILINE):
-                pass  # each look takes some seconds
-            page = page_of(address)
-            refused = status_of(address, "another key of at least 32 characters")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        for _ in range(3):
+            ranks.enter_context(running(tmp_path, "len(members) < 0", "", script=path))
+        lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 1, 2))
+        os.kill(lone_ranks.read(tmp_path / "member1")["pid"], signal.SIGKILL)
+        lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
+        while not re.search(RATE, shown := status_of(address), re.MULTILINE):
+            pass  # each look takes some seconds
+        page = page_of(address, tmp_path)
+        refused = status_of(address, "another key of at least 32 characters")
     assert shown.startswith("generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n")
     assert "lost: rank 1: " in shown
     assert "<pre>generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n" in page
