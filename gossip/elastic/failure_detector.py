@@ -14,12 +14,12 @@ from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.flag_votes import Position
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
+from gossip.elastic.membership_protocol import SILENT
 from gossip.elastic.running_time import RunningTime
 from gossip.elastic.shard_group_world import MOST_TIMEOUTS
 from gossip.errors import GenerationEndedError
 
 _SUSPECTED = 0.25  # of the time-out
-_SILENT = 0.9
 _TIMEOUTS_OF_A_LOST_MESSAGE = 2
 _PRIMITIVES = 2**24  # per operation
 _STEPS = 2**40
@@ -105,7 +105,8 @@ class FailureDetector(World):
                         is_warned = True
                         self._suspect(suspects, where, waited_s)
                     if suspects and waited_s > timeout_s:
-                        self._give_up(suspects, where, waited_s)
+                        why = f"{where}: rank {self.member} waited {waited_s:.3g} s for it"
+                        self.consensus.give_up(dict.fromkeys(suspects, why))
             self._awaited = began, ()
 
     def awaits(self) -> tuple[float, list[int]]:
@@ -136,15 +137,6 @@ class FailureDetector(World):
             self.timeout.total_seconds(),
         )
 
-    def _give_up(self, members: Sequence[int], where: str, waited_s: float) -> None:
-        """Drop members, and all that have been silent for long: if these are most, it is this rank that is cut off."""
-        silence_s = self.timeout.total_seconds() * _SILENT
-        silent = [member for member in self._all_others if self.mesh.silent_s(member) > silence_s]
-        self.consensus.give_up(
-            dict.fromkeys(silent, f"{where}: rank {self.member} has heard nothing from it for {silence_s:.3g} s")
-            | dict.fromkeys(members, f"{where}: rank {self.member} waited {waited_s:.3g} s for it")
-        )
-
     def group_of(self, member: int) -> range:
         """Return the ranks that hold a replica together with ``member``, and ``member``. Local."""
         first = member - member % self.group_size
@@ -160,7 +152,7 @@ class FailureDetector(World):
             group = self.group_of(member)
             is_own = self.member in group
             mates_wait = not is_own and any(self.mesh.waits_at(mate) is not None for mate in group)
-            if not mates_wait or self.mesh.silent_s(member) > timeout_s * _SILENT:
+            if not mates_wait or self.mesh.silent_s(member) > timeout_s * SILENT:
                 return True
         num_timeouts = waited_s / timeout_s
         is_lost = is_sent_at is not None and position is not None and position >= is_sent_at

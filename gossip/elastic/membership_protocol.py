@@ -34,6 +34,8 @@ _TICK_S = 0.5
 _REMINDER_S = 0.1
 _GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
 _NUM_BEATS_MISSED = 3
+SILENT = 0.9
+"""For so many time-outs a rank that is lost has been silent."""
 
 
 class MembershipProtocol(ABC):
@@ -133,20 +135,27 @@ class MembershipProtocol(ABC):
                 self._is_leaving = False  # it is refused, maybe as another one leaves
                 proposed = self._proposed(latest)
                 self._changed.notify_all()
+
+        def is_answered(proposed: Proposal) -> bool:
+            with self._changed:
+                is_another = self._proposed(latest) != proposed
+            return is_another or (is_unsure and not self._may_be_cut_off(proposed.members))
+
         if not self._consensus_store.is_proposed(number):
             is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
             if self._is_dropped:
-                self._is_soon_proposed(number)
+                self._is_soon_proposed(number, unless=lambda: False)
                 return
             if proposed is None or is_same:  # nobody has: a false alarm
                 with self._changed:
                     self._alarm, self._holds = self._num_attempts, False
                     self._changed.notify_all()
                 return
+            is_unsure = self._may_be_cut_off(proposed.members)
             is_too_few = len(proposed.members) < self._min_ranks
             is_minority = 2 * len(proposed.members) < len(latest.members)
-            if is_too_few or is_minority or self._may_have_stopped():  # the others may be more, or know better
-                if self._is_soon_proposed(number):
+            if is_unsure or is_too_few or is_minority:  # the others may be more
+                if self._is_soon_proposed(number, unless=lambda: is_answered(proposed)) or is_unsure:
                     return
                 if is_too_few:
                     self.fail(self._too_few(proposed.members))
@@ -220,10 +229,18 @@ class MembershipProtocol(ABC):
         first = self._group_of(self._mesh.member) * self._group_size
         return set(range(first, first + self._group_size))
 
-    def _may_have_stopped(self) -> bool:
-        """Return whether a rank of the own shard group is silent: who lost this rank may have waited for that one."""
-        patience_s = _NUM_BEATS_MISSED * self._mesh.beat_s
-        return any(self._mesh.silent_s(mate) > patience_s for mate in self._own_group() - {self._mesh.member})
+    def _may_be_cut_off(self, members: Iterable[int]) -> bool:
+        """Return whether one of ``members`` or of the own shard group is silent; once it is for long, it is given up.
+
+        It may be this rank that is cut off, and has noticed it first of that one that it has lost: the others, which
+        hear each other, must come first. Or who lost this rank may have waited for the one of its shard group.
+        """
+        silent = {other: self._mesh.silent_s(other) for other in {*members, *self._own_group()} - {self._mesh.member}}
+        most_s = self._timeout.total_seconds() * SILENT
+        lost = {other: f"nothing was heard from it for {most_s:.3g} s" for other in silent if silent[other] > most_s}
+        if lost:
+            self.give_up(lost)
+        return max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""
@@ -309,11 +326,11 @@ class MembershipProtocol(ABC):
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _is_soon_proposed(self, number: int) -> bool:
-        """Return whether another rank makes a proposal within a short time."""
+    def _is_soon_proposed(self, number: int, *, unless: Callable[[], bool]) -> bool:
+        """Return whether another rank makes a proposal within a short time, or this one need not wait for it."""
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and not self._stop.is_set():
-            if self._consensus_store.is_proposed(number):
+            if self._consensus_store.is_proposed(number) or unless():
                 return True
             time.sleep(_PAUSE_S)
         return False

@@ -28,7 +28,8 @@ class RepeatedOperations(FailureDetector):
 
     def holding_shard(self, members: Iterable[int]) -> tuple[int, ...]:
         """Return those of ``members`` that hold the same shard of their replicas as this rank. Local."""
-        return tuple(member for member in members if member % self.group_size == self._place)
+        size, place = self.group_size, self._place
+        return tuple(members) if size == 1 else tuple(member for member in members if member % size == place)
 
     def enter(self, generation: Generation, members: tuple[int, ...] | None = None) -> None:
         """Become a member of ``generation``, with those of its members that take part; by default all. Local."""

@@ -26,6 +26,8 @@ _MOST_FAULTS = 4
 _NUM_SEEDS_OF_GROUPS = 4
 """Of so many seeds, one in sequence is of shard groups."""
 _ENDS_WITHIN_S = 15.0
+_COMES_BACK_WITHIN_S = 3.0
+"""After the last fault."""
 KINDS = (
     "kill",
     "power",
@@ -43,7 +45,11 @@ KINDS = (
 )
 _SURVIVED = ("freeze", "cut", "one-way cut", "reset")
 """After which a rank may come back, in schedules that are so long that it finds the others."""
+_OF_FEW = ("freeze", "cut", "reset", "kill", "power", "slow", "restart")
+"""Of which one alone must end nobody else; who is cut off in one direction may lose the others first."""
 _LONG_STEP_S = 0.1
+_KEYS = "proposal/", "vote/", "decision/", "yes/"
+_MOST_DELAY_S = 0.01
 _ERRORS = (
     "fewer than min_ranks",
     "the training has ended",
@@ -71,7 +77,7 @@ class Fault:
     process: int
     other: int
     lasts_s: float
-    key: str = ""  # when this is written to the store, and not at a time
+    key: str = ""  # when this is written to the store, or a rank votes for yes, and not at a time
     who: frozenset[int] = frozenset()
 
 
@@ -121,8 +127,8 @@ class FaultSchedule:
         for _ in range(rng.randint(1, 2) if is_long else rng.randint(0, _MOST_FAULTS)):
             kind = rng.choice(_SURVIVED if is_long else KINDS[:-1])
             process, other = rng.sample(range(num_ranks + 1), 2)  # one that joins, too
-            key = rng.choice(["proposal/", "vote/", "decision/"]) + str(rng.randint(1, 2)) if rng.random() < 0.3 else ""
-            lasts_s = 10 ** rng.uniform(0 if is_long else -2, 0.6)
+            key = rng.choice(_KEYS) + str(rng.randint(1, 2)) if rng.random() < 0.4 else ""
+            lasts_s = 10 ** (rng.uniform(0, 0.4) if is_long else rng.uniform(-2, 0.6))
             if kind == "silent store" and rng.random() < 0.2:
                 lasts_s = math.inf
             who = frozenset(rng.sample(range(num_ranks + 1), rng.randint(1, num_ranks)))
@@ -166,9 +172,12 @@ class Simulation:
         self.trained: set[int] = set()  # processes that have begun
         self.asking: set[int] = set()  # processes that join
         self.failed_early: set[int] = set()  # before any has made all its steps
+        self.healed_at = 0.0  # what lasts has ended
+        self.first_ended_at = math.inf  # when one has made all its steps
         self._fault_in_construction = False
         self.store.on_write = self._written
         self.record.on_step = self._at_step
+        self.record.on_yes = self._voted_yes
 
     def run(self) -> Simulation:
         # Threads that are killed leave neither what they have entered nor torch's modes, which are those of all here.
@@ -291,10 +300,11 @@ class Simulation:
             if index in self.told_to_leave and ends_at is None:
                 self._tells_to_leave(index, world)
             engine.make_step()
-            if engine.step % 3 == 0:
+            if engine.step % self.settings.sums_every == 0:
                 engine.sum_up()
         engine.sum_up()
         self.outcomes[index] = "ended"
+        self.first_ended_at = min(self.first_ended_at, self.scheduler.now)
 
     def _leaves(self, engine: Engine) -> bool:
         try:
@@ -329,15 +339,31 @@ class Simulation:
 
     def _written(self, key: str, value: bytes) -> None:
         self.record.written(key, value)
-        for fault in [each for each in self._waiting if key.startswith(each.key)]:
-            self._waiting.remove(fault)
+        for fault in self._waiting_for(key):
             self.scheduler.at(self.scheduler.now, lambda fault=fault: self._apply(fault))
+
+    def _voted_yes(self, member: int, number: int) -> None:
+        """Let a fault concern the rank that has voted, while its vote is under way."""
+        for fault in self._waiting_for(f"yes/{number}"):
+            struck = self._of(fault, member)
+            at = self.scheduler.now + self.scheduler.random.random() * _MOST_DELAY_S
+            self.scheduler.at(at, lambda struck=struck: self._apply(struck))
+
+    def _waiting_for(self, key: str) -> list[Fault]:
+        """Return the faults that wait for this, which they do no longer."""
+        found = [fault for fault in self._waiting if key.startswith(fault.key)]
+        self._waiting = [fault for fault in self._waiting if fault not in found]
+        return found
+
+    def _of(self, fault: Fault, member: int) -> Fault:
+        """Return a fault of this member's process."""
+        index = next(index for index, world in self.worlds.items() if world.member == member)
+        return dataclasses.replace(fault, process=index, who=frozenset({index}))
 
     def _at_step(self, member: int, step: int) -> None:
         fault = self.schedule.by_step.get((member, step))
         if fault is not None:
-            index = next(index for index, world in self.worlds.items() if world.member == member)
-            struck = dataclasses.replace(fault, process=index, who=frozenset({index}))
+            struck = self._of(fault, member)
             self.scheduler.at(self.scheduler.now, lambda: self._apply(struck))
 
     def _apply(self, fault: Fault) -> None:
@@ -348,6 +374,7 @@ class Simulation:
         self.log.append(f"{scheduler.now:.3f} {fault}")
         self.applied.append(fault)
         self._fault_in_construction |= not self.trained.issuperset(range(self.settings.num_ranks))
+        self.healed_at = max(self.healed_at, scheduler.now + fault.lasts_s)
 
         def later(call: Any) -> None:
             scheduler.at(scheduler.now + fault.lasts_s, call)
@@ -396,6 +423,19 @@ class Simulation:
 
     # ------------------------------------------------------------------ the end
 
+    def _not_struck(self) -> set[int]:
+        """Return the processes that go on after the only fault: those of groups that it does not concern, or cut off."""
+        if len(self.applied) != 1 or self._fault_in_construction or self.applied[0].kind not in _OF_FEW:
+            return set()
+        (fault,), processes = self.applied, set(range(self.settings.num_ranks))
+        struck = {fault.process} | ({fault.other} if fault.kind == "reset" else set())
+        if fault.kind == "cut":
+            side = processes & fault.who
+            if 2 * len(side) == len(processes):
+                return set()
+            struck = min(side, processes - side, key=len)
+        return processes - {each for index in struck for each in self._mates(index)}
+
     def _check_end(self) -> None:
         remaining = {self.worlds[index].member for index, outcome in self.outcomes.items() if outcome == "ended"}
         applied = {fault.kind for fault in self.applied}
@@ -408,11 +448,20 @@ class Simulation:
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}
+        others = self._not_struck()
+        if len(others) >= self.settings.least and any(self.outcomes[each] != "ended" for each in others):
+            raise Violation(f"one fault has ended one of {others}, which it did not concern: {self.errors}")
+        has_had_time = self.healed_at + _COMES_BACK_WITHIN_S < self.first_ended_at < math.inf
         for index, error in self.errors.items():
+            if "could not rejoin" in str(error) and has_had_time:
+                raise Violation(f"process {index} did not come back: {error}") from error
             if index >= self.settings.num_ranks and index not in self.trained:
                 if applied.issubset(("join", "slow")) and index in self.failed_early:
                     raise Violation(f"process {index} did not join, which no fault prevented: {error}") from error
                 continue  # it can be started again
+            is_expected = any(sign in str(error) for sign in _ERRORS) or index in of_group
+            if not is_expected:
+                raise Violation(f"process {index} ended: {error}") from error
             if 2 * len(touched) >= self.settings.num_groups:
                 continue  # it is this rank that most others have lost
             if any(each.kind == "freeze" and 0.8 < each.lasts_s < 1.5 for each in self.applied):
@@ -420,8 +469,7 @@ class Simulation:
             ended = [each for each in self._mates(index) if self.outcomes[each] in ("killed", "error")]
             if index in of_group and not of_group.issuperset(ended):
                 continue  # another one of its group has ended before
-            is_expected = any(sign in str(error) for sign in _ERRORS) or index in of_group
-            may_fail = is_expected and (
+            may_fail = (
                 index // size in touched
                 or any(sign in str(error) for sign in _ERRORS[:2])
                 or (self._fault_in_construction and "connecting" in str(error))

@@ -40,6 +40,8 @@ class Record:
         self.sums: defaultdict[Position, dict[int, tuple[tuple[int, ...], float]]] = defaultdict(dict)
         self.saved: dict[int, int] = {}  # steps that ranks had made when they ended together
         self.on_step: Callable[[int, int], None] = lambda *_: None
+        self.on_yes: Callable[[int, int], None] = lambda *_: None
+        self._num_yes = 0
         self._written: dict[str, bytes] = {}
 
     # ------------------------------------------------------------------ who trains
@@ -158,6 +160,9 @@ class Record:
 
     def voted(self, member: int, position: Position, yes: bool) -> None:
         self.votes[position][member] = yes
+        if yes:
+            self._num_yes += 1
+            self.on_yes(member, self._num_yes)
 
     def answered(self, member: int, position: Position, answer: bool | None) -> None:
         self.answers[position][member] = bool(answer)

@@ -103,7 +103,7 @@ FAULTS = (
         is_common=True,
     ),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=range(179)),
-    PutBack(_DETECTOR + "_give_up", "self.consensus.give_up(", "dict(", seeds=range(247)),
+    PutBack(_DETECTOR + "wait_until", "self.consensus.give_up(", "dict(", seeds=range(247)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
     # ------------------------------------------------------------------ shard groups
     PutBack(
@@ -119,7 +119,11 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_attempt", "if other in gone]", "if False]", True, seeds=_RARE),
     PutBack(_CONSENSUS + "commit", "self.is_joint = False", "pass", True, seeds=_RARE),
-    PutBack(_CONSENSUS + "_attempt", "or self._may_have_stopped()", "", True, seeds=range(3, 1416, 4)),
+    PutBack(
+        _CONSENSUS + "_may_be_cut_off", "{*members, *self._own_group()}", "{*members}", True, seeds=range(3, 1416, 4)
+    ),
+    # ------------------------------------------------------------------ partitions
+    PutBack(_CONSENSUS + "_attempt", "self._may_be_cut_off(proposed.members)", "False", True),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(635)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),

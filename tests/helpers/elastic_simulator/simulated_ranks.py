@@ -154,6 +154,8 @@ class Settings:
         As for the wrapper.
     returns : bool
         Whether a rank that was dropped comes back.
+    sums_every : int
+        After how many steps all find the sum over ranks.
     step_s : float
         How long what a rank computes in a step takes.
     """
@@ -165,6 +167,7 @@ class Settings:
     soft_deadline_s: float | None = None
     topology: str = "one_peer_exponential"
     returns: bool = True
+    sums_every: int = 3
     timeout_s: float = 1.0
     group_size: int = 1
 
@@ -180,8 +183,15 @@ class Settings:
     def draw(cls, rng: random.Random) -> Settings:
         """Return the settings of a random schedule; some are so long that who was dropped finds the others again."""
         if rng.random() < 0.08:
-            step_s, topology = 10 ** rng.uniform(-0.9, -0.6), rng.choice(["random_matching", "one_peer_exponential"])
-            return cls(rng.choice([3, 3, 4]), rng.randint(14, 20), step_s, rng.choice([None, 1]), topology=topology)
+            step_s, topology = 10 ** rng.uniform(-0.7, -0.4), rng.choice(["random_matching", "one_peer_exponential"])
+            return cls(
+                rng.choice([3, 3, 4]),
+                rng.randint(16, 20),
+                step_s,
+                rng.choice([None, 1]),
+                topology=topology,
+                sums_every=rng.choice([3, 7]),
+            )
         return cls(
             num_ranks=rng.choice([*[3] * 8, *[4] * 6, *[5] * 3, rng.randint(6, 9)]),
             num_steps=rng.randint(4, 8),
@@ -195,10 +205,10 @@ class Settings:
     @classmethod
     def draw_of_groups(cls, rng: random.Random) -> Settings:
         """Return the settings of a random schedule of shard groups."""
-        group_size = rng.choice([2, 2, 2, 2, 3])
+        group_size = rng.choice([*[2] * 9, 3])
         return cls(
-            num_ranks=group_size * rng.choice([2, 3, 3, 4][: 6 - group_size]),
-            num_steps=rng.randint(5, 16),
+            num_ranks=group_size * rng.choice([*[2] * 3, *[3] * 5, 4][: 11 - group_size]),
+            num_steps=rng.randint(5, 12),
             step_s=10 ** rng.uniform(-2.2, -1),
             min_ranks=rng.choice([None, None, 1, 1, 2]),
             soft_deadline_s=rng.choice([None, None, 0.03]),
