@@ -11,7 +11,7 @@ import gossip_training
 
 gossip_training.check_files("gossip")  # before any file of a package of the same name is imported
 
-from gossip import algorithms
+from gossip import algorithms, simulation
 from gossip.algorithms import *  # noqa: F403
 from gossip.checkpoints import Checkpoint, export, load, save
 from gossip.communication.world import World
@@ -35,72 +35,18 @@ from gossip.measuring.memory_use import MemoryUse
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.accum_adam import AccumAdam, AccumAdamW
 from gossip.sharding.shard_mesh import make_shard_mesh
-from gossip.simulation import (
-    Cluster,
-    Failures,
-    RandomDelays,
-    SimulatedGoodput,
-    SimulatedRun,
-    SlowRank,
-    Workload,
-    simulate_goodput,
-    simulate_time,
-)
+from gossip.simulation import *  # noqa: F403
 from gossip.virtual import VirtualWorkers
 from gossip.wrapper import GossipDataParallel
 from topologies.version import __version__
 
 __all__ = [
-    "COMPRESSIONS",
-    "TRANSPORTS",
-    "AccumAdam",
-    "AccumAdamW",
-    "Arrival",
-    "Average",
-    "BucketShape",
-    "Cast",
-    "Checkpoint",
-    "CheckpointError",
-    "Choco",
-    "Cluster",
-    "Codec",
-    "Compression",
-    "Conversation",
-    "DebugTransport",
-    "Delivery",
-    "DistributedTransport",
-    "Exchange",
-    "ExchangeError",
-    "Failures",
-    "GossipDataParallel",
-    "GossipError",
-    "LaunchError",
-    "ManifestError",
-    "MemoryUse",
-    "ModuloQuantization",
-    "PowerGossip",
-    "RandomDelays",
-    "Recording",
-    "SimulatedGoodput",
-    "SimulatedRun",
-    "SlowRank",
-    "StepStats",
-    "Transport",
-    "Turn",
-    "Turns",
-    "Uncompressed",
-    "UsesExchange",
-    "VirtualWorkers",
-    "Workload",
-    "World",
-    "__version__",
-    "export",
-    "join_training",
-    "launch",
-    "load",
-    "make_shard_mesh",
-    "save",
-    "simulate_goodput",
-    "simulate_time",
-]
+    "COMPRESSIONS", "TRANSPORTS", "AccumAdam", "AccumAdamW", "Arrival", "Average", "BucketShape", "Cast", "Checkpoint",
+    "CheckpointError", "Choco", "Codec", "Compression", "Conversation", "DebugTransport", "Delivery",
+    "DistributedTransport", "Exchange", "ExchangeError", "GossipDataParallel", "GossipError", "LaunchError",
+    "ManifestError", "MemoryUse", "ModuloQuantization", "PowerGossip", "Recording", "StepStats", "Transport", "Turn",
+    "Turns", "Uncompressed", "UsesExchange", "VirtualWorkers", "World", "__version__", "export", "join_training",
+    "launch", "load", "make_shard_mesh", "save",
+]  # fmt: skip
 __all__ += algorithms.__all__
+__all__ += simulation.__all__

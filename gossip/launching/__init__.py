@@ -9,15 +9,3 @@ from gossip.launching.launcher import signal_workers as signal_workers
 from gossip.launching.rendezvous import GROUPS as GROUPS
 from gossip.launching.rendezvous import STORE as STORE
 from gossip.launching.rendezvous import serve as serve
-
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "GROUPS",
-    "STORE",
-    "Placement",
-    "find_placement",
-    "joined_process_group",
-    "launch",
-    "serve",
-    "signal_workers",
-]
