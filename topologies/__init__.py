@@ -23,27 +23,7 @@ from topologies.validation import Stochasticity
 from topologies.version import __version__
 
 __all__ = [
-    "Comparison",
-    "Description",
-    "Facts",
-    "Phase",
-    "Recommendation",
-    "Round",
-    "Schedule",
-    "Stochasticity",
-    "Topology",
-    "__version__",
-    "analysis",
-    "available",
-    "build",
-    "compare",
-    "draw",
-    "draw_comparison",
-    "facts_of",
-    "families",
-    "family",
-    "recommend",
-    "register",
-    "variants",
-    "weighted_round",
-]
+    "Comparison", "Description", "Facts", "Phase", "Recommendation", "Round", "Schedule", "Stochasticity", "Topology",
+    "__version__", "analysis", "available", "build", "compare", "draw", "draw_comparison", "facts_of", "families",
+    "family", "recommend", "register", "variants", "weighted_round",
+]  # fmt: skip

@@ -28,34 +28,11 @@ from gossip.algorithms.streaming_diloco import StreamingDiLoCo
 from topologies.registry import Registry
 
 __all__ = [
-    "ALGORITHMS",
-    "AdamTracking",
-    "AdaptThenCombine",
-    "AdaptWhileCommunicating",
-    "Algorithm",
-    "Arrived",
-    "Asynchronous",
-    "BucketView",
-    "DecentLaM",
-    "DiLoCo",
-    "ExactDiffusion",
-    "Extra",
-    "GossipPGA",
-    "GradientTracking",
-    "IntegralCorrection",
-    "Kept",
-    "MomentumExchange",
-    "MomentumTracking",
-    "NoLoCo",
-    "PushSum",
-    "QuasiGlobalIntegral",
-    "QuasiGlobalMomentum",
-    "RelaySum",
-    "Requires",
-    "SlowMo",
-    "SparseLoCo",
-    "StreamingDiLoCo",
-]
+    "ALGORITHMS", "AdamTracking", "AdaptThenCombine", "AdaptWhileCommunicating", "Algorithm", "Arrived", "Asynchronous",
+    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "GossipPGA", "GradientTracking",
+    "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo", "PushSum", "QuasiGlobalIntegral",
+    "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo", "StreamingDiLoCo",
+]  # fmt: skip
 
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
     "algorithm",

@@ -22,24 +22,7 @@ from topologies.analysis.exactness import Sums, exact_after, sums
 from topologies.analysis.traffic import RoundTraffic, Traffic, rate_per_byte, round_traffic, traffic
 
 __all__ = [
-    "Degrees",
-    "RoundTraffic",
-    "Sums",
-    "Traffic",
-    "beta",
-    "bias",
-    "connected",
-    "consensus_errors",
-    "consensus_rate",
-    "degrees",
-    "diameter",
-    "exact_after",
-    "product",
-    "rate_per_byte",
-    "round_traffic",
-    "rounds_to",
-    "slem",
-    "spectral_gap",
-    "sums",
-    "traffic",
-]
+    "Degrees", "RoundTraffic", "Sums", "Traffic", "beta", "bias", "connected", "consensus_errors", "consensus_rate",
+    "degrees", "diameter", "exact_after", "product", "rate_per_byte", "round_traffic", "rounds_to", "slem",
+    "spectral_gap", "sums", "traffic",
+]  # fmt: skip

@@ -29,12 +29,9 @@ from gossip.lab.loggers.logger_choice import logging_settings
 from gossip.launching import DEFAULT_TIMEOUT, fork_server
 
 PRELOAD = (
-    "gossip.lab.experiments.training",
-    "hydra.utils",
-    "safetensors.torch",
-    "sklearn.datasets",
+    "gossip.lab.experiments.training", "hydra.utils", "safetensors.torch", "sklearn.datasets",
     "sklearn.model_selection",
-)
+)  # fmt: skip
 """The modules that the fork server imports in advance for the workers."""
 
 

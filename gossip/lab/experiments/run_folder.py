@@ -28,17 +28,9 @@ VERSIONS_FILE = "versions.json"
 STARTED_BY_FILE = "started_by.json"
 LOCK_FILE = "run.lock"
 _PACKAGES = (
-    "gossip-training",
-    "torch",
-    "numpy",
-    "networkx",
-    "loguru",
-    "hydra-core",
-    "omegaconf",
-    "scikit-learn",
-    "safetensors",
+    "gossip-training", "torch", "numpy", "networkx", "loguru", "hydra-core", "omegaconf", "scikit-learn", "safetensors",
     "matplotlib",
-)
+)  # fmt: skip
 _HYDRAS_NOTES = "multirun.yaml"  # written by hydra for a sweep, before its first run
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _made: list[Path] = []  # folders created by this command, deepest first: hydra creates them before anything is checked
