@@ -233,12 +233,7 @@ class World:
         return made[0]
 
     def wait_for(
-        self,
-        awaited: Awaited,
-        where: str,
-        ranks: Callable[[], Sequence[int]],
-        *,
-        sequence: int | None = None,
+        self, awaited: Awaited, where: str, ranks: Callable[[], Sequence[int]], *, sequence: int | None = None
     ) -> Failure | None:
         """Wait for other ranks, within the time-out: see ``gossip.communication.waiting.wait_for``."""
         return wait_for(awaited, self.progress_markers, self.timeout, where=where, ranks=ranks, sequence=sequence)

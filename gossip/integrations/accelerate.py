@@ -29,10 +29,7 @@ from gossip.integrations.common_checks import (
 from gossip.integrations.remaining_ranks import RemainingRanks, remaining_ranks
 
 _FOLDER = "gossip"
-_TAKEN = {
-    "module": "pass it as model",
-    "scaler": 'pass mixed_precision="fp16" to Accelerator, whose scaler is used',
-}
+_TAKEN = {"module": "pass it as model", "scaler": 'pass mixed_precision="fp16" to Accelerator, whose scaler is used'}
 
 
 def prepare(

@@ -252,11 +252,7 @@ def signal_workers(signal_number: int) -> bool:
 
 
 def _check_arguments(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    port: int | None,
-    num_threads: int | None,
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int | None, num_threads: int | None
 ) -> None:
     check_integer("world_size", world_size, minimum=1)
     if port is not None and not 0 <= port < 2**16:

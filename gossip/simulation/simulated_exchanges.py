@@ -143,11 +143,7 @@ class Neighbourhoods:
 
 
 def plan_exchange(
-    round_: Round,
-    cluster: Cluster,
-    *,
-    all_reduces: Collection[tuple[int, ...]] = (),
-    reads_memory: bool = False,
+    round_: Round, cluster: Cluster, *, all_reduces: Collection[tuple[int, ...]] = (), reads_memory: bool = False
 ) -> ExchangePlan | None:
     """Return the plan of a round, or None if nothing is sent.
 

@@ -54,11 +54,7 @@ class OptimizerStepCalls:
             )
 
     def note(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], float] | None,
-        step: int,
-        has_gradients: Callable[[], bool],
+        self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, has_gradients: Callable[[], bool]
     ) -> None:
         """Note that the user has called ``optimizer.step(closure)``, which is about to do nothing."""
         if closure is not None:

@@ -14,11 +14,7 @@ from gossip.lab.experiments.targets import OPTION, TARGET, locate, trusting
 from topologies.family_registry import FAMILIES
 from topologies.registry import Registry
 
-REGISTRIES: Mapping[str, Registry[Any]] = {
-    "topology": FAMILIES,
-    "algorithm": ALGORITHMS,
-    "compression": COMPRESSIONS,
-}
+REGISTRIES: Mapping[str, Registry[Any]] = {"topology": FAMILIES, "algorithm": ALGORITHMS, "compression": COMPRESSIONS}
 """The registries, keyed by the config group that they extend."""
 
 OWN: Mapping[str, str] = {

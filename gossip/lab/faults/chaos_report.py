@@ -68,7 +68,7 @@ def examine(records: Records, group_size: int = 1) -> ChaosResult:
     notes = [dict(note) for by_rank in records for note in by_rank]
     ended = [note["ends"] for note in notes if "ends" in note]
     changes = sorted(
-        ((note["members"]["step"], note["at"], note["members"]["members"]) for note in notes if "members" in note),
+        (note["members"]["step"], note["at"], note["members"]["members"]) for note in notes if "members" in note
     )
     num_at_beginning = min((max(members) + 1 for step, _, members in changes if step == 0), default=0)
     step_s = [note["trained"]["took_s"] for note in notes if "trained" in note]

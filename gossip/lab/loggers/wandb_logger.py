@@ -74,10 +74,7 @@ class WandbLogger:
             allow_val_change=True,
             reinit="create_new",
             settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=beginning.wait_s,
-                finish_timeout=beginning.wait_s,
+                silent=True, console="off", init_timeout=beginning.wait_s, finish_timeout=beginning.wait_s
             ),
         )
         self._next_step = int(self._run.step if is_online else self._state["next_step"])

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    computed_field,
-)
+from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, computed_field
 
 from gossip.lab.experiments.validated_models import Model
 

@@ -164,10 +164,7 @@ def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: f
     ways: dict[str, Callable[[Sequence[float]], float]] = {"": statistics.fmean}
     if len(by_step) > 1:
         ways |= {"_low": min, "_high": max}
-    found: dict[str, Any] = {
-        "step": tuple(steps),
-        "time_s": tuple(step * step_time_s for step in steps),
-    }
+    found: dict[str, Any] = {"step": tuple(steps), "time_s": tuple(step * step_time_s for step in steps)}
     for key in ("bytes", *_MEASURED):
         points = [[of_run[step][key] for of_run in by_step] for step in steps]
         name = "metric" if key == metric.name else key
