@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from loguru import logger
 
+from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.checkpoint_files import read_tensors
-from gossip.checkpoints.checkpoint_folder import (
-    age_key,
-    check_sizes,
-    digest_of,
-    find_checkpoints,
-    is_step_folder,
-    rank_file,
-    read_manifest,
-    records,
-)
 from gossip.checkpoints.random_states import restore_rng_states
 from gossip.checkpoints.replicas import Replicas, raise_on_all_ranks, run_on_all_ranks
 from gossip.checkpoints.resizing import mean_state
@@ -170,7 +161,7 @@ def _check_call(path: Path, kept: KeptObjects, parts: Mapping[str, Any]) -> bool
                 f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out: plain data are "
                 "returned in the result's data"
             )
-    return is_step_folder(path)
+    return layout_on_disk.is_step_folder(path)
 
 
 # ---------------------------------------------------------------------- choosing a checkpoint
@@ -187,16 +178,16 @@ def _read_newest(replicas: Replicas, path: Path) -> _Contents:
     """Find the newest checkpoint that is valid on all ranks, which go through them together, the newest first."""
     names: list[str] = []
     rejected: list[str] = []
-    run_on_all_ranks(replicas, f"gossip.load from {path}", lambda: names.extend(find_checkpoints(path)))
+    run_on_all_ranks(replicas, f"gossip.load from {path}", lambda: names.extend(layout_on_disk.find_checkpoints(path)))
     while True:
         proposals = run_on_all_ranks(replicas, f"choosing from {path}", lambda: names[0] if names else None)
         if not any(proposals):
             found = "; ".join(rejected) or "there is none in it"
             raise_on_all_ranks(replicas, CheckpointError(f"no valid checkpoint in {path}: {found}"))
-        name = max((proposal for proposal in proposals if proposal), key=age_key)
+        name = max((proposal for proposal in proposals if proposal), key=layout_on_disk.age_key)
         if names and names[0] == name:
             names.pop(0)
-        contents, reason = _read_together(replicas, path / name, age_key(name)[0])
+        contents, reason = _read_together(replicas, path / name, layout_on_disk.age_key(name)[0])
         if contents is not None:
             return contents
         rejected.append(reason)
@@ -217,7 +208,7 @@ def _read_together(replicas: Replicas, path: Path, step: int | None = None) -> t
                 raise CheckpointError(f"{path} was renamed: it was saved at step {saved_at}")
         except CheckpointError as error:
             return {"reason": f"rank {replicas.process}: {error}" if replicas.num_processes > 1 else str(error)}
-        return {"digest": digest_of(contents.manifest)}
+        return {"digest": layout_on_disk.digest_of(contents.manifest)}
 
     findings = run_on_all_ranks(replicas, f"reading {path}", read)
     reasons = list(dict.fromkeys(finding["reason"] for finding in findings if "reason" in finding))
@@ -230,8 +221,8 @@ def _read_together(replicas: Replicas, path: Path, step: int | None = None) -> t
 
 
 def _read(path: Path, replicas: Replicas) -> _Contents:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
+    manifest = layout_on_disk.read_manifest(path)
+    layout_on_disk.check_sizes(path, manifest)
     num_ranks, num_shards = manifest["world_size"], manifest["num_shards"]
     is_same_shard = _is_divided_alike(replicas, manifest)
     if _has_same_ranks(replicas, manifest):
@@ -261,7 +252,9 @@ def _has_same_ranks(replicas: Replicas, manifest: Mapping[str, Any]) -> bool:
 
 
 def _read_rank(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    state: dict[str, Any] = read_tensors(path / rank_file(rank), records(manifest)[rank].sha256)
+    state: dict[str, Any] = read_tensors(
+        path / layout_on_disk.rank_file(rank), layout_on_disk.records(manifest)[rank].sha256
+    )
     return state
 
 

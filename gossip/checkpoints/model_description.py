@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket, persistent_buffers
+from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
 
 
@@ -18,6 +20,24 @@ def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.detach()
     for name, buffer in persistent_buffers(module):
         yield name, buffer.detach()
+
+
+def describe_model(
+    model: Any,
+    optimizers: Mapping[str, str],
+    buckets: Iterable[Bucket | BufferBucket],
+    unfrozen: Iterable[Sequence[str]],
+) -> dict[str, Any]:
+    """Describe a GossipDataParallel or VirtualWorkers as plain data for the manifest."""
+    return {
+        "module": describe_module(model.module),
+        "optimizers": optimizers,
+        "buckets": describe_buckets(buckets),
+        "unfrozen": [list(names) for names in unfrozen],
+        "topology": describe_topology(model.topology),
+        "compression": model.compression.describe(),
+        "algorithm": type(model.algorithm).__name__,
+    }
 
 
 def describe_module(module: nn.Module) -> dict[str, str]:

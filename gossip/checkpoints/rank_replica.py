@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from gossip.checkpoints.model_description import (
-    describe_buckets,
-    describe_module,
-    describe_optimizers,
-    exported_tensors,
-)
+from gossip.checkpoints.model_description import describe_model, describe_module, describe_optimizers, exported_tensors
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.rank_averages import Mean, gather_shards, means_over_ranks, whole_shape
 from gossip.checkpoints.replicas import Replicas
@@ -21,7 +16,6 @@ from gossip.checkpoints.resizing import reshard
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters.buffers import persistent_buffers
 from gossip.parameters.extra_state import extra_states
-from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import compact
 from gossip.sharding.local_group import PartitionedGroup
@@ -68,16 +62,8 @@ class RankReplica(Replicas):
             for optimizer in self._optimizers
         ]
         shard = {"shard": describe_module(self._engine.module)} if self._group.is_shared else {}
-        return {
-            "module": describe_module(self._model.module),
-            "optimizers": describe_optimizers(groups, named_parameters(self._engine.module)),
-            "buckets": describe_buckets(self._engine.buckets),
-            "unfrozen": [list(names) for names in self._engine.unfrozen],
-            "topology": describe_topology(self._model.topology),
-            "compression": self._model.compression.describe(),
-            "algorithm": type(self._model.algorithm).__name__,
-            **shard,
-        }
+        optimizers = describe_optimizers(groups, named_parameters(self._engine.module))
+        return describe_model(self._model, optimizers, self._engine.buckets, self._engine.unfrozen) | shard
 
     @functools.cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:

@@ -10,18 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.model_description import (
-    describe_buckets,
-    describe_module,
-    describe_optimizers,
-    exported_tensors,
-)
+from gossip.checkpoints.model_description import describe_model, describe_optimizers, exported_tensors
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
 from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.digests import bytes_of
-from gossip.parameters.manifest import describe_topology
 from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state
@@ -145,15 +139,8 @@ class VirtualReplicas(Replicas):
         workers = self._workers
         kinds = [type(optimizer).__name__ for optimizer in workers._optimizers]
         groups = [(kind, own.groups) for kind, own in zip(kinds, self._optimizers, strict=True)]
-        return {
-            "module": describe_module(workers.module),
-            "optimizers": describe_optimizers(groups, self._shards[0].parameters.items()),
-            "buckets": describe_buckets(self._exchanges.buckets),
-            "unfrozen": [list(names) for names in workers._released],
-            "topology": describe_topology(workers.topology),
-            "compression": workers.compression.describe(),
-            "algorithm": type(workers.algorithm).__name__,
-        }
+        optimizers = describe_optimizers(groups, self._shards[0].parameters.items())
+        return describe_model(workers, optimizers, self._exchanges.buckets, workers._released)
 
     def check_savable(self) -> None:
         for optimizer in self._optimizers:
