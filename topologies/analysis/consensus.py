@@ -8,6 +8,7 @@ sparse methods; a slow schedule's ``rounds_to`` is then extrapolated.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 
@@ -289,11 +290,8 @@ def _first(holds: Callable[[int], bool]) -> int | None:
         above *= 2
         if above > _NEVER:
             return None
-    below = above // 2
-    while above - below > 1:
-        middle = (above + below) // 2
-        below, above = (below, middle) if holds(middle) else (middle, above)
-    return above
+    between = range(above // 2 + 1, above)
+    return above // 2 + 1 + bisect.bisect_left(between, True, key=holds)
 
 
 def _as_round(of: Round | npt.ArrayLike) -> Round:

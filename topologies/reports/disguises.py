@@ -34,14 +34,12 @@ def without_disguises(topologies: Iterable[Topology]) -> list[Topology]:
     >>> without_disguises([one_node, ring, complete])
     [Topology('ring', world_size=4, period=1), Topology('complete', world_size=4, period=1)]
     """
-    candidates = [(topology, *_exchanges(topology)) for topology in topologies]
-    kept: list[int] = []
-    for index in sorted(
-        range(len(candidates)), key=lambda index: (candidates[index][2], _plainness(candidates[index][0]))
-    ):
-        if not any(_same(candidates[index][1], candidates[other][1]) for other in kept):
-            kept.append(index)
-    return [candidates[index][0] for index in sorted(kept)]
+    candidates = [(number, topology, *_exchanges(topology)) for number, topology in enumerate(topologies)]
+    kept: dict[int, tuple[Topology, FloatArray]] = {}
+    for number, topology, prints, _ in sorted(candidates, key=lambda each: (each[3], _plainness(each[1]))):
+        if not any(_same(prints, others) for _, others in kept.values()):
+            kept[number] = topology, prints
+    return [topology for _, (topology, _) in sorted(kept.items())]
 
 
 def _exchanges(topology: Topology) -> tuple[FloatArray, float]:
