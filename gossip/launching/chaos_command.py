@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from gossip.communication.authenticated_store import training_key
 from gossip.elastic.training_status import VARIABLE, statuses, trainings
 from gossip.exchange import message_notes
-from gossip.launching.rendezvous import GROUPS, STORE
+from gossip.launching.rendezvous import GROUPS, STORE, serve
 
 KINDS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "leave": signal.SIGTERM}
 _FROZEN_S = 5.0
@@ -71,9 +70,7 @@ class _Ranks:
 
     def __init__(self, program: Sequence[str], num_ranks: int) -> None:
         self._program, self._num_ranks = program, num_ranks
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self._store = serve("127.0.0.1", socket.create_server(("127.0.0.1", 0)), timedelta(seconds=60))
         self._notes = tempfile.TemporaryDirectory()
         where = {STORE: f"127.0.0.1:{self._store.port}", GROUPS: str(num_ranks), VARIABLE: "1"}
         self._environment = os.environ | where | {message_notes.VARIABLE: self._notes.name}

@@ -45,7 +45,7 @@ class Placement:
         return self.step.num_local_tasks if self.step else int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
 
-def find_placement(environment: Mapping[str, str] | None = None) -> Placement | None:
+def find_placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
     """Return this process's place if it is a rank that was started externally; None if it starts ranks itself.
 
     It is one if ``RANK`` and ``WORLD_SIZE`` are set, or in a SLURM step with several tasks, see
@@ -56,7 +56,6 @@ def find_placement(environment: Mapping[str, str] | None = None) -> Placement | 
     ValueError
         A variable has an invalid value.
     """
-    environment = os.environ if environment is None else environment
     rendezvous, placement = find_rendezvous(environment), _place_in_group(environment)
     if rendezvous is None:
         return placement

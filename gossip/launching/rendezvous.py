@@ -61,7 +61,7 @@ class Rendezvous:
     least: int
 
 
-def find_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous | None:
+def find_rendezvous(environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
     """Return where the environment says that this process meets others; None if ``GOSSIP_STORE`` is not set. Local.
 
     Raises
@@ -69,7 +69,6 @@ def find_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous 
     ValueError
         ``GOSSIP_STORE`` or ``GOSSIP_GROUPS`` is invalid, or the latter is missing.
     """
-    environment = os.environ if environment is None else environment
     if STORE not in environment:
         return None
     where, groups = environment[STORE], environment.get(GROUPS, "")
