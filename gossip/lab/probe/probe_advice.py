@@ -15,6 +15,7 @@ from gossip import ALGORITHMS, Cluster, SimulatedRun, SlowRank, Workload, simula
 from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
 from topologies import Topology, analysis
+from topologies.analysis.description import count
 from topologies.family_registry import DEFAULT
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
@@ -206,11 +207,11 @@ class Advice:
         cluster, workload = self.measured.cluster, self.measured.workload
         slow = [straggler for straggler in workload.stragglers if isinstance(straggler, SlowRank)]
         lines = [
-            f"Measured on {_count(cluster.world_size, 'rank')}, {_count(cluster.num_nodes, 'node')}: a step computes "
+            f"Measured on {count(cluster.world_size, 'rank')}, {count(cluster.num_nodes, 'node')}: a step computes "
             f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
             f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
             f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
-            f"{bytes_text(workload.model_bytes)} of parameters in {_count(len(workload.bucket_bytes), 'bucket')}; "
+            f"{bytes_text(workload.model_bytes)} of parameters in {count(len(workload.bucket_bytes), 'bucket')}; "
             f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
         ]
         if cluster.num_nodes > 1:
@@ -302,7 +303,3 @@ def _cells(row: Predicted, ddp_s: float) -> tuple[str, ...]:
         "never" if row.rounds is None else seconds_text(row.rounds * run.step_time_s),
         f"{row.rate:.4f}",
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
