@@ -142,10 +142,7 @@ class Lab:
         host, port, interface = self._hosts[rank], f"port{rank}", self.interface
         cable = f"link add {port} type veth peer name {interface} netns {host.path}"
         _batch(self._bridge, "ip", cable, f"link set {port} master bridge up")
-        with (
-            host.entered(),
-            contextlib.suppress(OSError),
-        ):  # /proc may be read-only; the kernel's own values then remain
+        with host.entered(), contextlib.suppress(OSError):  # /proc may be read-only: the kernel's own values remain
             for parameter, value in _KERNEL_PARAMETERS.items():
                 Path("/proc/sys/net/ipv4", parameter).write_text(str(value))
         # By the route, because the kernel's parameter only takes what the machine allows to every user.
