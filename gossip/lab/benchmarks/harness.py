@@ -33,16 +33,10 @@ from gossip.lab.probe.probe import Probe
 from gossip.launching import find_placement, launch
 
 BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
-    "step_time": StepTime,
-    "time_to_loss": TimeToLoss,
-    "overhead": Overhead,
-    "overlap": Overlap,
-    "large_model": LargeModel,
-    "compression_speed": CompressionSpeed,
-    "probe": Probe,
-    "chaos": Chaos,
+    "step_time": StepTime, "time_to_loss": TimeToLoss, "overhead": Overhead, "overlap": Overlap,
+    "large_model": LargeModel, "compression_speed": CompressionSpeed, "probe": Probe, "chaos": Chaos,
     "failures": Failures,
-}
+}  # fmt: skip
 """The benchmarks that there are, by their names."""
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
 """What of loguru's records is shown, by the module that says it."""

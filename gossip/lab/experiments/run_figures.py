@@ -32,28 +32,12 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 GREY = "#555555"
 _MAX_POINTS = 120
 _STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.8,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
-    "savefig.dpi": 200,
-    "svg.hashsalt": "gossip",
-}
+    "font.family": "DejaVu Sans", "font.size": 9, "legend.frameon": False, "legend.fontsize": 8.5,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True, "grid.color": "#E6E6E6", "grid.linewidth": 0.8, "xtick.color": GREY, "ytick.color": GREY,
+    "lines.linewidth": 1.6, "lines.solid_capstyle": "round", "savefig.dpi": 200, "svg.hashsalt": "gossip",
+}  # fmt: skip
 
 
 class _Panel(NamedTuple):

@@ -22,15 +22,12 @@ _IS_MUTED = "brought !== null && datum.name !== brought"
 _FONT = 'system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 #: Dragging with a mouse or a pen pans the panel, and the wheel with Ctrl or Meta zooms; otherwise the page scrolls.
 _ZOOM = {
-    "name": "zoom",
-    "bind": "scales",
+    "name": "zoom", "bind": "scales",
     "select": {
-        "type": "interval",
+        "type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey]", "clear": "dblclick",
         "translate": "[pointerdown[event.pointerType !== 'touch'], window:pointerup] > window:pointermove!",
-        "zoom": "wheel![event.ctrlKey || event.metaKey]",
-        "clear": "dblclick",
     },
-}
+}  # fmt: skip
 CONFIG: Spec = {
     "background": "var(--paper)",
     "font": _FONT,
@@ -84,16 +81,10 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
         if end is None:
             continue
         ends.append({
-            "index": series.index,
-            "name": series.name,
-            "is_level": end.is_level,
-            "x": x.place(end.x),
-            "y": y.place(end.y),
-            "low": y.place(end.y - (end.spread or 0.0)),
-            "high": y.place(end.y + (end.spread or 0.0)),
-            "value": end.height,
-            "where": end.width,
-            "words": end.words(series.name),
+            "index": series.index, "name": series.name, "is_level": end.is_level,
+            "x": x.place(end.x), "y": y.place(end.y),
+            "low": y.place(end.y - (end.spread or 0.0)), "high": y.place(end.y + (end.spread or 0.0)),
+            "value": end.height, "where": end.width, "words": end.words(series.name),
         })  # fmt: skip
     return ends
 

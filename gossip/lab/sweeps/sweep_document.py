@@ -174,18 +174,13 @@ def mean_curve(curves: Sequence[Sequence[Point]], metric: Metric, step_time_s: f
 
 
 _FROM_SUMMARY = {
-    "averaged_accuracy": "averaged_test_accuracy",
-    "averaged_loss": "averaged_test_loss",
-    "local_accuracy_mean": "local_test_accuracy_mean",
-    "local_accuracy_worst": "local_test_accuracy_worst",
-    "local_loss_mean": "local_test_loss_mean",
-    "local_loss_worst": "local_test_loss_worst",
+    "averaged_accuracy": "averaged_test_accuracy", "averaged_loss": "averaged_test_loss",
+    "local_accuracy_mean": "local_test_accuracy_mean", "local_accuracy_worst": "local_test_accuracy_worst",
+    "local_loss_mean": "local_test_loss_mean", "local_loss_worst": "local_test_loss_worst",
     "consensus_distance": "consensus_distance_before",
     "consensus_distance_relative": "consensus_distance_before_relative",
-    "bytes_per_step": "bytes_sent_per_step",
-    "steps": "steps",
-    "training_time_s": "training_time_s",
-}
+    "bytes_per_step": "bytes_sent_per_step", "steps": "steps", "training_time_s": "training_time_s",
+}  # fmt: skip
 """The values of a row, and their keys in the summary of a run."""
 
 
