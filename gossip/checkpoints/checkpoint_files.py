@@ -146,9 +146,9 @@ def read_tensors(path: Path, sha256: str) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:
-        raise CheckpointError(
-            f"{path} holds something other than tensors and plain data: {_unpickling(error)}"
-        ) from error
+        found = re.search(r"(?i)(unsupported [^\n]*?)\.?(\n|$)", str(error))
+        what = found[1] if found else reason(error)[:200]
+        raise CheckpointError(f"{path} holds something other than tensors and plain data: {what}") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -158,8 +158,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unpickling(error: Exception) -> str:
-    found = re.search(r"(?i)(unsupported [^\n]*?)\.?(\n|$)", str(error))
-    return found[1] if found else reason(error)[:200]

@@ -133,6 +133,7 @@ class Arguments:
 
     def describe(self) -> dict[str, str]:
         """Return the settings that are not described elsewhere, in words, to be compared between ranks."""
+        soft = self.soft_deadline_s
         described = {
             "step_in_backward": str(self.step_in_backward),
             "clip_grad_norm": "none" if self.clip_grad_norm is None else f"{self.clip_grad_norm:g} ({self.clip})",
@@ -141,7 +142,7 @@ class Arguments:
             "transport": name_of(self.transport),
             "on_peer_loss": self.on_peer_loss
             + (f" (min_ranks={self.min_ranks}, {self.fallback_topology})" if self.continues else ""),
-            "soft_deadline": _in_words(self.soft_deadline_s),
+            "soft_deadline": f"{soft:g} s" if isinstance(soft, float | int) else soft or "none",
             "max_difference": str(self.max_difference),
             "on_preemption": "none" if self.on_preemption is None else "given",
         }
@@ -151,10 +152,6 @@ class Arguments:
         state = scaler.state_dict()
         constants = ("scale", "growth_factor", "backoff_factor", "growth_interval")
         return described | {"scaler": ", ".join(f"{name}={state[name]:g}" for name in constants)}
-
-
-def _in_words(soft_deadline_s: SoftDeadline) -> str:
-    return f"{soft_deadline_s:g} s" if isinstance(soft_deadline_s, float | int) else soft_deadline_s or "none"
 
 
 def _in_seconds(given: timedelta | float | None) -> float | None:
