@@ -424,7 +424,7 @@ class Simulation:
     # ------------------------------------------------------------------ the end
 
     def _not_struck(self) -> set[int]:
-        """Return the processes that go on after the only fault: those of groups that it does not concern, or cut off."""
+        """Return the processes that go on after the only fault: of the groups that it does not concern, or cut off."""
         if len(self.applied) != 1 or self._fault_in_construction or self.applied[0].kind not in _OF_FEW:
             return set()
         (fault,), processes = self.applied, set(range(self.settings.num_ranks))

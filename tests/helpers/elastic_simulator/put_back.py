@@ -82,9 +82,6 @@ FAULTS = (
         "(lambda key, value: (self.store.set(key, value), self.store.get(key))[1]), key,",
         is_common=True,
     ),
-    PutBack(
-        _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
-    ),
     # ------------------------------------------------------------------ leaving
     PutBack(
         _CHANGE + "leave", "while last is not None and self._engine.step < last:", "while False:", seeds=range(107)
@@ -101,6 +98,7 @@ FAULTS = (
         "may_have_ended and self.consensus.commit(self._generation, self._taking_part)",
         "may_have_ended",
         is_common=True,
+        seeds=range(143),
     ),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=range(179)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.give_up(", "dict(", seeds=range(247)),
@@ -123,16 +121,37 @@ FAULTS = (
         _CONSENSUS + "_may_be_cut_off", "{*members, *self._own_group()}", "{*members}", True, seeds=range(3, 1416, 4)
     ),
     # ------------------------------------------------------------------ partitions
-    PutBack(_CONSENSUS + "_attempt", "self._may_be_cut_off(proposed.members)", "False", True),
+    PutBack(
+        _CONSENSUS + "_attempt",
+        "is_unsure = self._may_be_cut_off(proposed.members)",
+        "is_unsure = False",
+        True,
+        seeds=range(379),
+    ),
+    PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
+    PutBack(_CONSENSUS + "_may_be_cut_off", "> _NUM_BEATS_MISSED * self._mesh.beat_s", "> 1.0"),
+    PutBack(_CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:"),
+    PutBack(
+        _CONSENSUS + "_decide", "if running.passed() > self._timeout.total_seconds():", "if False:", seeds=range(896)
+    ),
+    PutBack(
+        _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
+    ),
+    # ------------------------------------------------------------------ rejoining
+    PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
+    PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=range(383)),
+    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", seeds=range(166)),
+    PutBack("elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", seeds=range(163)),
+    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", seeds=range(166)),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(635)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
-    PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", seeds=range(3497)),
+    PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", is_common=True),
     PutBack(
         _VOTES + "take_over",
         "self._put(member, question, (num_loaded, step, num_ended), True)",
         "pass",
-        seeds=range(3497),
+        is_common=True,
     ),
     PutBack(_VOTES + "_note", "divmod(third, 2)", "divmod(third, 2)[0], 0", is_common=True),
     PutBack(_VOTES + "votes_of", "if yes", "if not yes", is_common=True, seeds=range(137)),
