@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+from ranks import RankError, fail_on, run_ranks
 
 from gossip import World
 
@@ -25,16 +25,7 @@ def test_results_come_by_rank_from_processes_that_stay() -> None:
     assert [found[3] for found in second] == [found[3] for found in first[:2]]
 
 
-def fail_on(rank: int, how: str) -> None:
-    if dist.get_rank() == rank:
-        if how == "raise":
-            raise ZeroDivisionError("no luck")
-        if how == "end":
-            os._exit(3)
-    dist.barrier()
-
-
-@pytest.mark.parametrize(("how", "text"), [("raise", "ZeroDivisionError: no luck"), ("end", "its process ended")])
+@pytest.mark.parametrize(("how", "text"), [("raise", "ZeroDivisionError: no luck"), ("exit", "its process ended")])
 def test_rank_that_failed_is_named_and_the_next_call_finds_new_ones(how: str, text: str) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(fail_on, 1, how, world_size=3)

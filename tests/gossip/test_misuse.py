@@ -31,6 +31,8 @@ from topologies import build
         ({"clip_grad_norm": 1.0, "step_in_backward": False}, ValueError, r"call model\.clip_grad_norm_"),
         ({"buffers": "mean"}, ValueError, """buffers must be "local" or "average", got 'mean'"""),
         ({"optimizer": 3}, TypeError, "several in a tuple, or a factory"),
+        ({"step_in_backward": False}, ValueError, "step_in_backward=False needs an optimizer"),
+        ({"record": "folder"}, ValueError, 'record=folder is for on_peer_loss="continue"'),
         (
             {"device_ids": [0], "static_graph": True},
             TypeError,

@@ -134,8 +134,8 @@ class Browser:
         """Type into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def click(self, selector: str) -> None:
-        """Click with the pointer on the middle of the first element that fits."""
+    def centre(self, selector: str) -> tuple[float, float]:
+        """The middle of the first element that fits, brought into view."""
         x, y = self.evaluate(
             f"""(() => {{
                 const element = document.querySelector({json.dumps(selector)});
@@ -144,6 +144,11 @@ class Browser:
                 return [box.x + box.width / 2, box.y + box.height / 2];
             }})()"""
         )
+        return x, y
+
+    def click(self, selector: str) -> None:
+        """Click with the pointer on the middle of the first element that fits."""
+        x, y = self.centre(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

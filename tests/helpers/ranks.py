@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import sys
 import time
 import traceback
@@ -90,6 +91,17 @@ def error_of(kind: Any, call: Callable[..., Any], *args: Any, **options: Any) ->
     with pytest.raises(kind) as caught:
         call(*args, **options)
     return str(caught.value)
+
+
+def fail_on(rank: int, how: str) -> None:
+    """Raise, be killed or exit on this rank, for which the others wait."""
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ZeroDivisionError("no luck")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    dist.barrier()
 
 
 def _stand_ready(world_size: int) -> Sequence[_Standing]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lone_ranks import wait_until
+from ranks import fail_on
 from running import run, running
 
 import gossip
@@ -43,17 +44,6 @@ def test_launch_returns_results_by_rank(world_size: int) -> None:
 def test_launch_starts_a_worker_for_each_core_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5})
     assert launch(torch.get_num_threads) == [1, 1]
-
-
-def fail_on(rank: int, how: str) -> None:
-    if dist.get_rank() == rank:
-        if how == "raise":
-            raise ZeroDivisionError("no luck")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
-            os._exit(7)
-    dist.barrier()
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,6 @@ def test_optimizer_with_pre_hooks_is_refused_where_they_would_see_nothing() -> N
     assert GossipDataParallel(module, optimizer, step_in_backward=False).step == 0
 
 
-def test_step_outside_backward_needs_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="step_in_backward=False needs an optimizer"):
-        GossipDataParallel(make_module(), None, step_in_backward=False)
-
-
 class Watching(torch.optim.SGD):
     """Notes what it is shown of every exchange."""
 

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, Pair, Rows, flat, make_model, make_steps, replay, run, targets
+from elastic_ranks import RATE, Rows, flat, make_model, make_steps, replay, run, targets
 
 import gossip
 import topologies
-from gossip import GossipDataParallel, GossipError, Recording, VirtualWorkers
+from gossip import GossipError, Recording, VirtualWorkers
 from gossip.exchange.recording import Agreed, Ended, Event, Idle, Joined, Members, Missed, Recorder
 from gossip.lab.faults.injection import Fault
 
@@ -302,11 +302,6 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ValueError, match=r"rank0\.jsonl is not a recording of a rank: '\{\"step\": 0\}'"):
         Recording.load(tmp_path)
-
-
-def test_where_ranks_do_not_change_there_is_nothing_to_record() -> None:
-    with pytest.raises(ValueError, match='record=folder is for on_peer_loss="continue"'):
-        GossipDataParallel(Pair(NUMEL), functools.partial(torch.optim.SGD, lr=RATE), record="folder")
 
 
 def test_a_topology_that_cannot_serve_those_left_is_replaced_as_in_the_run() -> None:

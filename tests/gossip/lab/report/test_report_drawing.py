@@ -1,6 +1,5 @@
 """What a reader does with the charts of a report, in a real browser: zoom, hover, legend, dark mode."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -51,18 +50,6 @@ def wait_for_other_ticks(page: browser.Browser, chart: str, before: list[list[st
     return now
 
 
-def centre(page: browser.Browser, selector: str) -> tuple[float, float]:
-    """The middle of the first element that fits, brought into view."""
-    box = page.evaluate(
-        f"""(() => {{
-            const element = document.querySelector({json.dumps(selector)});
-            element.scrollIntoView({{ block: "center" }});
-            return element.getBoundingClientRect().toJSON();
-        }})()"""
-    )
-    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-
-
 def span(page: browser.Browser) -> float:
     """How many times the largest share of errors at the axis of accuracy is the smallest."""
     selected = "#chart-bytes .panel:not([hidden]) .role-axis-label text[text-anchor=end]"
@@ -90,7 +77,7 @@ def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
     assert described.startswith(
         "Accuracy against bytes, 16 ranks: accuracy of the averaged model against sent per rank."
     )
-    x, y = centre(page, "#chart-bytes .panel:nth-child(2) .plot")
+    x, y = page.centre("#chart-bytes .panel:nth-child(2) .plot")
     page.drag(x, y, by=(-60, 50))
     after = wait_for_other_ticks(page, "bytes", before)
     assert ticks(page, "time") == others
@@ -101,12 +88,12 @@ def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
 
 def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
-    x, y = centre(page, "#chart-bytes .plot")
+    x, y = page.centre("#chart-bytes .plot")
     before, scrolled, factor = ticks(page, "bytes"), page.evaluate("scrollY"), span(page)
     page.wheel(x, y, -120)
     page.wait_for(f"scrollY < {scrolled}")
     assert ticks(page, "bytes") == before
-    x, y = centre(page, "#chart-bytes .plot")
+    x, y = page.centre("#chart-bytes .plot")
     scrolled = page.evaluate("scrollY")
     page.wheel(x, y, -300, ctrl=True)
     wait_for_other_ticks(page, "bytes", before)
@@ -118,7 +105,7 @@ def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, p
 def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     tooltip = "document.querySelector('#vg-tooltip-element.visible')"
-    page.point(*centre(page, "#chart-bytes .plot [aria-label^='ring: ']"))
+    page.point(*page.centre("#chart-bytes .plot [aria-label^='ring: ']"))
     page.wait_for(f"{tooltip}?.textContent.includes('ring')")
     text = page.evaluate(f"{tooltip}.textContent")
     assert text == "ringaccuracy of the averaged model96.34 ± 0.21 %sent per rank31.47 MiB"
@@ -138,7 +125,7 @@ def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(
     page: browser.Browser, pages: dict[str, Path]
 ) -> None:
     page.open_report(pages["grids"])
-    x, y = centre(page, "#chart-steps .plot")
+    x, y = page.centre("#chart-steps .plot")
     tooltip = "document.querySelector('#vg-tooltip-element.visible')?.textContent"
     for right in range(-120, 121, 60):
         for down in range(-80, 81, 40):
