@@ -82,17 +82,7 @@ Net = module_of()
 
 def trainer_of(strategy: Any, library: Any = pl, **options: Any) -> Any:
     """On the CPU, without logs or checkpoints, if ``options`` do not say so."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    chosen = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "max_epochs": 2, "num_sanity_val_steps": 0}
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     warnings.filterwarnings("ignore")  # of Lightning's own, about loaders and their workers; this is a rank's process
-    return library.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 2,
-            "strategy": strategy,
-            "max_epochs": 2,
-            "enable_checkpointing": False,
-            "num_sanity_val_steps": 0,
-            **quiet,
-            **options,
-        }
-    )
+    return library.Trainer(**chosen | dict.fromkeys(quiet, False) | options)

@@ -75,11 +75,7 @@ class Program:
 
 
 def _run(
-    arguments: list[str],
-    environment: dict[str, str],
-    folder: Path,
-    outputs: list[Connection],
-    key: bytes | None,
+    arguments: list[str], environment: dict[str, str], folder: Path, outputs: list[Connection], key: bytes | None
 ) -> None:
     """The program's whole life."""
     gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it

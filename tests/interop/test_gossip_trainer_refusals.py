@@ -28,13 +28,9 @@ def of_arguments(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[
     return change
 
 
-def of_model(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[str, Any]]:
-    def change(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
-        for name, value in given.items():
-            setattr(module, name, value)
-        return {}
-
-    return change
+def sharded(_: TrainingArguments, module: nn.Module) -> dict[str, Any]:
+    module._tp_size = 2  # type: ignore[assignment]
+    return {}
 
 
 def of_options(**given: Any) -> Callable[[TrainingArguments, nn.Module], dict[str, Any]]:
@@ -52,7 +48,7 @@ CASES: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]],
     "unused parameters": (of_arguments(ddp_find_unused_parameters=False), "ddp_find_unused_parameters=False.*no flag"),
     "LOMO": (of_arguments(optim="lomo"), "optim='lomo'.*choose another"),
     "DataParallel": (of_arguments(_n_gpu=2), r"DataParallel for 2 GPUs.*torchrun --nproc-per-node"),
-    "tensor parallelism": (of_model(_tp_size=2), "a sharded model.*without tp_plan"),
+    "tensor parallelism": (sharded, "a sharded model.*without tp_plan"),
     "groups of ranks": (of_arguments(parallelism_config=ParallelismConfig(tp_size=1, cp_size=2)), "parallelism_config"),
     "a wrapped model": (wrapped, "model is a GossipDataParallel; pass the module itself"),
     "a norm": (of_options(clip_grad_norm=1.0), r"gossip got clip_grad_norm=1.0; leave it out.*max_grad_norm"),

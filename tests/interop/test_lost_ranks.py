@@ -211,14 +211,7 @@ def train(library: str, folder: str, place: str, ranks: tuple[int, ...], number:
 )
 def test_the_others_train_evaluate_and_save_to_the_end(tmp_path: Path, library: str, place: str, rank: int) -> None:
     found = launch(
-        train,
-        library,
-        str(tmp_path),
-        place,
-        (rank,),
-        signal.SIGKILL,
-        world_size=WORLD_SIZE,
-        on_peer_loss="continue",
+        train, library, str(tmp_path), place, (rank,), signal.SIGKILL, world_size=WORLD_SIZE, on_peer_loss="continue"
     )
     assert found.pop(rank) is None
     assert [number for number, *_ in found] == [0, 1, 2]

@@ -11,13 +11,7 @@ from tiers import rest_is_slow
 
 from gossip.lab.experiments.records import read_jsonl
 
-MORTAL = (
-    *FAULTY,
-    "launch.world_size=3",
-    "launch.timeout_s=60",
-    "wrapper.on_peer_loss=continue",
-    "+model.how=killed",
-)
+MORTAL = (*FAULTY, "launch.world_size=3", "launch.timeout_s=60", "wrapper.on_peer_loss=continue", "+model.how=killed")
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from topologies import Round, Topology, draw
 
 #: The families that serve four ranks.
 FAMILIES = [name for name in topologies.available() if topologies.variants(name, 4)]
-NUM_ROUNDS = 45
+NUM_ROUNDS = 80
 
 Schedule = Callable[[int], np.ndarray]
 """A schedule by its definition: t -> W."""
@@ -31,8 +31,8 @@ def then(schedule: Schedule, other: Schedule, after: int) -> Schedule:
     return lambda t: schedule(t) if t < after else other(t - after)
 
 
-def assert_rounds(topology: Topology, schedule: Schedule, num_rounds: int = NUM_ROUNDS) -> None:
-    for t in range(num_rounds):
+def assert_rounds(topology: Topology, schedule: Schedule) -> None:
+    for t in range(NUM_ROUNDS):
         np.testing.assert_array_equal(topology.round(t).matrix(), schedule(t), err_msg=f"{topology.name}: round {t}")
 
 
@@ -48,11 +48,10 @@ def first_exact(schedule: Schedule, n: int, start: int, num_rounds: int) -> int 
 def expression(seed: int) -> tuple[Topology, Schedule]:
     """A random expression, by the methods and by the definitions."""
     generator = np.random.default_rng(seed)
-    names = FAMILIES
 
     def grow(depth: int) -> tuple[Topology, Schedule]:
         if depth == 0:
-            leaf = family(str(generator.choice(names)))
+            leaf = family(str(generator.choice(FAMILIES)))
             return leaf, lambda t: leaf.round(t).matrix()
         topology, schedule = grow(depth - 1)
         if generator.random() < 0.4:
@@ -68,10 +67,10 @@ def expression(seed: int) -> tuple[Topology, Schedule]:
 @pytest.mark.parametrize("seed", range(16))
 def test_expressions_have_the_rounds_of_their_definition(seed: int) -> None:
     topology, schedule = expression(seed)
-    assert_rounds(topology, schedule, 80)
+    assert_rounds(topology, schedule)
     if topology.period is not None:
         start, period = topology.warmup, topology.period
-        assert_rounds(topology, lambda t: schedule(t if t < start else start + (t - start) % period), 80)
+        assert_rounds(topology, lambda t: schedule(t if t < start else start + (t - start) % period))
         whole = [schedule(t) for t in range(start + period)]
         assert not topology.symmetric or all(np.allclose(each, each.T, rtol=0, atol=1e-12) for each in whole)
         assert topology.exact_after == first_exact(schedule, 4, start, 2 * period + 8 * topology.phases[-1].every)

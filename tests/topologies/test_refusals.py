@@ -312,8 +312,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "message"),
-    [*((ValueError, *row) for row in VALUES), *((TypeError, *row) for row in TYPES)],
+    ("kind", "call", "message"), [*((ValueError, *row) for row in VALUES), *((TypeError, *row) for row in TYPES)]
 )
 def test_what_is_refused_and_why(kind: type[Exception], call: Callable[[], Any], message: str) -> None:
     with pytest.raises(kind, match=message):

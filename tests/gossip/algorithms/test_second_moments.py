@@ -34,17 +34,14 @@ def batch(step: int) -> torch.Tensor:
     return torch.tensor(np.stack([OPTIMA, signs * NOISE], 1))
 
 
-def train(algorithm: IntegralCorrection, num_steps: int, num_averaged: int = 1) -> np.ndarray:
-    """The values at the end, or their mean over the last steps, [n]."""
+def train(algorithm: IntegralCorrection, num_steps: int) -> np.ndarray:
+    """The values at the end, [n]."""
     adam = partial(torch.optim.Adam, lr=RATE, betas=BETAS, eps=EPSILON)
     workers = VirtualWorkers(Scalar(), NUM_RANKS, adam, "exponential", algorithm=algorithm, devices=["cpu"])
     (stack,) = workers.parameters()
-    total = np.zeros(NUM_RANKS)
     for step in range(num_steps):
         workers(batch(step)).mean().backward()
-        if step >= num_steps - num_averaged:
-            total += stack.detach().numpy()
-    return total / num_averaged
+    return stack.detach().numpy()
 
 
 def dense(form: Form, num_steps: int) -> np.ndarray:

@@ -47,12 +47,7 @@ def run_with_and_without_saving(folder: str, names: Sequence[str], num_steps: in
         model, scheduler = start(name)
         for step in range(num_steps):
             path = gossip.save(
-                model,
-                f"{folder}/{name}",
-                keep=num_steps,
-                background=step % 2 == 1,
-                scheduler=scheduler,
-                position=step,
+                model, f"{folder}/{name}", keep=num_steps, background=step % 2 == 1, scheduler=scheduler, position=step
             )
             assert path == Path(folder) / name / f"step_{step:010d}"
             one_step(model, scheduler)

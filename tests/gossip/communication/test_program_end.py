@@ -171,12 +171,8 @@ def test_exit_waits_for_what_is_under_way_and_says_so(ended: Ended) -> None:
 
 def test_exchange_after_the_end_of_communication_is_refused_at_once(ended: Ended) -> None:
     assert statuses_of(EXCHANGES_AT_THE_VERY_END, ended) == {0: 0, 1: 0}, ended.output
-    assert (
-        ended.output.count(
-            "communication has ended with the program: nothing can be exchanged any more in an exit handler"
-        )
-        == 2
-    ), ended.output
+    why = "communication has ended with the program: nothing can be exchanged any more in an exit handler"
+    assert ended.output.count(why) == 2, ended.output
 
 
 def test_messages_in_memory_outlive_the_rank_that_sent_them(ended: Ended) -> None:

@@ -109,11 +109,7 @@ def run(kept: str = "plain", breaks: dict[int, str] | None = None, **options: An
 
 KINDS = [
     ("object", {}, r"the state of parameter '(first|second)' in Keeping\['kept'\] is a \S*lock, which a checkpoint "),
-    (
-        "plain",
-        dict.fromkeys(range(JOINS_AS), "copying"),
-        r"MemoryError: a copy takes \S+ MB, but \S+ MB are available",
-    ),
+    ("plain", dict.fromkeys(range(JOINS_AS), "copying"), r"MemoryError: a copy takes \S+ MB, but \S+ MB are available"),
     ("plain", dict.fromkeys(range(JOINS_AS), "sending"), "MemoryError: no memory to hash it"),
 ]
 

@@ -127,10 +127,8 @@ def test_a_rank_that_is_idle_as_parameters_are_unfrozen_counts_by_its_samples() 
     model.module[2].requires_grad_(True)
     model.idle_step()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    assert [view.numbers[model.algorithm.weighs_by].item() for view in model._engine.exchanges._parameter_views()] == [
-        8.0,
-        8.0,
-    ]
+    views = model._engine.exchanges._parameter_views()
+    assert [view.numbers[model.algorithm.weighs_by].item() for view in views] == [8.0, 8.0]
 
 
 def unfreezing_what_the_others_do_not() -> str:

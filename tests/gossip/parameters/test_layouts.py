@@ -59,10 +59,7 @@ def test_every_layout_trains_as_in_plain_torch(bucket_cap_mb: float, mode: dict)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (
-            lambda _: torch.zeros(2, dtype=torch.complex64),
-            "has the dtype torch.complex64; only float64, .*float16",
-        ),
+        (lambda _: torch.zeros(2, dtype=torch.complex64), "has the dtype torch.complex64; only float64, .*float16"),
         (lambda _: torch.zeros(2, device="meta"), "is on the meta device"),
         (lambda _: nn.UninitializedParameter(), "is lazy; run one forward before"),
         (lambda _: torch.zeros(3).expand(2, 3), "overlaps itself in memory"),

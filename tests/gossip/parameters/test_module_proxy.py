@@ -65,12 +65,8 @@ def test_attribute_that_is_set_reaches_the_module(model: GossipDataParallel) -> 
         each._cache = "warm"
         each.boost = 2.0  # neither had it
     assert torch.equal(model(X), plain(X))
-    assert (model.module.temperature, model.module.share, model.module._cache, model.module.boost) == (
-        5,
-        0.25,
-        "warm",
-        2,
-    )
+    written = model.module.temperature, model.module.share, model.module._cache, model.module.boost
+    assert written == (5, 0.25, "warm", 2)
     assert model.boost == model.module.boost == 2
     assert "boost" not in vars(model)
     with pytest.raises(AttributeError, match="fixed"):

@@ -39,10 +39,6 @@ def make_model(
     return GossipDataParallel(module, ADAMW, "ring", algorithm=algorithm, **options)
 
 
-def whole(model: GossipDataParallel) -> torch.Tensor:
-    return values_of(model.module)
-
-
 def train(model: GossipDataParallel, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -56,10 +52,10 @@ def save_and_go_on(
         train(model, range(3))
         gossip.save(model, folder, batch=3)
         with model.averaged():
-            average = whole(model)
+            average = values_of(model.module)
         moments = model.optimizer.state_dict()["state"][0]["exp_avg"].clone()
         train(model, range(3, 6))
-        return whole(model), average, moments
+        return values_of(model.module), average, moments
 
 
 def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path, shard: str) -> torch.Tensor:
@@ -68,7 +64,7 @@ def load_and_go_on(shape: MeshShape, algorithm: str, folder: Path, shard: str) -
         found = gossip.load(model, folder)
         assert (found.step, found.data["batch"], model.step) == (3, 3, 3)
         train(model, range(3, 6))
-        return whole(model)
+        return values_of(model.module)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +82,7 @@ def load(shape: MeshShape, folder: Path, shard: str = "fsdp") -> tuple[torch.Ten
     with make_model(shape, shard=shard) as model:
         gossip.load(model, folder)
         moments = model.optimizer.state_dict()["state"][0]["exp_avg"].clone()
-        values = whole(model)
+        values = values_of(model.module)
         train(model, range(3, 5))
         assert model.step == 5
         return values, moments
@@ -143,7 +139,7 @@ def load_even(folder: Path, before: str, after: str) -> list[torch.Tensor]:
                 gossip.save(model, folder)
             else:
                 gossip.load(model, folder)
-            found.append(whole(model))
+            found.append(values_of(model.module))
     return found
 
 

@@ -112,17 +112,9 @@ def test_a_replay_is_the_run(
 def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[str, Any], text: str) -> None:
     module = Rows(NUMEL)
     module.register_buffer("count", torch.zeros(3))
+    chosen = {"algorithm": "asynchronous", "bucket_cap_mb": NUMEL * 8 / 2**20, "devices": ["cpu"]} | options
     with pytest.raises(ValueError, match=text):
-        VirtualWorkers(
-            module,
-            3,
-            OPTIMIZERS["sgd"],
-            algorithm="asynchronous",
-            replay=recording,
-            bucket_cap_mb=NUMEL * 8 / 2**20,
-            devices=["cpu"],
-            **options,
-        )
+        VirtualWorkers(module, 3, OPTIMIZERS["sgd"], replay=recording, **chosen)
 
 
 def test_a_replay_is_not_saved(tmp_path: Any) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logger_readers import (
-    SCALARS,
-    assert_same,
-    by_key,
-    mlflow_run,
-    tensorboard_events,
-    wandb_id,
-    wandb_records,
-)
+from logger_readers import SCALARS, assert_same, by_key, mlflow_run, tensorboard_events, wandb_id, wandb_records
 from PIL import Image
 
 from gossip import LaunchError, launch

@@ -125,14 +125,10 @@ def check_page(folder: Path) -> tuple[str, str]:
     return page, Checker(page).text
 
 
-def unpacked(packed: str) -> str:
-    return gzip.decompress(base64.b64decode(packed)).decode()
-
-
 def chart_data(page: str) -> dict[str, Any]:
     """What the charts of a page are drawn from."""
     (packed,) = re.findall(r'id="chart-data">([^<]*)<', page)
-    data: dict[str, Any] = json.loads(unpacked(packed))
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
     return data
 
 

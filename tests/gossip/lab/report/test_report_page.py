@@ -145,14 +145,7 @@ def drawn(page: browser.Browser, chart: str = "bytes") -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [
-        ("comparison", 1280),
-        ("heterogeneity", 360),
-        ("failed", 360),
-        ("mixed", 1280),
-        ("mixed", 360),
-        ("loss", 1280),
-    ],
+    [("comparison", 1280), ("heterogeneity", 360), ("failed", 360), ("mixed", 1280), ("mixed", 360), ("loss", 1280)],
 )
 def test_page_is_laid_out_and_silent(name: str, width: int, page: browser.Browser, pages: dict[str, Path]) -> None:
     page.open(pages[name], width=width)

@@ -86,15 +86,8 @@ def test_mean_curve_has_the_steps_that_all_runs_have() -> None:
         "consensus_absolute": (5.0, 5.0),
     }
     of_one = mean_curve(curves[:1], Metric(metric="loss", target=None), 0.5)
-    assert of_one.model_dump().keys() == {
-        "step",
-        "bytes",
-        "time_s",
-        "metric",
-        "accuracy",
-        "consensus",
-        "consensus_absolute",
-    }
+    names = {"step", "bytes", "time_s", "metric", "accuracy", "consensus", "consensus_absolute"}
+    assert of_one.model_dump().keys() == names
 
 
 def test_rows_put_seeds_together(result: Callable[..., Job], tmp_path: Path) -> None:
@@ -126,11 +119,8 @@ def test_rows_are_compared_seed_by_seed_with_all_reduce_where_both_have_ended_we
     result: Callable[..., Job], tmp_path: Path
 ) -> None:
     accuracies = {0: 0.9, 1: 0.8, 2: 0.7, 3: 0.6}
-    of_all_reduce = [
-        result(1, [0.9], method="ddp"),
-        result(0, [0.92], method="ddp"),
-        result(2, [], status="failed", method="ddp"),
-    ]
+    of_all_reduce = [result(seed, [value], method="ddp") for seed, value in ((1, 0.9), (0, 0.92))]
+    of_all_reduce.append(result(2, [], status="failed", method="ddp"))
     gossip, all_reduce = make_rows(
         [*(result(seed, [value]) for seed, value in accuracies.items()), *of_all_reduce], tmp_path, ACCURACY
     )
