@@ -280,7 +280,8 @@ class MembershipProtocol(ABC):
                 return self._consensus_store.decide(number, Decision(noted, flag_votes, farewells, begun=begun))
             if running.passed() > self._timeout.total_seconds():
                 self.give_up(dict.fromkeys(missing, "it did not reply when the others agreed on who continues"))
-            is_asked = self._mesh.member in asked and not self._is_dropped
+            # A rank that cannot continue, or is about to rejoin, ends its connections itself.
+            is_asked = self._mesh.member in asked and not self._is_dropped and self._error is None
             if is_asked and (lost := self._suspects.keys() & missing):
                 ended = sorted(lost & self._mesh.farewells.keys())
                 return self._consensus_store.decide(number, Decision(lost=sorted(lost), ended=ended))

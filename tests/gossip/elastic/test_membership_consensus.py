@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -155,6 +156,25 @@ def test_steps_belong_to_the_newest_generation_that_has_begun_by_then() -> None:
         assert second.first_step == 8
         assert [members[0].enter_step(8).number, members[1].enter_step(8).number] == [second.number] * 2
         assert members[0].enter_step(2).number == second.number  # a checkpoint of an earlier step
+
+
+def test_a_rank_that_is_about_to_rejoin_does_not_have_others_dropped_from_whom_it_parts() -> None:
+    with in_memory(3) as members:
+        stores: list[Any] = [members[member]._consensus_store for member in range(3)]
+        vote, without_vote = stores[1].vote, stores[0].without_vote
+        may_vote, looks = threading.Event(), list[int]()
+        stores[1].vote = lambda *args: may_vote.wait(60) and vote(*args)
+        stores[0].without_vote = lambda *args: looks.append(0) or without_vote(*args)
+        members.die(2)
+        while not looks:
+            time.sleep(0.001)
+        members[0].fail(ExchangeError("its state is that of none of the others"))
+        members.wires[0].lose(1, "this rank is about to rejoin")
+        looks.clear()
+        while len(looks) < 3 and not stores[0].is_decided(1):
+            time.sleep(0.001)
+        may_vote.set()
+        assert members.told_after(0, [1]) == {(1, (0, 1), 1)}
 
 
 def test_who_has_lost_others_makes_no_step_before_the_agreement_begins() -> None:

@@ -67,7 +67,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
     PutBack(_CONSENSUS + "were_ahead", "each.number > number", "each is self._generations[-1]", True, seeds=_RARE),
     PutBack(_CHANGE + "_follow", "self._agree()  # some", "pass  # some", True, seeds=_RARE),
-    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True, seeds=range(152)),
+    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", seeds=range(643)),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack(
