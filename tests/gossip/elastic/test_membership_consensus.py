@@ -173,6 +173,7 @@ def test_a_rank_that_is_about_to_rejoin_does_not_have_others_dropped_from_whom_i
         looks.clear()
         while len(looks) < 3 and not stores[0].is_decided(1):
             time.sleep(0.001)
+        assert not stores[0].is_decided(1)
         may_vote.set()
         assert members.told_after(0, [1]) == {(1, (0, 1), 1)}
 
