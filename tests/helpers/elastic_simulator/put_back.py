@@ -129,7 +129,6 @@ FAULTS = (
         seeds=range(379),
     ),
     PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
-    PutBack(_CONSENSUS + "_may_be_cut_off", "> _NUM_BEATS_MISSED * self._mesh.beat_s", "> 1.0"),
     PutBack(_CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:"),
     PutBack(
         _CONSENSUS + "_decide", "if running.passed() > self._timeout.total_seconds():", "if False:", seeds=range(896)
