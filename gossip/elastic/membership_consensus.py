@@ -286,17 +286,20 @@ class Consensus(MembershipProtocol):
             self._check()
             if not self._has_asked_to_leave or waits:
                 self._has_asked_to_leave = True
-                self._is_leaving = self._leaves_at is None  # another rank of the shard group may have said so
+                # Another rank of the shard group may have said so, or all may be about to end together.
+                self._is_leaving = self._leaves_at is None and self._ends_at is None
                 self._changed.notify_all()
             if self._is_leaving and not waits:
                 return None
             self._wait_until(lambda: not self._is_leaving, f"step {self.position[1]}: leaving")
             if self._leaves_at is None:
                 size = self._group_size
+                at = f"rank {self._mesh.member}: step {self.position[1]}: "
+                if self._ends_at is not None:
+                    raise GossipError(f"{at}all ranks end together before step {self._ends_at}, as too many were told to")
                 num_others = len(self._generations[-1].members) // size - 1
                 raise GossipError(
-                    f"rank {self._mesh.member}: step {self.position[1]}: without this "
-                    f"{'shard group' if size > 1 else 'rank'} {num_others} "
+                    f"{at}without this {'shard group' if size > 1 else 'rank'} {num_others} "
                     f"would remain, fewer than min_ranks={self._min_ranks // size}; save a checkpoint on all ranks "
                     "instead, or pass a lower min_ranks to let the others continue"
                 )

@@ -62,7 +62,7 @@ class GridSweeper:
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep; exit with status 1 if a run failed.
+        """Run the sweep; exit with status 1 if a run failed that is compared, and not only tried for the tuning.
 
         Raises ConfigurationError if the sweep that the command line describes cannot be run.
         """
@@ -146,12 +146,14 @@ class GridSweeper:
 
 
 def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[str, Any]]:
-    """Write the report and the tables over the runs of a sweep, and print the result; returns the summaries.
+    """Write the report and the tables over the runs of a sweep, and print the result; returns the summaries of a plan.
 
     The trials of a tuning are in the table of all runs, but not in the report.
     """
-    summaries = [job.summary(folder) for job in (*trials, *plan.jobs)]
-    write_csv(summaries, folder / SWEEP_FILE)
+    tried, summaries = ([job.summary(folder) for job in jobs] for jobs in (trials, plan.jobs))
+    write_csv([*tried, *summaries], folder / SWEEP_FILE)
+    if num_failed := sum(summary["status"] != "completed" for summary in tried):
+        logger.warning("{} of the tuning's {} trials failed; {} has the reasons", num_failed, len(tried), SWEEP_FILE)
     document = make_document(plan, folder)
     earlier = run_folder.read_json(folder / DOCUMENT_FILE).get("rows", ())
     had = {command for row in earlier for command in row["commands"]}

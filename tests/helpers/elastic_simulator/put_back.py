@@ -90,6 +90,7 @@ FAULTS = (
         _CONSENSUS + "_adopt", "self._leaves_at = False, first_step", "self._leaves_at = False, 0", seeds=range(107)
     ),
     PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
+    PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, is_common=True, seeds=range(3111, 3112)),
     PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together

@@ -87,11 +87,11 @@ def test_sweep_runs_each_once_nothing_the_second_time_and_then_only_what_is_new(
     assert ran == ["complete"]
 
 
-def fail_all_reduce(patch: pytest.MonkeyPatch) -> None:
+def fail_all_reduce(patch: pytest.MonkeyPatch, tag: str = "") -> None:
     finish = training._finish
 
     def fail(experiment: Any, *rest: Any) -> dict[str, Any]:
-        if experiment.settings.method == "ddp":
+        if experiment.settings.method == "ddp" and tag in rest[-1].name:
             raise ArithmeticError("injected")
         return finish(experiment, *rest)
 
@@ -164,6 +164,12 @@ def test_sweep_without_a_trial_that_went_well_runs_the_other_methods(
     assert (ddp["status"], ddp["num_failed"], ddp["tuning"]["value"]) == ("failed", 2, None)
     assert "no value of optimizer.lr could be chosen with seed 0: 0.01: ArithmeticError" in ddp["reasons"][0]
     assert (local["status"], local["values"]["loss_ratio"]) == ("completed", None)
+
+
+def test_sweep_has_not_failed_where_a_value_of_the_grid_has(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_all_reduce(monkeypatch, "optimizer.lr-0.5_")
+    assert sweep("method=ddp", *TUNED) == 0
+    assert results()["rows"][0]["tuning"]["value"] == 0.01
 
 
 def test_sweep_begins_runs_again_that_went_with_a_killed_process(
