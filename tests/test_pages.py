@@ -19,7 +19,7 @@ import gossip
 from gossip.exchange.recording import Ended, Members, Recorder
 from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
-SESSIONS = ("docs/goodput.md", "docs/modes.md", "docs/module_state.md", "docs/schedules.md")
+SESSIONS = ("docs/goodput.md", "docs/modes.md", "docs/module_state.md", "docs/performance.md", "docs/schedules.md")
 """Pages whose examples are one session."""
 
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"

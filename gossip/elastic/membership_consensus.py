@@ -296,7 +296,7 @@ class Consensus(MembershipProtocol):
                 size = self._group_size
                 at = f"rank {self._mesh.member}: step {self.position[1]}: "
                 if self._ends_at is not None:
-                    raise GossipError(f"{at}all ranks end together before step {self._ends_at}, as too many were told to")
+                    raise GossipError(f"{at}so many ranks were told to end that all do, before step {self._ends_at}")
                 num_others = len(self._generations[-1].members) // size - 1
                 raise GossipError(
                     f"{at}without this {'shard group' if size > 1 else 'rank'} {num_others} "

@@ -21,5 +21,6 @@ def step_time_case(**changes: Any) -> StepTimeSettings:
         "warmup_steps": 2,
         "steps": 3,
         "seed": 0,
+        "predicts": False,
     }
     return read(StepTimeSettings, {**content, **changes})

@@ -7,19 +7,23 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
 from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
 from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
+from gossip.lab.benchmarks.predicted_steps import BUCKET_CAP_MB, draw_scaled, predicted_s
 from gossip.lab.benchmarks.summaries import Spread, table
 from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
 from gossip.lab.experiments.validated_models import OneOf
+from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.link_probe import measure_links
 
 _MESSAGE_BYTES = 4_000_000  # with which the goodput is measured
@@ -36,7 +40,8 @@ EXPLANATION = """\
 Step: median and quartiles over steps and ranks. Throughput: steps by the last rank's end, median over the repetitions.
 Compute is the step of `local`; exposed what the step takes longer than that. Sent: by the interface, per rank and step.
 Efficiency: max(compute, sent / goodput) / step. Memory: the most above what the process held before it made the model.
-Loss: of the averaged model on held-out data after equal steps. Ratios: median (lowest to highest) over pairs of the
+Loss: of the averaged model on held-out data after equal steps. Predicted: by a simulation of what was probed before any
+method ran, and as a ratio to the mean of the measured steps. Ratios: median (lowest to highest) over pairs of the
 same repetition; a step ratio below 1 and a throughput ratio above 1 mean faster."""
 
 
@@ -45,7 +50,7 @@ class StepTimeSettings(ComparisonSettings):
 
     ``model`` is a key of :data:`gossip.lab.benchmarks.workloads.WORKLOADS`, ``straggler`` of
     :data:`STRAGGLERS`. The numbers of steps are those of every method and repetition; the
-    seed is that of the initial values, the batches and the delays.
+    seed is that of the initial values, the batches and the delays. If it ``predicts``, the ranks are probed first.
     """
 
     links: Links = Field(alias="rate")
@@ -55,6 +60,7 @@ class StepTimeSettings(ComparisonSettings):
     warmup_steps: int = Field(ge=2)
     steps: int = Field(ge=1)
     seed: int = Field(ge=0)
+    predicts: bool
 
     @model_validator(mode="after")
     def _check_links(self) -> Self:
@@ -71,7 +77,7 @@ class Row(BaseModel):
     number of steps, which gives the throughput. ``compute_s`` is the median step time of the method "local" in the same
     run, if the run has it, ``exposed_s`` what a step takes longer, and
     ``peak_memory_bytes`` the highest peak of any rank above its process's previous memory, the median over the
-    repetitions. A ``final_loss`` that is not finite is None.
+    repetitions. A ``final_loss`` that is not finite is None, as is a step that is not ``predicted_s``.
     """
 
     label: str
@@ -87,10 +93,11 @@ class Row(BaseModel):
     efficiency: float | None
     peak_memory_bytes: float
     final_loss: float | None
+    predicted_s: float | None
 
 
 class StepTimeResult(BaseModel):
-    """The measurements at one link rate, which is None if links are unshaped.
+    """The measurements at one link rate, which is None if links are unshaped, and what was probed for predictions.
 
     The goodput is what a rank sends at most while it receives as much; None if all ranks are on one host.
     """
@@ -98,6 +105,7 @@ class StepTimeResult(BaseModel):
     rate: str | None
     goodput_bytes_per_s: float | None
     rows: list[Row]
+    probe: Measured | None = None
 
 
 class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
@@ -113,6 +121,14 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         links = measure_links(_MESSAGE_BYTES, torch.device("cpu"))
         speeds = [each.bytes_per_s for each in links if each.rank // case.local_size != each.peer // case.local_size]
         write({"goodput_bytes_per_s": statistics.median(speeds) if speeds else None})
+        if case.predicts:
+            workload = WORKLOADS[case.model]
+            module, batches = workload.initial_module(case.seed), workload.batches(case.seed, place.rank)
+            optimizer = sgd(workload.learning_rate)
+            probe = measure(
+                module, lambda k: loss_of(module, batches[k % len(batches)]), optimizer, bucket_cap_mb=BUCKET_CAP_MB
+            )
+            write({"probe": asdict(probe)})
         measurement = Measurement(case, place)
         for repetition in range(case.repetitions):
             for method in case.methods[:: -1 if repetition % 2 else 1]:
@@ -139,6 +155,11 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
 
     def sections(self, results: Sequence[StepTimeResult]) -> list[str]:
         return [part for result in results for part in section(result)]
+
+    def draw(self, settings: StepTimeSettings, results: Sequence[StepTimeResult], folder: Path) -> None:
+        """Draw what is predicted of more nodes and larger models, from what was probed on the first links."""
+        if (probe := results[0].probe) is not None:
+            draw_scaled(probe, settings.methods, results[0].rate or settings.network, folder / "predicted.svg")
 
 
 def straggler_delay_s(kind: str, place: Sequence[int], compute_s: float) -> float:
@@ -221,8 +242,9 @@ def result_of(rate: str | None, methods: Sequence[MethodSpecification], records:
     compute_s = None
     if local is not None:
         compute_s = statistics.median(time_s for of_all in found[local] for time_s in _step_times(of_all))
-    rows = [_row(method, found[method.label], compute_s, goodput) for method in methods]
-    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows)
+    probe = next((TypeAdapter(Measured).validate_python(each["probe"]) for each in records[0] if "probe" in each), None)
+    rows = [_row(method, found[method.label], compute_s, goodput, probe) for method in methods]
+    return StepTimeResult(rate=rate, goodput_bytes_per_s=goodput, rows=rows, probe=probe)
 
 
 def _repetitions_of(records: Records, label: str) -> list[list[Mapping[str, Any]]]:
@@ -236,7 +258,13 @@ def _step_times(records: Sequence[Mapping[str, Any]]) -> list[float]:
     return [time_s for record in records for time_s in record["step_s"]]
 
 
-def _row(method: MethodSpecification, repetitions: Records, compute_s: float | None, goodput: float | None) -> Row:
+def _row(
+    method: MethodSpecification,
+    repetitions: Records,
+    compute_s: float | None,
+    goodput: float | None,
+    probe: Measured | None,
+) -> Row:
     everything = [record for of_all in repetitions for record in of_all]
     step_s, num_steps = Spread.quartiles(_step_times(everything)), len(everything[0]["step_s"])
     sent_bytes = statistics.mean(record["sent_bytes"] for record in everything) / num_steps
@@ -260,6 +288,7 @@ def _row(method: MethodSpecification, repetitions: Records, compute_s: float | N
             max(record["peak_memory_bytes"] for record in of_all) for of_all in repetitions
         ),
         final_loss=everything[0]["final_loss"],
+        predicted_s=None if probe is None else predicted_s(probe, method),
     )
 
 
@@ -300,6 +329,8 @@ def section(result: StepTimeResult) -> list[str]:
     goodput = result.goodput_bytes_per_s
     carried = "" if goodput is None else f"Goodput: {goodput / 1e6:.4g} MB/s ({8e-6 * goodput:.4g} Mbit/s) per rank"
     costs = table(list(_COSTS), ([cell(row) for cell in _COSTS.values()] for row in result.rows))
+    means = [(row, statistics.fmean(row.whole_s_by_repetition), row.predicted_s) for row in result.rows]
+    predicted = [[row.label, _ms(mean_s), _ms(s), f"{s / mean_s:.2f}"] for row, mean_s, s in means if s is not None]
     references = references_of(result.rows)
     cells = [
         [
@@ -314,4 +345,5 @@ def section(result: StepTimeResult) -> list[str]:
         carried and f"{carried}, each way at once.",
         costs,
         table(titles, cells) if references else "",
+        table(["simulated", "measured, ms", "predicted, ms", "predicted / measured"], predicted) if predicted else "",
     ]
