@@ -230,7 +230,9 @@ class MembershipProtocol(ABC):
         return set(range(first, first + self._group_size))
 
     def _may_be_cut_off(self, members: Iterable[int]) -> bool:
-        """Return whether one of ``members`` or of the own shard group is silent; once it is for long, it is given up.
+        """Return whether one of ``members`` is lost by now, or one of them or of the own shard group is silent.
+
+        One that is silent for long is given up.
 
         It may be this rank that is cut off, and has noticed it first of that one that it has lost: the others, which
         hear each other, must come first. Or who lost this rank may have waited for the one of its shard group.
@@ -240,7 +242,8 @@ class MembershipProtocol(ABC):
         lost = {other: f"nothing was heard from it for {most_s:.3g} s" for other in silent if silent[other] > most_s}
         if lost:
             self.give_up(lost)
-        return max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
+        is_lost = not self._suspects.keys().isdisjoint(members)
+        return is_lost or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""

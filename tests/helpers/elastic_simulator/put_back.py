@@ -90,6 +90,7 @@ FAULTS = (
         _CONSENSUS + "_adopt", "self._leaves_at = False, first_step", "self._leaves_at = False, 0", seeds=range(107)
     ),
     PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
+    PutBack(_CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", seeds=range(152)),
     PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, is_common=True, seeds=range(3111, 3112)),
     PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
@@ -104,6 +105,8 @@ FAULTS = (
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=range(179)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.give_up(", "dict(", seeds=range(247)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
+    PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", is_common=True),
+    PutBack(_DETECTOR + "exchange", "if lost or self", "if lost or False and self", is_common=True),
     # ------------------------------------------------------------------ shard groups
     PutBack(
         _PROTOCOL + "_of_whole_groups",
@@ -128,6 +131,9 @@ FAULTS = (
         "is_unsure = False",
         True,
         seeds=range(379),
+    ),
+    PutBack(
+        _CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, is_common=True, seeds=range(450213, 450214)
     ),
     PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
     PutBack(_CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:"),
