@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import nn
-from torch.optim import Optimizer
 
 from gossip import Cluster, SlowRank, Workload
 from gossip.communication.shared_buffers import machine
-from gossip.lab.probe.compute_probe import PlainSteps, StepTimes
+from gossip.lab.probe.compute_probe import Loss, Optimize, PlainSteps, StepTimes
 from gossip.lab.probe.link_probe import Link, gathered, measure_contention, measure_links
 
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
@@ -40,8 +39,8 @@ class Measured:
 
 def measure(
     module: nn.Module,
-    loss: Callable[[int], torch.Tensor],
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+    loss: Loss,
+    optimizer: Optimize,
     *,
     num_steps: int = 20,
     bucket_cap_mb: float = 25.0,
@@ -118,10 +117,9 @@ def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cp
     """
     across = [link for link in links if link.rank // local_size != link.peer // local_size]
     inside = [link for link in links if link.rank // local_size == link.peer // local_size]
-    by_node: dict[tuple[int, int], float] = {}
+    by_node: defaultdict[tuple[int, int], float] = defaultdict(float)
     for link in across:
-        key = link.matching, link.rank // local_size
-        by_node[key] = by_node.get(key, 0.0) + link.bytes_per_s
+        by_node[link.matching, link.rank // local_size] += link.bytes_per_s
     given: dict[str, Any] = {}
     if across:
         given["latency_us"] = 1e6 * statistics.median(link.latency_s for link in across)

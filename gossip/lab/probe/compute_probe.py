@@ -21,6 +21,10 @@ _NUM_WARM_UP_STEPS = 3
 _NUM_CODED_STEPS = 4
 
 Clock = Callable[[], float]
+Loss = Callable[[int], torch.Tensor]
+"""``(step) -> Tensor``, which runs the forward pass."""
+Optimize = Callable[[Sequence[nn.Parameter]], Optimizer]
+"""Makes an optimizer over a list of parameters."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,10 @@ class StepTimes:
 class PlainSteps:
     """Steps without communication, with the cost of mixing. Local.
 
-    The parameters of the module become views of buckets of ``bucket_cap_mb`` MiB, as under the wrapper. ``loss``,
-    ``(step) -> Tensor``, runs the forward pass, and ``optimizer`` makes an optimizer over a list of parameters.
+    The parameters of the module become views of buckets of ``bucket_cap_mb`` MiB, as under the wrapper.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        loss: Callable[[int], torch.Tensor],
-        optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
-        *,
-        bucket_cap_mb: float,
-    ) -> None:
+    def __init__(self, module: nn.Module, loss: Loss, optimizer: Optimize, *, bucket_cap_mb: float) -> None:
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         buckets = make_buckets(trained, int(bucket_cap_mb * 2**20))
         self._clock = clock_of(buckets[0].block.device)

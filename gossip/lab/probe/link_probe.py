@@ -126,12 +126,8 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
 
 
 def _latency_s(peer: int, device: torch.device) -> float:
-    message, received = torch.zeros(2, device=device), torch.empty(2, device=device)
-    times_s = []
-    for _ in range(_NUM_SMALL_MESSAGES):
-        start = time.perf_counter()
-        _wait(_post(message, received, peer), device)
-        times_s.append(time.perf_counter() - start)
+    message = [(torch.zeros(2, device=device), torch.empty(2, device=device))]
+    times_s = [_send(message, peer, device) for _ in range(_NUM_SMALL_MESSAGES)]
     return statistics.quantiles(times_s, n=4, method="inclusive")[0]
 
 
@@ -155,15 +151,11 @@ def _send(pieces: Pieces, peer: int, device: torch.device) -> float:
     for piece, received in pieces:
         if len(under_way) == _NUM_UNDER_WAY:
             _wait(under_way.pop(0), device)
-        under_way.append(_post(piece, received, peer))
+        operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, piece, peer)]
+        under_way.append(dist.batch_isend_irecv(operations))
     for works in under_way:
         _wait(works, device)
     return time.perf_counter() - start
-
-
-def _post(message: torch.Tensor, received: torch.Tensor, peer: int) -> list[dist.Work]:
-    operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, message, peer)]
-    return dist.batch_isend_irecv(operations)
 
 
 def _wait(works: list[dist.Work], device: torch.device) -> None:
