@@ -70,17 +70,15 @@ class ChaosSettings(BenchmarkSettings):
     def faults_of(self, member: int, first_step: int) -> list[Fault]:
         """Return the faults of a rank, given its member number."""
         if self.plan:
+            lasts_s = dict.fromkeys(("freeze", "cut", "delay"), 1.5 * self.timeout_s)
             planned = [re.split("[:@]", text) for text in self.plan]
-            return [self._planned(kind, int(step)) for kind, struck, step in planned if int(struck) == member]
+            own = [(kind, int(step)) for kind, struck, step in planned if int(struck) == member]
+            return [Fault(kind, step=step, duration_s=lasts_s.get(kind)) for kind, step in own]
         random = np.random.default_rng((self.seed, member))
         faults: list[Fault] = []
         while len(faults) < _FAULTS_OF_A_LIFE:
             faults.append(self._random(random, faults[-1].step if faults else first_step))
         return faults
-
-    def _planned(self, kind: str, step: int) -> Fault:
-        is_temporary = kind in ("freeze", "cut", "delay")
-        return Fault(kind, step=step, duration_s=1.5 * self.timeout_s if is_temporary else None)
 
     def _random(self, random: np.random.Generator, first_step: int) -> Fault:
         """Draw the next fault of a rank, some steps after ``first_step``."""

@@ -36,9 +36,9 @@ class Aftermath(BaseModel):
     """
 
     count: int
-    step_s: Spread | None
-    without_s: Spread | None
-    back_s: Spread | None
+    step_s: Spread | None = None
+    without_s: Spread | None = None
+    back_s: Spread | None = None
 
 
 class ChaosResult(BaseModel):
@@ -167,17 +167,12 @@ def after_faults(records: Records, group_size: int) -> dict[str, Aftermath]:
         if gone_at > at and not any(at < when < gone_at for when in of_group):
             times[name, "without_s"].append(gone_at - at)
             begun = (life[0].at for other, life in lives[number].items() if other != member)
-            times[name, "back_s"] += [when - at for when in begun if when > at][:1]
-    return {
-        name: Aftermath(
-            count=count[name],
-            **{
-                kind: Spread.over(values) if (values := times[name, kind]) else None
-                for kind in ("step_s", "without_s", "back_s")
-            },
-        )
-        for name in sorted(count)
-    }
+            if (back_at := next((when for when in begun if when > at), None)) is not None:
+                times[name, "back_s"].append(back_at - at)
+    spreads: defaultdict[str, dict[str, Spread]] = defaultdict(dict)
+    for (name, kind), values in times.items():
+        spreads[name][kind] = Spread.over(values)
+    return {name: Aftermath(count=number, **spreads[name]) for name, number in sorted(count.items())}
 
 
 def _late_steps(life: Sequence[_Made], at: float, step: int) -> Sequence[_Made]:

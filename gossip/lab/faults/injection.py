@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -100,14 +99,10 @@ def patched(
     happens: Callable[[], object],
 ) -> Iterator[None]:
     """Replace a method of each target within the block by ``make(method, fault, once)``; ``once`` happens once."""
-    lock, has_happened = threading.Lock(), threading.Event()
+    calls = iter([happens])  # of which one thread takes the only one
 
     def once() -> None:
-        with lock:
-            if has_happened.is_set():
-                return
-            has_happened.set()
-        happens()
+        next(calls, lambda: None)()
 
     with contextlib.ExitStack() as patches:
         for target in targets:
