@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from pydantic import BaseModel, SerializeAsAny
+from pydantic_core import to_json
 
 from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
@@ -42,13 +42,6 @@ LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchma
 """What of loguru's records is shown, by the module that says it."""
 _SETTINGS = "settings.json"
 _PRELOAD = ("gossip.lab.benchmarks.harness", "sklearn.datasets", "sklearn.model_selection")
-
-
-class Document(BaseModel):
-    """The results of a run, as they are written; numbers that are not finite are null there."""
-
-    settings: SerializeAsAny[BenchmarkSettings]
-    results: list[SerializeAsAny[BaseModel]]
 
 
 def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
@@ -81,8 +74,9 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
         if placement is not None and placement.rank > 0:
             continue
         results.append(benchmark.result(case, records))
-        document = Document(settings=settings, results=results)
-        (folder / benchmark.files[0]).write_text(document.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        document = {"settings": settings, "results": results}
+        content = to_json(document, indent=2, by_alias=False, inf_nan_mode="null")
+        (folder / benchmark.files[0]).write_bytes(content + b"\n")
         report = benchmark.report(settings, results, _machine(case))
         (folder / benchmark.files[1]).write_text(report, encoding="utf-8")
         benchmark.draw(settings, results, folder)
