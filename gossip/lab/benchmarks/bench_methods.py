@@ -183,9 +183,8 @@ class DecentDP(Method):
     def _wrapped(self, options: dict[str, Any], timeout: timedelta) -> nn.Module:  # noqa: ARG002
         from decent_dp.ddp import DecentralizedDataParallel
 
-        model: nn.Module = DecentralizedDataParallel(
-            self._module, self._optimize, **{"_local_world_size": 1, **options}
-        )
+        options = {"_local_world_size": 1, **options}
+        model: nn.Module = DecentralizedDataParallel(self._module, self._optimize, **options)
         return model
 
     def close(self) -> None:

@@ -179,11 +179,10 @@ class Failures(Benchmark[FailuresSettings, Run]):
                 tables[link].append([*cells, f"{lost:.1f}", *times, _seconds(to_loss, ".0f")])
         titles = ("method", "faults", "every, s", "number", "goodput", "bound", "batches lost per fault")
         heads = ("others step again after, s", "started after, s", "back after, s", "to the loss, s")
-        return [
-            part
-            for link, rows in tables.items()
-            for part in (f"## {link}" if link else "", table((*titles, *heads), rows))
-        ]
+        parts = []
+        for link, rows in tables.items():
+            parts += [f"## {link}" if link else "", table((*titles, *heads), rows)]
+        return parts
 
     def draw(self, settings: FailuresSettings, results: Sequence[Run], folder: Path) -> None:
         link = results[0].link
@@ -225,6 +224,7 @@ class _Supervised:
 
     def __init__(self, case: FailuresSettings, folder: Path, lab: Lab | None = None) -> None:
         self._case, self._folder, self._lab, self._method = case, folder, lab, case.methods[0]
+        self._log = folder / "log.txt"
         self._address = BRIDGE_ADDRESS if lab else "127.0.0.1"  # of this process, which serves the stores
         self._is_one = self._method in (WARM, "ddp")  # process that starts all ranks again
         saving = max(1, round(math.sqrt(2 * _SAVING_S * case.every_s[0]) / case.step_s))
@@ -250,10 +250,9 @@ class _Supervised:
             while len({note.slot for note in self._notes if note.step >= _FIRST_STEPS}) < self._case.world_size:
                 self._look()
                 if time.time() > deadline:
-                    why = (
-                        f"{self._method}: not all ranks made {_FIRST_STEPS} steps in {_BEGINNING_S:g} s; they said last"
-                    )
-                    raise LaunchError(f"{why}: {self._log().read_text(errors='replace')[-_NUM_SAID:]}")
+                    why = f"{self._method}: not all ranks made {_FIRST_STEPS} steps in {_BEGINNING_S:g} s"
+                    said = self._log.read_text(errors="replace")[-_NUM_SAID:]
+                    raise LaunchError(f"{why}; they said last: {said}")
             began = time.time()
             struck = self._train(began)
         return self._result(began, struck)
@@ -339,7 +338,7 @@ class _Supervised:
         options = ["--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"]
         options += ["--heartbeat_timeout_ms", "1000"]
         command = [sys.executable, str(program), *options, "--bind", address]
-        lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log().open("ab"))
+        lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._log.open("ab"))
         stack.callback(lighthouse.wait)
         stack.callback(lighthouse.kill)
         return {"TORCHFT_LIGHTHOUSE": f"http://{address}", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -365,13 +364,10 @@ class _Supervised:
             command,
             env=environment,
             stdout=subprocess.DEVNULL,
-            stderr=self._log().open("ab"),
+            stderr=self._log.open("ab"),
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-
-    def _log(self) -> Path:
-        return self._folder / "log.txt"
 
     def _end(self) -> None:
         for process in self._processes.values():

@@ -145,7 +145,7 @@ class TimeToLoss(Benchmark[TimeToLossSettings, LossResult]):
             target, limit_s = target_of(curve.points), case.max_time_ratio * curve.points[-1].seconds
             for method in others:
                 write(training.train(method, seed, partial(reaches_or_ends, target, limit_s)).model_dump())
-        training.close()
+        training.world.close()
 
     def progress(self, case: TimeToLossSettings, number: int, record: Record) -> str | None:  # noqa: ARG002
         if "points" not in record:
@@ -241,7 +241,7 @@ class _Training:
         self._case, self._place = case, place
         self._task = LOSS_TASKS[case.tasks[0]]
         self._data = self._task.make_data()
-        self._world = World(timedelta(seconds=case.timeout_s))
+        self.world = World(timedelta(seconds=case.timeout_s))
 
     def probe(self) -> Measured:
         """Measure what :func:`gossip.simulate_time` needs to know about these ranks; equal on every rank."""
@@ -266,15 +266,12 @@ class _Training:
                 running.step(next(batches))
             clock.stop()
             with running.averaged():
-                loss = evaluate(module, data.test_inputs, data.test_targets, self._world).loss
+                loss = evaluate(module, data.test_inputs, data.test_targets, self.world).loss
             step = (len(points) + 1) * case.evaluate_every
             points.append(Point(step=step, seconds=clock.seconds, sent_bytes=clock.sent_bytes, loss=loss))
         dist.barrier()
         running.close()
         return Curve(method=method.label, seed=seed, points=points)
-
-    def close(self) -> None:
-        self._world.close()
 
 
 def section(result: LossResult) -> list[str]:

@@ -146,15 +146,9 @@ class Lab:
             for parameter, value in _KERNEL_PARAMETERS.items():
                 Path("/proc/sys/net/ipv4", parameter).write_text(str(value))
         # By the route, because the kernel's parameter only takes what the machine allows to every user.
-        route = f"{_NETWORK}.0/24 dev {interface} proto kernel scope link src {self.address(rank)}"
-        _batch(
-            host,
-            "ip",
-            "link set lo up",
-            f"address add {self.address(rank)}/24 dev {interface}",
-            f"link set {interface} up",
-            f"route replace {route} congctl {CONGESTION_CONTROL}",
-        )
+        route = f"route replace {_NETWORK}.0/24 dev {interface} proto kernel scope link src {self.address(rank)}"
+        up = "link set lo up", f"address add {self.address(rank)}/24 dev {interface}", f"link set {interface} up"
+        _batch(host, "ip", *up, f"{route} congctl {CONGESTION_CONTROL}")
 
     @staticmethod
     def address(host: int) -> str:
