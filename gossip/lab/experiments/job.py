@@ -234,9 +234,9 @@ def _refused_by_all(world: World) -> Iterator[None]:
         yield
     except ConfigurationError as error:
         own = error
-    findings = world.gather_bytes(str(own or "").encode(), "comparing what the ranks found wrong")
+    findings = world.gather_json(str(own or ""), "comparing what the ranks found wrong")
     if own is not None:
         raise own
-    for rank, finding in enumerate(findings):
-        if text := finding.decode():
+    for rank, text in enumerate(findings):
+        if text:
             raise ConfigurationError(f"rank {rank}: {text}")

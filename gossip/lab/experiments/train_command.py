@@ -8,9 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -54,8 +54,8 @@ def main(config_folder: Path, config_name: str, task: Callable[[Any], None] | No
             return report(error, config_folder, config_name)
         print(help_text(sys.argv[0], config_folder, config_name))
         return 0
-    for number in SIGNALS:
-        signal.signal(number, terminate)
+    for number in SIGNALS:  # end as a program does that a signal ends, after the blocks that are open
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         placement = find_placement()
     except ValueError as error:  # invalid environment variables of SLURM
@@ -190,14 +190,12 @@ def _train(config_folder: Path, config_name: str, last_words: list[str], hydra_c
         if dist.is_initialized():
             num_ranks = _said_by_rank_0(lambda: str(dist.get_world_size()), "counting the ranks at the beginning")
             config["launch"]["world_size"] = int(num_ranks)
-        state = State.BEGIN
-        if config.get("resume") is not None and in_sweep:
+        state, resume = State.BEGIN, config.get("resume")
+        if resume is not None and in_sweep:
             raise ConfigurationError("resume=... goes on with one run; leave out -m")
-        resume = config.get("resume")
         if not in_sweep and _is_to_go_on_if_it_can(resume):
-            state = State[
-                _said_by_rank_0(lambda: resuming.state_of(folder, resume).name, "looking into the run folder")
-            ]
+            name = _said_by_rank_0(lambda: resuming.state_of(folder, resume).name, "looking into the run folder")
+            state = State[name]
             config["resume"] = str(folder) if state is State.GO_ON else None
         if state is State.ENDED:
             configure_logging(dist.get_rank() if dist.is_initialized() else 0)
@@ -307,16 +305,9 @@ def _said_by_rank_0(text: Callable[[], str], what: str) -> str:
     """Return on every rank what ``text`` returns on rank 0. Collective; a rank that joins others reads it later."""
     keys: Any = training_store.shared_keys("said by rank 0")
     if training_store.joined() is not None:
-        found: bytes = keys.get(what)
-        return found.decode()
-    world = World(DEFAULT_TIMEOUT)
-    texts = world.gather_bytes(text().encode() if world.rank == 0 else b"", what)
-    if world.rank == 0 and keys is not None:
-        keys.set(what, texts[0].decode())
-    world.close()
-    return texts[0].decode()
-
-
-def terminate(signal_number: int, _: FrameType | None) -> None:
-    """End as a program does that a signal ends, after the blocks that are open."""
-    raise SystemExit(128 + signal_number)
+        return str(keys.get(what), "utf-8")
+    with closing(World(DEFAULT_TIMEOUT)) as world:
+        said: str = world.gather_json(text() if world.rank == 0 else "", what)[0]
+        if world.rank == 0 and keys is not None:
+            keys.set(what, said)
+    return said
