@@ -65,10 +65,8 @@ def main() -> int:
         print(head, *rows, sep="\n")
         return 0
     if name not in APPLICATIONS:
-        names = ", ".join(APPLICATIONS)
-        print(
-            f"error: there is no gossip {name}{nearest(name, list(APPLICATIONS))} Available: {names}", file=sys.stderr
-        )
+        known = f"{nearest(name, list(APPLICATIONS))} Available: {', '.join(APPLICATIONS)}"
+        print(f"error: there is no gossip {name}{known}", file=sys.stderr)
         return REFUSED
     sys.argv[:2] = [f"gossip {name}"]
     return run(name)
@@ -84,11 +82,8 @@ def run(name: str) -> int:
     try:
         missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
         if missing:
-            print(
-                f"error: gossip {name} needs {', '.join(missing)}; install what the applications need in a clone of "
-                "the repository: pip install '.[lab]'",
-                file=sys.stderr,
-            )
+            remedy = "install what the applications need in a clone of the repository: pip install '.[lab]'"
+            print(f"error: gossip {name} needs {', '.join(missing)}; {remedy}", file=sys.stderr)
             return REFUSED
         return ends_quietly(lambda: _start(name))
     except KeyboardInterrupt:

@@ -129,15 +129,9 @@ class RunState:
         if checkpoint.world_size != world_size:
             self._restart_schedule()
             if self._world.rank == 0:
-                logger.warning(
-                    "the data are divided among {} ranks instead of {}: {} steps per epoch instead of {}, and {} are "
-                    "left of the run",
-                    world_size,
-                    checkpoint.world_size,
-                    self._steps_per_epoch,
-                    data["steps_per_epoch"],
-                    self._all_positions - self.position,
-                )
+                ranks = f"the data are divided among {world_size} ranks instead of {checkpoint.world_size}"
+                steps = f"{self._steps_per_epoch} steps per epoch instead of {data['steps_per_epoch']}"
+                logger.warning("{}: {}, and {} are left of the run", ranks, steps, self._all_positions - self.position)
 
     def _make_scheduler(self) -> LRScheduler:
         """Return a new scheduler, which the model keeps: on a rank that joins it is in the state of the others'."""
@@ -216,14 +210,9 @@ class ElasticShards:
             sizes = [len(shard) for rank, shard in enumerate(self._experiment.shards.indices) if rank not in kept]
             words = f"{sum(sizes)} of {len(self._experiment.data.train_targets)} samples are trained on by nobody"
         if self._method.world.member == self._members[0]:
-            logger.warning(  # the message is complete on rank 0 alone; the other ranks need not log it
-                "step {}: {} ranks train in the place of {}; data.on_loss={}: {}",
-                step,
-                len(self._members),
-                len(before),
-                settings.data.on_loss,
-                words,
-            )
+            ranks = f"{len(self._members)} ranks train in the place of {len(before)}"
+            # The message is complete on rank 0 alone; the other ranks need not log it.
+            logger.warning("step {}: {}; data.on_loss={}: {}", step, ranks, settings.data.on_loss, words)
 
     def _shares(self) -> dict[int, int]:
         """Return the initial shard of each member.

@@ -84,12 +84,8 @@ class LogForwarder:
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "logger={} {}; training is not affected, and its records are in {}",
-                self.name,
-                what,
-                self._beginning.folder,
-            )
+            message = "logger={} {}; training is not affected, and its records are in {}"
+            logger.warning(message, self.name, what, self._beginning.folder)
 
     def _follow(self) -> None:
         """Begin the logger, pass on all records until the run has ended, and end the logger."""
@@ -227,9 +223,5 @@ class _GrowingFile:
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record if key != "step")
-    return {key: _mean([record[key] for record in flat if key in record]) for key in keys}
-
-
-def _mean(values: Sequence[float]) -> float:
-    present = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(present) if present else math.nan
+    known = {key: [each[key] for each in flat if not math.isnan(each.get(key, math.nan))] for key in keys}
+    return {key: statistics.fmean(values) if values else math.nan for key, values in known.items()}
