@@ -39,7 +39,15 @@ class Tuning(Model):
         """
         by_setting: dict[tuple[str, ...], list[Trial]] = {}
         for job in trials:
-            by_setting.setdefault(self._setting(job.run), []).append(self._trial(job, folder))
+            summary = job.summary(folder)
+            is_completed = summary["status"] == "completed"
+            trial = Trial(
+                value=value_of(job.config, self.parameter),
+                accuracy=summary["averaged_test_accuracy"] if is_completed else None,
+                loss=summary["averaged_test_loss"] if is_completed else None,
+                reason="" if is_completed else summary["reason"],
+            )
+            by_setting.setdefault(self._setting(job.run), []).append(trial)
         choices = {
             setting: Choice(
                 parameter=self.parameter, seed=self.seed, trials=tuple(of_setting), value=_best(of_setting, metric)
@@ -52,25 +60,14 @@ class Tuning(Model):
         own = ("seed", self.parameter)
         return tuple(override for override in run.overrides if override.partition("=")[0] not in own)
 
-    def _trial(self, job: Job, folder: Path) -> Trial:
-        summary = job.summary(folder)
-        is_completed = summary["status"] == "completed"
-        return Trial(
-            value=value_of(job.config, self.parameter),
-            accuracy=summary["averaged_test_accuracy"] if is_completed else None,
-            loss=summary["averaged_test_loss"] if is_completed else None,
-            reason="" if is_completed else summary["reason"],
-        )
-
 
 def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
-    def badness(trial: Trial) -> tuple[float, float]:
-        assert trial.accuracy is not None
-        assert trial.loss is not None
-        return (-trial.accuracy if metric.higher_is_better else 0.0, trial.loss)
-
-    usable = [trial for trial in trials if trial.loss is not None]
-    return min(usable, key=badness).value if usable else None
+    usable = [
+        (-trial.accuracy if metric.higher_is_better else 0.0, trial.loss, place)
+        for place, trial in enumerate(trials)
+        if trial.accuracy is not None and trial.loss is not None
+    ]
+    return trials[min(usable)[2]].value if usable else None
 
 
 def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
