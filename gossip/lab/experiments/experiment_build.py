@@ -104,12 +104,8 @@ def build(config: Mapping[str, Any]) -> Experiment:
         with blaming("data.partition", options):
             return partition(data.train_labels, world_size, seed=seed, **options)
 
-    shards = Shards(
-        divide(settings.launch.world_size, settings.seed),
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        repeats=settings.training.steps is not None,
-    )
+    indices, repeats = divide(settings.launch.world_size, settings.seed), settings.training.steps is not None
+    shards = Shards(indices, settings.batch_size, settings.seed, repeats=repeats)
     model = _factory(config, "model")
     return Experiment(
         settings=settings,
@@ -179,13 +175,9 @@ def check(config: Mapping[str, Any]) -> Experiment:
         optimizer = experiment.make_optimizer(list(module.named_parameters()))
         experiment.make_scheduler(optimizer, experiment.total_steps)
         if experiment.topology is not None:
-            prepare_algorithm(
-                experiment.algorithm,
-                experiment.topology,
-                experiment.compression,
-                (optimizer,),
-                averages_buffers=experiment.wrapper_options.get("buffers") == "average",
-            )
+            parts = experiment.algorithm, experiment.topology, experiment.compression
+            averages_buffers = experiment.wrapper_options.get("buffers") == "average"
+            prepare_algorithm(*parts, (optimizer,), averages_buffers=averages_buffers)
         _check_model_takes_data(module, experiment.data)
     except ConfigurationError:
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -73,21 +72,16 @@ def train_experiment(
     rank = int(os.environ.get("RANK", dist.get_rank())) if dist.is_initialized() else 0
     configure_logging(rank)
     if rank == 0 and shards.left_out_per_epoch:
-        logger.info(
-            "{} steps per epoch (whole batches of the smallest shard): {} of {} samples are left out, others each time",
-            shards.steps_per_epoch,
-            shards.left_out_per_epoch,
-            len(experiment.data.train_targets),
-        )
+        steps = f"{shards.steps_per_epoch} steps per epoch (whole batches of the smallest shard)"
+        left_out = f"{shards.left_out_per_epoch} of {len(experiment.data.train_targets)} samples are left out"
+        logger.info("{}: {}, others each time", steps, left_out)
     saves = settings.checkpoint.every > 0
     with ExitStack() as stack:
         leaves = saves and experiment.wrapper_options.get("on_peer_loss") == "continue"
         if leaves and threading.current_thread() is threading.main_thread():  # the model handles it
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        if settings.engine == "virtual":
-            method: Method = VirtualMethod(experiment, stack)
-        else:
-            method = make_method(experiment)
+        is_virtual = settings.engine == "virtual"
+        method: Method = VirtualMethod(experiment, stack) if is_virtual else make_method(experiment)
         world = method.world
         state = RunState(experiment, method, folder)
         if world.member >= settings.launch.world_size:
@@ -273,7 +267,7 @@ def step_costs(folder: Path, name: str, last: Mapping[str, Any]) -> dict[str, An
     sums: Counter[str] = Counter()
     waits: Counter[str] = Counter()
     other = "rank0.jsonl" if name == TOGETHER_FILE else TOGETHER_FILE
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb")) for path in (folder / other, folder / name) if path.exists()]
         for record in itertools.chain(map(json.loads, itertools.chain(*files)), [last]):
             sums.update({"steps": 1} | {sum_: record[key] for key, sum_ in _TOTALS.items() if key in record})

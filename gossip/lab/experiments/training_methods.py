@@ -28,7 +28,6 @@ from gossip.lab.experiments.evaluation import Evaluation, evaluate, evaluate_rep
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.records import TOGETHER_FILE
 from gossip.lab.experiments.run_settings import ALL_REDUCE_OPTIONS, changed_options, options_of_virtual_workers
-from gossip.sharding.local_group import SharedGroup
 from topologies import Round, Topology
 
 
@@ -230,23 +229,15 @@ class GossipMethod(Method):
         if settings.checkpoint.every and options.get("on_peer_loss") == "continue":
             options["on_preemption"] = lambda _: self.save_and_end()
             module.register_forward_pre_hook(self._on_evaluation)
-        self.model = experiment.make_wrapper(
-            module,
-            experiment.make_optimizer,
-            topology,
-            algorithm=experiment.algorithm,
-            compression=experiment.compression,
-            timeout=settings.timeout,
-            **options,
-        )
+        options |= {"algorithm": experiment.algorithm, "compression": experiment.compression}
+        options["timeout"] = settings.timeout
+        self.model = experiment.make_wrapper(module, experiment.make_optimizer, topology, **options)
         assert self.model.optimizer is not None
         self.module, self.optimizer, self.groups = module, self.model.optimizer, self.model.world
         self._local_size = settings.launch.local_size
-        world = self.groups
+        world: Any = self.groups
         if self._local_size > 1:
-            group = self.model._live().group
-            assert isinstance(group, SharedGroup)
-            world = AllRanks(self.groups, group.world) if self.groups.changes else World(settings.timeout)
+            world = AllRanks(world, world.shard_group) if world.changes else World(settings.timeout)
         self._be_one_rank(world)
 
     def _on_evaluation(self, *_: object) -> None:
