@@ -242,8 +242,7 @@ def _cut(texts: Sequence[tuple[Path, bytes]], context_length: int) -> tuple[torc
 
 def _tokenize(text: str) -> npt.NDArray[np.int64]:
     table = np.zeros(128, dtype=np.int64)
-    for token, character in enumerate(VOCABULARY[1:], start=1):
-        table[ord(character)] = token
+    table[list(map(ord, VOCABULARY[1:]))] = np.arange(1, len(VOCABULARY))
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     tokens: npt.NDArray[np.int64] = table[np.minimum(code_points, 127)]  # 127, a control character, maps to 0 as well
     return tokens

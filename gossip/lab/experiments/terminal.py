@@ -114,10 +114,9 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     sent = summary["bytes_sent_per_step"]
     parts["starting processes, writing files"] = summary["wall_time_s"] - sum(parts.values())
     return {
-        **{
-            f"test accuracy, local replicas: {which}": percent(f"local_test_accuracy_{which}")
-            for which in ("mean", "worst", "best")
-        },
+        "test accuracy, local replicas: mean": percent("local_test_accuracy_mean"),
+        "test accuracy, local replicas: worst": percent("local_test_accuracy_worst"),
+        "test accuracy, local replicas: best": percent("local_test_accuracy_best"),
         "test accuracy, global average": percent("averaged_test_accuracy"),
         "test loss, global average": f"{summary['averaged_test_loss']:.4f}",
         "consensus distance before the average": distance("before"),

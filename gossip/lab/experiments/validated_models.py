@@ -177,10 +177,9 @@ def blaming(place: str, options: Mapping[str, Any]) -> Iterator[None]:
         if isinstance(error, LookupError):
             text = f"{type(error).__name__}: {text}"  # the message of a LookupError alone is just the key
         given = [name for name in options if name not in _OF_HYDRA]
-        blamed = named_in(text, given)
-        values = ", ".join(
-            f"{place}.{name}={shown(options[name])}" for name in ([blamed] if blamed is not None else given)
-        )
+        if (blamed := named_in(text, given)) is not None:
+            given = [blamed]
+        values = ", ".join(f"{place}.{name}={shown(options[name])}" for name in given)
         where = "".join([f" ({line})" for line in _lines_of_user(str(options.get("_target_", "")), error)][-1:])
         raise ConfigurationError(f"{values or place}: {text}{where}") from error
 

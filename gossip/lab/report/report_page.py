@@ -167,8 +167,7 @@ def draw_charts(document: Document, divided: Sequence[Panel]) -> list[Drawn]:
     """Return the charts in which there is anything to draw."""
     drawn = []
     for chart in charts(document):
-        scales = chart.scales(document.rows)
-        if scales is not None:
+        if (scales := chart.scales(document.rows)) is not None:
             members = (panel for panel in divided if any(chart.end(series.row) for series in panel.series))
             drawn.append(Drawn(chart, *scales, tuple(members)))
     return drawn
