@@ -93,7 +93,8 @@ def run_job(
                     resuming.check_resumable(folder)
                 else:
                     run_folder.claim(folder, config, overrides)
-                run_folder.sign(folder, resuming.identities())
+                if launchers := resuming.identities():  # that may restart this run
+                    run_folder.write_json(folder / run_folder.STARTED_BY_FILE, launchers)
         if is_resumed:
             overrides = list(dict.fromkeys([*run_folder.read_overrides(folder), *overrides]))
         return _run_in_folder(config, folder, overrides, world, started_at, on_failure)

@@ -132,18 +132,12 @@ def clear(folder: Path) -> None:
 
 
 def unclaim(folder: Path) -> None:
-    """Remove the files that :func:`claim` and :func:`sign` wrote for a run that was refused before it began.
+    """Remove the files that were written for a run that was refused before it began.
 
     The caller must hold the lock.
     """
     for name in (CONFIG_FILE, OVERRIDES_FILE, VERSIONS_FILE, STARTED_BY_FILE):
         (folder / name).unlink(missing_ok=True)
-
-
-def sign(folder: Path, identities: Mapping[str, str]) -> None:
-    """Record the launchers that may restart this run, and their identifiers for it; write nothing if there are none."""
-    if identities:
-        write_json(folder / STARTED_BY_FILE, identities)
 
 
 def update_config(folder: Path, config: Mapping[str, Any]) -> None:

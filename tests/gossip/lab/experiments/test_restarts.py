@@ -6,7 +6,7 @@ from pathlib import Path
 from composing import composed
 
 from gossip.lab.experiments.resuming import State, find, identities, restarter, state_of
-from gossip.lab.experiments.run_folder import claim, sign, update_config, write_failure, write_json
+from gossip.lab.experiments.run_folder import STARTED_BY_FILE, claim, update_config, write_failure, write_json
 
 FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 REQUEUED = {**FIRST, "SLURM_RESTART_COUNT": "1"}
@@ -18,7 +18,8 @@ def begun(
     """The folder of a run that was begun later than all others."""
     folder = root / name
     claim(folder, composed(*overrides))
-    sign(folder, identities(by or {}))
+    if by is not None:
+        write_json(folder / STARTED_BY_FILE, identities(by))
     if has_checkpoint:
         (folder / "checkpoints" / "step_0000000005").mkdir(parents=True)
     later = 1_000_000_000 + len(list(root.iterdir()))
