@@ -145,15 +145,9 @@ def text_files(
 
 
 def _text_data(
-    name: str,
-    sources: Sequence[Path],
-    context_length: int,
-    max_bytes: int,
-    test_fraction: float,
-    split_seed: int,
-    notes: str,
+    name: str, paths: Sequence[Path], context_length: int, max_bytes: int, test_fraction: float, seed: int, notes: str
 ) -> Data:
-    shuffled = [sources[i] for i in np.random.default_rng(split_seed).permutation(len(sources))]
+    shuffled = [paths[i] for i in np.random.default_rng(seed).permutation(len(paths))]
     max_bytes = min(max_bytes, sum(path.stat().st_size for path in shuffled))
     test_bytes = int(max_bytes * test_fraction)
     if len(shuffled) == 1:

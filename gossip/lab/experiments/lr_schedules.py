@@ -49,16 +49,12 @@ def cosine(
 
 
 def _schedule(
-    optimizer: Optimizer,
-    total_steps: int,
-    warmup_fraction: float,
-    final_fraction: float,
-    decay: Callable[[float], float],
+    optimizer: Optimizer, num_steps: int, warmup_fraction: float, final_fraction: float, decay: Callable[[float], float]
 ) -> LambdaLR:
-    warmup_steps = round(warmup_fraction * total_steps)
+    warmup_steps = round(warmup_fraction * num_steps)
 
     def factor(step: int) -> float:
-        progress = min(1.0, max(0.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+        progress = min(1.0, max(0.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)))
         warmup = min(1.0, (step + 1) / (warmup_steps + 1))
         return warmup * (final_fraction + (1 - final_fraction) * decay(progress))
 
