@@ -87,6 +87,7 @@ class Consensus(MembershipProtocol):
         self._ended: set[int] = set()  # ranks that have closed their models, as others say
         self._farewells: dict[int, Position] = {}  # and where they were, as the voters of a generation knew
         self._is_dropped = False  # others have lost this rank, and will decide so
+        self._is_left_out = False  # by those who were asked in the last attempt, and have cut this rank
         self._leaves_at: int | None = None
         self._has_asked_to_leave = False
         self._ends_if_preempted = ends_if_preempted

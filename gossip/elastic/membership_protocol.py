@@ -64,6 +64,7 @@ class MembershipProtocol(ABC):
     _ended: set[int]
     _farewells: dict[int, Position]
     _is_dropped: bool
+    _is_left_out: bool
     _timeout: timedelta
     _is_in_step: bool
     _error: GossipError | None
@@ -144,7 +145,10 @@ class MembershipProtocol(ABC):
         if not self._consensus_store.is_proposed(number):
             is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
             if self._is_dropped:
-                self._is_soon_proposed(number, unless=lambda: False)
+                self._is_soon_proposed(number)
+                return
+            if self._is_left_out:  # those who were asked try again, if any of them is there
+                self._is_left_out = self._is_soon_proposed(number, within_s=self._timeout.total_seconds())
                 return
             if proposed is None or is_same:  # nobody has: a false alarm
                 with self._changed:
@@ -191,6 +195,7 @@ class MembershipProtocol(ABC):
                 self._suspects = dict.fromkeys(others, "others lost it while they agreed") | self._suspects
         with self._changed:
             self._num_attempts = number
+            self._is_left_out = member in latest.members and member not in asked
             self._asked_in = None
             if decision is not None and decision.positions:
                 self._holds = False
@@ -330,9 +335,11 @@ class MembershipProtocol(ABC):
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _is_soon_proposed(self, number: int, *, unless: Callable[[], bool]) -> bool:
+    def _is_soon_proposed(
+        self, number: int, *, unless: Callable[[], bool] = lambda: False, within_s: float | None = None
+    ) -> bool:
         """Return whether another rank makes a proposal within a short time, or this one need not wait for it."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + (_GRACE_S if within_s is None else within_s)
         while time.monotonic() < deadline and not self._stop.is_set():
             if self._consensus_store.is_proposed(number) or unless():
                 return True

@@ -135,6 +135,14 @@ FAULTS = (
     PutBack(
         _CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, is_common=True, seeds=range(450213, 450214)
     ),
+    PutBack(
+        _CONSENSUS + "_attempt",
+        "member in latest.members and member not in asked",
+        "False",
+        True,
+        is_common=True,
+        seeds=range(454720, 454721),
+    ),
     PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
     PutBack(_CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:"),
     PutBack(
