@@ -1,4 +1,4 @@
-"""Files that are written piece by piece and read by the safetensors library."""
+"""Files that are written piece by piece, byte for byte as the safetensors library writes them."""
 
 import os
 from collections.abc import Mapping
@@ -6,10 +6,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from checkpointing import names_in
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gossip import CheckpointError
 from gossip.checkpoints import safetensors_file
@@ -23,10 +22,6 @@ def values_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
     largest = 2 if dtype == torch.bool else 256
     return torch.randint(0, largest, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -53,13 +48,6 @@ def test_every_dtype_is_written_as_the_library_does(tmp_path: Path) -> None:
     write(tmp_path / "ours", tensors)
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    found = load_file(tmp_path / "ours")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bytes_of(found[name]) == bytes_of(tensor), name
-    with safetensors.safe_open(tmp_path / "ours", "pt") as file:
-        assert torch.equal(file.get_slice("torch.int64 matrix")[1:3, 2], tensors["torch.int64 matrix"][1:3, 2])
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
