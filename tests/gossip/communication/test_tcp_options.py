@@ -17,12 +17,10 @@ RTO_MAX_MS = 44  # linux/tcp.h: TCP_RTO_MAX_MS
 
 
 def kernel_knows_it() -> bool:
-    with socket.socket() as unconnected:
-        try:
-            unconnected.setsockopt(socket.IPPROTO_TCP, RTO_MAX_MS, 1000)
-        except OSError:
-            return False
-    return True
+    with socket.socket() as unconnected, contextlib.suppress(OSError):
+        unconnected.setsockopt(socket.IPPROTO_TCP, RTO_MAX_MS, 1000)
+        return True
+    return False
 
 
 needs_kernel = pytest.mark.skipif(not kernel_knows_it(), reason="TCP_RTO_MAX_MS came with Linux 6.15")

@@ -47,12 +47,9 @@ def invented(frames: list[bytes]) -> list[bytes]:
 
 
 def taken(connection: socket.socket, num_bytes: int) -> bytes:
-    content = b""
-    while len(content) < num_bytes:
-        part = connection.recv(num_bytes - len(content))
-        if not part:
-            raise EOFError
-        content += part
+    content = connection.recv(num_bytes, socket.MSG_WAITALL)
+    if len(content) < num_bytes:
+        raise EOFError
     return content
 
 

@@ -168,16 +168,8 @@ EDITS: dict[str, Callable[[nn.Parameter], None]] = {
 }
 
 
-def editing(edit: str, folder: str) -> None:
-    num_hashed: list[int] = []
-    digest_of = frozen_parameters.digest_of
-    with mock.patch.object(
-        frozen_parameters, "digest_of", lambda tensors: (num_hashed.append(1), digest_of(tensors))[1]
-    ):
-        edit_on_one_rank(EDITS[edit], folder, num_hashed)
-
-
-def edit_on_one_rank(edit: Callable[[nn.Parameter], None], folder: str, num_hashed: list[int]) -> None:
+@mock.patch.object(frozen_parameters, "digest_of", side_effect=frozen_parameters.digest_of)
+def edit_on_one_rank(edit: str, folder: str, digest_of: mock.Mock) -> None:
     model = make_model(topology="ring")
     weight = model.module[2].weight
     start = make_module()[2].weight.detach()
@@ -187,14 +179,14 @@ def edit_on_one_rank(edit: Callable[[nn.Parameter], None], folder: str, num_hash
             assert torch.equal(weight, start)
     gossip.save(model, folder)
     model.consensus_distance()
-    assert not num_hashed, "what nobody has touched is not hashed"
+    assert not digest_of.called, "what nobody has touched is not hashed"
     if model.rank == 2:
-        edit(weight)
+        EDITS[edit](weight)
     mean = start + 2 / 3
     with log_of() as lines, model.averaged():
         torch.testing.assert_close(weight, mean)
     assert sum("now differ between the ranks: '2.weight'" in line for line in lines) == (model.rank == 0)
-    assert num_hashed == [1], "of four frozen parameters"
+    assert digest_of.call_count == 1, "of four frozen parameters"
     torch.testing.assert_close(weight, start + (2.0 if model.rank == 2 else 0.0))
     with log_of() as lines, model.averaged():
         torch.testing.assert_close(weight, mean)
@@ -215,17 +207,17 @@ def edit_on_one_rank(edit: Callable[[nn.Parameter], None], folder: str, num_hash
     model.global_avg()
     torch.testing.assert_close(weight, mean)
     assert torch.equal(gathered(weight.detach()), weight.detach().expand(3, *weight.shape))
-    assert num_hashed == [1]
+    assert digest_of.call_count == 1
     gossip.load(model, folder)
     torch.testing.assert_close(weight, start + (2.0 if model.rank == 2 else 0.0))
     with model.averaged():
         torch.testing.assert_close(weight, mean)
-    assert num_hashed == [1], "a checkpoint knows which differ"
+    assert digest_of.call_count == 1, "a checkpoint knows which differ"
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_on_one_rank_is_told_at_the_next_collective_and_compared_there(edit: str, tmp_path: Path) -> None:
-    run_ranks(editing, edit, str(tmp_path), world_size=3)
+    run_ranks(edit_on_one_rank, edit, str(tmp_path), world_size=3)
 
 
 def converting_on_one_rank() -> str:

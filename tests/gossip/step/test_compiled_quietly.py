@@ -1,6 +1,7 @@
 """torch.compile of a model, its module or a training step: trained as the eager one, and nothing of ours warns."""
 
-import logging
+import logging.handlers
+import sys
 import warnings
 
 import pytest
@@ -27,17 +28,6 @@ class Deep(nn.Module):
         return x
 
 
-class Lines(logging.Handler):
-    """Warnings that torch's compiler logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def compile_what(what: str, graphs: CompileCounter, **arguments: object) -> tuple[GossipDataParallel, nn.Module]:
     """The model, and what to call."""
     module: nn.Module = Deep()
@@ -55,7 +45,8 @@ def compile_what(what: str, graphs: CompileCounter, **arguments: object) -> tupl
 
 def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int, torch.Tensor]:
     torch._dynamo.reset()
-    handler, graphs = Lines(), CompileCounter()
+    handler, graphs = logging.handlers.BufferingHandler(sys.maxsize), CompileCounter()
+    handler.setLevel(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch._inductor")]
     for each in loggers:
         each.addHandler(handler)
@@ -78,7 +69,8 @@ def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int
         model.close()
     for each in loggers:
         each.removeHandler(handler)
-    return [*map(str, caught), *handler.lines], graphs.frame_count, graphs.op_count, values
+    said = [*map(str, caught), *(record.getMessage() for record in handler.buffer)]
+    return said, graphs.frame_count, graphs.op_count, values
 
 
 def train_in_all_ways(algorithm: str) -> None:
