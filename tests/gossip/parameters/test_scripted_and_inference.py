@@ -67,13 +67,9 @@ def test_scripted_part_without_state_trains_and_is_watched() -> None:
         model(X)
 
 
-def made_in_inference_mode() -> nn.Module:
-    with torch.inference_mode():
-        return Layered()
-
-
 def test_parameters_and_buffers_of_inference_mode_are_refused_by_name() -> None:
-    other = made_in_inference_mode()
+    with torch.inference_mode():
+        other = Layered()
     with pytest.raises(ValueError, match=r"buffer 'norm\.running_mean' was made under torch\.inference_mode"):
         GossipDataParallel(other, SGD)
     other.norm = nn.BatchNorm1d(4)
