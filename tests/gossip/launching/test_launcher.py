@@ -157,16 +157,12 @@ def test_launch_names_the_variables_that_make_it_one_of_other_ranks(
         ({"timeout": 20}, r"timeout must be a .*, got 20; write timedelta"),
         ({"restart": 1}, 'restart=1 needs other ranks that continue and can be joined; pass on_peer_loss="continue"'),
         ({"restart": True, "on_peer_loss": "continue"}, "restart must be an integer of at least 0, got True"),
+        ({"function": lambda: None}, "define the function at the top level of a module or script"),
     ],
 )
-def test_launch_refuses_arguments_out_of_range(arguments: dict[str, Any], text: str) -> None:
+def test_launch_refuses_arguments_with_the_reason(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
-        launch(process_id, **{"world_size": 1} | arguments)
-
-
-def test_launch_refuses_a_function_that_workers_cannot_import() -> None:
-    with pytest.raises(TypeError, match="define the function at the top level of a module or script"):
-        launch(lambda: None, world_size=1)
+        launch(**{"function": process_id, "world_size": 1} | arguments)
 
 
 @pytest.mark.parametrize(

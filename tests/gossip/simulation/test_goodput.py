@@ -53,21 +53,3 @@ def test_nobody_trains_while_too_few_ranks_are_there() -> None:
     assert few[0].down == few[1].down > 0.005
     assert few[0].waiting < 0.001
     assert few[1].waiting == pytest.approx(3 * few[1].down, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Failures(0.0), "hours_per_failure must be above 0"),
-        (lambda: Failures(1.0, detect_s=-1.0), "detect_s must be at least 0"),
-        (lambda: Failures(1.0, min_share=2.0), "min_share must be between 0 and 1"),
-        (
-            lambda: simulate_goodput(CLUSTER, Failures(1.0), "ddp"),
-            "method must be one of 'restart', 'quorum', 'gossip'",
-        ),  # type: ignore[arg-type]
-        (lambda: simulate_goodput(CLUSTER, Failures(1.0), "gossip", hours=0), "hours must be above 0"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(make: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()

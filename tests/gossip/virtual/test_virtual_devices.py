@@ -1,6 +1,7 @@
 """Replicas spread over several devices train as on one, and messages of all are mixed as by the dense product."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ ROUNDS = {
     "one group, or none": topologies.build("complete", WORLD_SIZE).every(2),
     "star": topologies.build("star", WORLD_SIZE),
 }
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
 def run(workers: VirtualWorkers) -> VirtualWorkers:
@@ -26,25 +28,18 @@ def run(workers: VirtualWorkers) -> VirtualWorkers:
     return workers
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
-def test_kinds_of_rounds(rounds: str) -> None:
-    optimizer = functools.partial(torch.optim.Adam, lr=0.01)
-    one = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds]))
-    several = run(make_workers(make_module(), WORLD_SIZE, optimizer, ROUNDS[rounds], devices=["cpu"] * 3))
+@pytest.mark.parametrize(
+    ("world_size", "options", "atol"),
+    [
+        *((WORLD_SIZE, {"topology": rounds, "optimizer": ADAM}, 1e-12) for rounds in ROUNDS.values()),
+        *((5, {"topology": "ring", "compression": each}, 1e-9) for each in ("bf16", "int8", "choco", "powergossip")),
+    ],
+)
+def test_several_devices_train_as_one(world_size: int, options: dict[str, Any], atol: float) -> None:
+    one, several = (run(make_workers(make_module(), world_size, devices=["cpu"] * n, **options)) for n in (1, 3))
     for name, values in stacked(one).items():
-        torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-12)
-    assert several.consensus_distance() == pytest.approx(one.consensus_distance(), rel=1e-9)
-    assert several.stats() == one.stats()
-
-
-@pytest.mark.parametrize("compression", ["bf16", "int8", "choco", "powergossip"])
-def test_compressions(compression: str) -> None:
-    one, several = (
-        run(make_workers(make_module(), 5, topology="ring", compression=compression, devices=["cpu"] * each))
-        for each in (1, 3)
-    )
-    for name, values in stacked(one).items():
-        torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=1e-9)
+        torch.testing.assert_close(stacked(several)[name], values, rtol=0, atol=atol)
+    assert several.consensus_distance() == pytest.approx(one.consensus_distance(), rel=1000 * atol)
     assert several.stats() == one.stats()
 
 
