@@ -48,3 +48,11 @@ def test_a_seed_names_one_schedule() -> None:
         ((0, 3), (1, 4), (2, 5)),
         ((0, 3), (1, 2), (4, 5)),
     ]
+    undirected = topologies.build("equi_dyn", 8, seed=0)
+    directed = topologies.build("equi_dyn", 8, seed=0, directed=True)
+    assert [undirected.round(t).groups for t in (0, 1000)] == [
+        ((0, 2), (1, 7), (3, 5), (4, 6)),
+        ((0, 5), (1,), (2,), (3, 6), (4, 7)),
+    ]
+    assert [list(directed.round(t).neighbours(0)) for t in (0, 1, 2, 1000)] == [[6], [4], [7], [3]]
+    assert list(topologies.build("equi_static", 64, directed=True).round(0).neighbours(0)) == [3, 17, 20, 33, 41, 54]
