@@ -13,7 +13,7 @@ from separate import ADAM, SGD, batch, everything, make_module, make_workers, st
 from torch import nn
 
 import gossip
-from gossip import GossipError, VirtualWorkers
+from gossip import VirtualWorkers
 from gossip.step.state.algorithm_state import load_algorithm_state
 
 
@@ -195,15 +195,6 @@ def test_bad_steps_count_on(tmp_path: Path) -> None:
     gossip.load(resumed, tmp_path)
     with pytest.raises(RuntimeError, match="16 consecutive steps"):
         train(resumed, spoilt)
-
-
-def test_inside_averaged_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
-    workers = make_workers(make_module(), 2)
-    with (
-        workers.averaged(),
-        pytest.raises(GossipError, match=r"step 0: nothing can be saved or loaded inside averaged\(\)"),
-    ):
-        gossip.save(workers, tmp_path)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

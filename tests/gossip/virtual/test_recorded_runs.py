@@ -16,7 +16,7 @@ from elastic_ranks import RATE, Rows, flat, make_model, make_steps, replay, run,
 
 import gossip
 import topologies
-from gossip import GossipError, Recording, VirtualWorkers
+from gossip import Average, GossipError, Recording, VirtualWorkers
 from gossip.exchange.recording import Agreed, Ended, Event, Idle, Joined, Members, Missed, Recorder
 from gossip.lab.faults.injection import Fault
 
@@ -146,15 +146,19 @@ class Normed(Rows):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
 
 
+ASYNCHRONOUS = {"algorithm": "asynchronous"}
 REFUSED: dict[str, tuple[Recording, dict[str, Any]]] = {
     "replay is a recording of 3 ranks, but world_size is 4": (begun(), {"world_size": 4}),
+    "replay is a recording of 2 ranks, but world_size is 3": (Recording([], [1, 1]), ASYNCHRONOUS | {"world_size": 3}),
+    "replay names bucket 7, but the model has 2": (Recording([Average(0, 0, 7, 1, 0, 1)], [1, 1, 1]), ASYNCHRONOUS),
+    "replay: a recording only covers parameters": (Recording([], [1] * 3), ASYNCHRONOUS | {"buffers": "average"}),
     "the recording does not say which ranks began": (Recording([Ended(0, 9)], [9]), {}),
     "the recording contradicts itself, .* its files are of several runs, or the run loaded a checkpoint": (
         begun(Members(1, 4, 0, [0, 1, 2], "base", 2)),
         {},
     ),
     "replay is a recording of 2 buckets, but the model has 1": (begun(), {"bucket_cap_mb": 25}),
-    "is of ranks that made their steps together": (begun(), {"algorithm": "asynchronous", "topology": "ring"}),
+    "is of ranks that made their steps together": (begun(), ASYNCHRONOUS),
     "replay: algorithm RelaySum.* relays along a tree": (begun(), {"algorithm": "relay_sum", "topology": "path"}),
     "replay: what codecs of compression .* only messages that are values": (begun(), {"compression": "int8"}),
 }
@@ -163,10 +167,11 @@ REFUSED: dict[str, tuple[Recording, dict[str, Any]]] = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_cannot_be_repeated_is_refused(text: str) -> None:
     recording, options = REFUSED[text]
-    optimizer = functools.partial(torch.optim.SGD, lr=RATE)
+    module, optimizer = Rows(NUMEL), functools.partial(torch.optim.SGD, lr=RATE)
+    module.register_buffer("count", torch.zeros(3))
     options = {"world_size": len(recording.num_steps), "topology": "ring", "bucket_cap_mb": NUMEL * 8 / 2**20} | options
     with pytest.raises(ValueError, match=text):
-        VirtualWorkers(Rows(NUMEL), optimizer=optimizer, replay=recording, devices=["cpu"], **options)
+        VirtualWorkers(module, optimizer=optimizer, replay=recording, devices=["cpu"], **options)
 
 
 def test_an_optimizer_whose_counters_are_no_steps_cannot_repeat_that_a_rank_joins() -> None:

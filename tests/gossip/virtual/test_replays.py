@@ -101,22 +101,6 @@ def test_a_replay_is_the_run(
     torch.testing.assert_close(found, torch.stack(results), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("recording", "options", "text"),
-    [
-        (Recording([], [1, 1]), {}, "replay is a recording of 2 ranks, but world_size is 3"),
-        (Recording([Average(0, 0, 7, 1, 0, 1)], [1, 1, 1]), {}, "replay names bucket 7, but the model has 2"),
-        (Recording([], [1, 1, 1]), {"buffers": "average"}, "replay: a recording only covers parameters"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(recording: Recording, options: dict[str, Any], text: str) -> None:
-    module = Rows(NUMEL)
-    module.register_buffer("count", torch.zeros(3))
-    chosen = {"algorithm": "asynchronous", "bucket_cap_mb": NUMEL * 8 / 2**20, "devices": ["cpu"]} | options
-    with pytest.raises(ValueError, match=text):
-        VirtualWorkers(module, 3, OPTIMIZERS["sgd"], replay=recording, **chosen)
-
-
 def test_a_replay_is_not_saved(tmp_path: Any) -> None:
     options = {"algorithm": "asynchronous", "replay": Recording([], [2, 2]), "devices": ["cpu"]}
     workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["sgd"], "ring", **options)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from separate import (
 )
 from torch import nn
 
+import gossip
 from gossip import GossipError, VirtualWorkers
 
 # ---------------------------------------------------------------- steps
@@ -273,13 +275,15 @@ def test_averaged_is_the_mean_and_changes_nothing() -> None:
         assert torch.equal(one, other)
 
 
-def test_inside_averaged_nothing_is_trained() -> None:
+def test_inside_averaged_nothing_is_trained_or_saved(tmp_path: Path) -> None:
     workers = make_workers(make_module(), 3)
     loss = workers(batch(6)).square().mean()
     with workers.averaged():
         for refused in (loss.backward, workers.idle_step):
             with pytest.raises(GossipError, match=r"inside averaged\(\)"):
                 refused()
+        with pytest.raises(GossipError, match=r"step 0: nothing can be saved or loaded inside averaged\(\)"):
+            gossip.save(workers, tmp_path)
         workers.module(batch(6)).sum().backward()
     assert workers.step == 0
     train(workers, batch(6))
