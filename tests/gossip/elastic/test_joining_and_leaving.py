@@ -15,9 +15,9 @@ from unittest import mock
 import elastic_ranks
 import pytest
 import torch
+import torch.distributed as dist
 import unsupervised
 from elastic_ranks import (
-    NUM_MORE,
     assert_agree,
     assert_follow_the_recursion,
     flat,
@@ -28,6 +28,7 @@ from elastic_ranks import (
     stay,
     steps_until,
     targets,
+    train_until,
 )
 from ranks import error_of
 from tiers import rest_is_slow
@@ -39,13 +40,6 @@ from gossip.elastic.state_transfer import step_of
 from gossip.lab.faults.injection import Fault
 
 NUMEL = 64
-
-
-def test_a_rank_that_joins_follows_the_dense_recursion() -> None:
-    outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, topology="ring")
-    assert outcome.stays[3].first_step > 0
-    assert len(outcome.stays[3].values) == NUM_MORE + 2
-    assert_follow_the_recursion(outcome, "ring")
 
 
 def test_parameters_and_optimizer_state_are_those_of_their_source() -> None:
@@ -79,6 +73,7 @@ def test_a_rank_that_leaves_loses_nothing(leaver: int, is_told: bool) -> None:
     outcome = run((0, 1, 2, 3), world_size=3, num_joining=1, leaves=(leaver,), topology="ring", is_told=is_told)
     assert_follow_the_recursion(outcome, "ring")
     assert not any(outcome.dropped.values())
+    assert outcome.stays[3].first_step > 0
     others = [one for member, one in outcome.stays.items() if member != leaver]
     assert all(one.generations[-1][1] == tuple(sorted({0, 1, 2, 3} - {leaver})) for one in others)
 
@@ -190,25 +185,25 @@ def test_an_average_is_repeated_without_one_that_went_on_and_left() -> None:
 # ---------------------------------------------------------------------- gossip.launch(restart=)
 
 
-def train_and_die_once(folder: str, num_steps: int) -> tuple[int, torch.Tensor]:
-    """Rank 1 dies in its first life; all train until it is there again, and some steps more."""
-    rank = int(os.environ["RANK"])
-    life = Path(folder) / f"life_of_{rank}"
-    is_first = not life.exists()
-    life.touch()
-    with make_model(NUMEL, {"topology": "ring"}) as model:
-        for _ in steps_until(model, lambda: model.members == (0, 2, 3), num_steps):
-            if rank == 1 and is_first and model.step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            model(targets(rank, NUMEL)).backward()
+def train_until_back(victim: int, options: dict[str, Any]) -> tuple[int, tuple[tuple[int, ...], int, list[Any]]]:
+    """One rank dies in its first life; all train until it, or its shard group, is there again, and some steps more."""
+    with make_model(8, {"topology": "ring"} | options) as model:
+        if not joins() and dist.get_rank() == victim:
+            make_steps(model, 5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_until(model, lambda: model.members == (0, 2, 3))
         model.global_avg()
-        return rank, flat(model.module)
+        return int(os.environ["RANK"]), (model.members, model.step, flat(model.module).tolist())
 
 
-def test_launch_starts_a_rank_again_that_died(tmp_path: Path) -> None:
-    results = gossip.launch(train_and_die_once, str(tmp_path), 20, world_size=3, on_peer_loss="continue", restart=1)
-    assert [rank for rank, _ in results] == [0, 1, 2]
-    assert all(torch.equal(values, results[0][1]) for _, values in results)
+@pytest.mark.parametrize(
+    ("victim", "ranks", "options"),
+    [(1, {"world_size": 3}, {}), (3, {"world_size": 6, "local_size": 2}, {"shape": (3, 2), "shard": "optimizer"})],
+)
+def test_launch_starts_a_rank_again_that_died(victim: int, ranks: dict[str, int], options: dict[str, Any]) -> None:
+    results = gossip.launch(train_until_back, victim, options, **ranks, on_peer_loss="continue", restart=1)
+    assert [rank for rank, _ in results] == [*range(ranks["world_size"])]
+    assert all(found == results[0][1] for _, found in results)
 
 
 def fail_if_rank_1(folder: str) -> int:

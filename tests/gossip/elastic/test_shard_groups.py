@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import assert_follow_the_recursion, flat, joins, make_model, make_steps, run, targets, train_until
+from elastic_ranks import assert_follow_the_recursion, flat, make_model, run, targets
 from tiers import rest_is_slow
 
-from gossip import launch
 from gossip.exchange.edge_transport import EdgeTransport
 from gossip.exchange.transport import LateDifference
 from gossip.lab.faults.injection import Fault
@@ -40,23 +39,6 @@ def test_a_group_takes_the_place_of_one_that_was_lost(shard: str) -> None:
 def test_a_group_leaves_together() -> None:
     outcome = run((0, 1, 2), leaves=(1,), world_size=6, shape=(3, 2), shard="none", topology="ring")
     assert_follow_the_recursion(outcome, "ring")
-
-
-def train_until_back(victim: int) -> tuple[tuple[int, ...], int, float]:
-    model = make_model(8, {"shape": (3, 2), "shard": "optimizer", "topology": "ring"})
-    is_victim = dist.get_rank() == victim and not joins()
-    if is_victim:
-        make_steps(model, 5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    train_until(model, lambda: model.members == (0, 2, 3))
-    model.global_avg()
-    return model.members, model.step, float(sum(each.sum() for each in model.module.parameters()))
-
-
-def test_launch_starts_all_ranks_of_a_group_again() -> None:
-    results = launch(train_until_back, 3, world_size=6, local_size=2, on_peer_loss="continue", restart=1)
-    assert results[0][0] == (0, 2, 3)
-    assert len(set(results)) == 1
 
 
 def add_late(shard: str) -> float:
