@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repository import REPOSITORY
-from running import running
+from running import Running, running
 
 COMMAND = REPOSITORY / "gossip" / "__main__.py"
 PATIENCE_S = 120
@@ -54,12 +54,16 @@ def script(folder: Path, name: str, begin: str, width: int = 4, mesh: str = "") 
     return path
 
 
+def port_of(store: Running) -> int:
+    """Of ``gossip store``, which has begun."""
+    return int(re.findall(r":([0-9]+),", store.first_line())[0])
+
+
 @contextlib.contextmanager
 def served() -> Iterator[tuple[str, list[str]]]:
     """``gossip store`` within the block: its address on this machine, and the lines that it has printed."""
     with running(REPOSITORY, "store", "--port", "0", script=COMMAND) as store:
-        lines = store.first_lines(3)
-        yield f"127.0.0.1:{re.findall(r':([0-9]+),', lines[0])[0]}", lines
+        yield f"127.0.0.1:{port_of(store)}", store.first_lines(3)
         os.kill(store.process.pid, signal.SIGTERM)
         assert store.finished().status == 0
 

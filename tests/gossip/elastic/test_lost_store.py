@@ -1,22 +1,22 @@
 """The key-value store dies or stands still while all ranks train: they say so at once, and not at the next loss."""
 
-import contextlib
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import lone_ranks
 import pytest
 import torch.distributed as dist
 import unsupervised
 from elastic_ranks import make_model, targets
 from listening import logged
+from repository import REPOSITORY
+from running import running
 
 import gossip
 from gossip import ExchangeError
@@ -24,22 +24,7 @@ from gossip.communication.liveness.progress_markers import STORE_PATIENCE_S
 from gossip.elastic.consensus_store import ConsensusStore
 from gossip.elastic.store_monitor import StoreMonitor
 
-SERVER = """
-import time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
 LOST = "the next one that is lost or leaves ends the training of all, and none can join; save a checkpoint now"
-
-
-@contextlib.contextmanager
-def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield server, int(server.stdout.readline())
-        finally:
-            server.kill()
 
 
 def train(folder: str) -> tuple[list[str], list[bool], str]:
@@ -75,15 +60,15 @@ def train(folder: str) -> tuple[list[str], list[bool], str]:
 
 
 def test_ranks_say_once_that_the_store_is_dead_and_save(tmp_path: Path) -> None:
-    with served() as (server, port):
-        place = SimpleNamespace(host="127.0.0.1", port=port)
+    with running(REPOSITORY, "store", "--port", "0", script=lone_ranks.COMMAND) as store:
+        place = SimpleNamespace(host="127.0.0.1", port=lone_ranks.port_of(store))
         with (
             mock.patch.object(unsupervised, "store_at", return_value=place),
             unsupervised.started(train, str(tmp_path), world_size=2) as ranks,
         ):
             while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
                 time.sleep(0.01)
-            server.kill()
+            os.kill(store.process.pid, signal.SIGKILL)
             (warnings, noted, end), _ = ranks.results()
     (warning,) = (text for text in warnings if "key-value store" in text)
     assert warning.startswith("rank 0: the key-value store does not reply (")
