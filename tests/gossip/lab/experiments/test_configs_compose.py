@@ -14,8 +14,6 @@ from gossip.lab.sweeps import sweeper
 from gossip.lab.sweeps.sweep_jobs import read_variants
 from gossip.lab.sweeps.sweep_tuning import read_tuning
 
-pytestmark = pytest.mark.xdist_group("configs")  # what its fixtures make is made once
-
 TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
 
 
