@@ -52,9 +52,8 @@ def compositions(world_size: int) -> tuple[Topology, ...]:
 class Momentum:
     """torch.optim.SGD with momentum and coupled weight decay."""
 
-    def __init__(self, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.01) -> None:
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.buffer: np.ndarray | float = 0.0
+    lr, momentum, weight_decay = 0.1, 0.9, 0.01
+    buffer: np.ndarray | float = 0.0
 
     def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
         self.buffer = self.momentum * self.buffer + gradients + self.weight_decay * x
@@ -64,11 +63,10 @@ class Momentum:
 class AdamW:
     """torch.optim.AdamW: decoupled weight decay acts on the mixed parameters."""
 
-    def __init__(self, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1) -> None:
-        self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
-        self.first: np.ndarray | float = 0.0
-        self.second: np.ndarray | float = 0.0
-        self.step = 0
+    lr, betas, weight_decay = 0.01, (0.9, 0.99), 0.1
+    first: np.ndarray | float = 0.0
+    second: np.ndarray | float = 0.0
+    step = 0
 
     def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
         self.step += 1
