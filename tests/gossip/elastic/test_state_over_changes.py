@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import (
-    RATE,
-    Dropped,
-    assert_repeated,
-    dropped_of,
-    joins,
-    make_model,
-    steps_until,
-    targets,
-    without,
-)
+from elastic_ranks import RATE, Dropped, assert_repeated, dropped_of, joins, make_model, steps_until, targets, without
 from fault_places import injected
 from tiers import rest_is_slow
 
