@@ -16,6 +16,8 @@ from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.faults.chaos_report import after_faults, by_step, examine
 
+pytestmark = pytest.mark.xdist_group("chaos")
+
 Notes = list[list[dict[str, Any]]]
 
 
@@ -39,7 +41,6 @@ def notes(ran: Path) -> Notes:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
 def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) -> None:
     report = examine(notes)
     assert sum(fault.count for fault in report.faults.values()) >= 2
@@ -53,7 +54,6 @@ def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) ->
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
 def test_virtual_workers_repeat_it(ran: Path, notes: Notes) -> None:
     data, recording = digits(), Recording.load(ran.parent / "recording")
     sums, batches = dict[tuple[int, int], float](), dict[tuple[int, int], np.ndarray]()
@@ -84,7 +84,6 @@ def test_virtual_workers_repeat_it(ran: Path, notes: Notes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
 def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
     notes = copy.deepcopy(notes)
     mixed = next(note["mixed"] for by_rank in notes for note in by_rank if "mixed" in note)
@@ -98,7 +97,6 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
 def test_the_simulation_repeats_it(ran: Path) -> None:
     simulation = Simulation(FaultSchedule.recorded(ran)).run()
     assert len(simulation.applied) >= 2
@@ -106,7 +104,6 @@ def test_the_simulation_repeats_it(ran: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
 def test_a_shard_group_that_loses_a_rank_is_gone_as_a_whole_and_comes_back(tmp_path: Path) -> None:
     plan = ("--seconds", "15", "world_size=6", "--local-size", "2", "--shard", "optimizer", "--faults", "kill:3@5")
     run_here("chaos.py", tmp_path / "run", *plan).succeeded()

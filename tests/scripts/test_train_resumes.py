@@ -13,8 +13,6 @@ from running import Finished, left_in, run_folders, running, train
 from gossip.checkpoints.checkpoint_folder import check_sizes, read_manifest
 from gossip.lab.experiments.records import read_jsonl
 
-pytestmark = pytest.mark.xdist_group("train_resumes")  # what its fixtures make is made once
-
 STOPS_AT = 12
 RUN = (
     *FAULTY,

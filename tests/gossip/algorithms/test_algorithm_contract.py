@@ -339,9 +339,6 @@ def of_processes(tmp_path_factory: pytest.TempPathFactory) -> OfProcesses:
     return folder, run_ranks(train_processes, str(folder), world_size=WORLD_SIZE)
 
 
-pytestmark = pytest.mark.xdist_group("algorithm_contract")  # one set of processes makes all cases
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OF_PROCESSES, ids=lambda case: case.label)
 def test_processes_make_the_dense_recursion(case: Case, of_processes: OfProcesses) -> None:

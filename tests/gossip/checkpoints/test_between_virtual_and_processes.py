@@ -128,9 +128,6 @@ def of_processes(
     return folder, run_ranks(train_processes, str(folder), world_size=WORLD_SIZE)
 
 
-pytestmark = pytest.mark.xdist_group("between_virtual_and_processes")  # one set of processes makes all cases
-
-
 @functools.cache
 def uninterrupted(name: str) -> dict[str, np.ndarray]:
     """Of virtual workers, [n, *shape]; that processes train alike is another test's matter."""

@@ -138,7 +138,6 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Records:
     return run_two(tmp_path_factory.mktemp("default") / "run")[1]
 
 
-@pytest.mark.xdist_group("run_options")
 @pytest.mark.parametrize(
     ("overrides", "clipping"),
     [
