@@ -441,7 +441,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         Raises
         ------
         GossipError
-            Too few ranks would remain, or ``on_peer_loss`` is "raise".
+            Too few ranks would remain, all are about to end together (SIGTERM), or ``on_peer_loss`` is "raise".
         """
         self._live().check_between_steps()
         if self._generations is None:
