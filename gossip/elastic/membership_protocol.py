@@ -248,7 +248,8 @@ class MembershipProtocol(ABC):
         if lost:
             self.give_up(lost)
         is_lost = not self._suspects.keys().isdisjoint(members)
-        return is_lost or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
+        has_just_woken = time.monotonic() < self._mesh.woke_at + _GRACE_S  # others may have given it up meanwhile
+        return is_lost or has_just_woken or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""

@@ -75,7 +75,6 @@ INTERNALS_OF_LAB = {
     "gossip.private_torch": "what a benchmark takes of torch's private parts",
     "gossip.launching": "the fork server; under torchrun and SLURM; signals for the workers",
     "gossip.parameters.buckets": "what the probe's buckets weigh",
-    "gossip.sharding.local_group": "the ranks of a shard group, to make up those of all groups",
     "gossip.step.building.wrapper_arguments": "the wrapper's own check, before workers are started",
 }
 """Where the applications take what is not public, and for what."""

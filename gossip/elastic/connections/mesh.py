@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -128,6 +129,7 @@ class Mesh:
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
         self._looked_at = time.monotonic()  # for what has arrived
+        self.woke_at = -math.inf  # when this process had last stood still for at least half of the time-out
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
@@ -329,7 +331,10 @@ class Mesh:
     def _serve(self) -> bool:
         """Serve once; return whether to continue."""
         self._take_up_changes()
-        for connection, events in self._watcher.wait(_TICK_S):
+        found = self._watcher.wait(_TICK_S)
+        if (now := time.monotonic()) - self._looked_at > self.timeout.total_seconds() / 2:
+            self.woke_at = now
+        for connection, events in found:
             if not isinstance(connection, PeerConnection):
                 self._listener.accept(time.monotonic())
             elif connection.socket.fileno() != -1:

@@ -114,6 +114,7 @@ FAULTS = (
     # ------------------------------------------------------------------ partitions
     PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=range(379)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, True, (450213,)),
+    PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
