@@ -17,7 +17,7 @@ from gossip.elastic.flag_votes import FlagVotes, Position
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_protocol import MembershipProtocol
 from gossip.elastic.store_monitor import StoreMonitor
-from gossip.errors import ExchangeError, GossipError
+from gossip.errors import CannotJoinError, ExchangeError, GossipError
 
 
 class Consensus(MembershipProtocol):
@@ -92,6 +92,7 @@ class Consensus(MembershipProtocol):
         self._has_asked_to_leave = False
         self._ends_if_preempted = ends_if_preempted
         self._ends_at: int | None = None
+        self._is_ending = False  # whether the members have agreed to end together
         self._begun: Position | None = None
         self._preempted: set[int] = set()  # ranks that have received SIGTERM
         self._timeout = timeout
@@ -266,9 +267,12 @@ class Consensus(MembershipProtocol):
         """Propose that this rank, which is connected to all members of generation ``number``, joins them. Local.
 
         If the members have changed in the meantime, the proposal has no effect. A rank that ``returns`` is within its
-        loop: what the others do together after the step before its first one, it does with them.
+        loop: what the others do together after the step before its first one, it does with them. CannotJoinError if all
+        are about to end together.
         """
         with self._changed:
+            if self._is_ending:
+                raise CannotJoinError(f"rank {self._mesh.member}: joining: so many ranks were told to end that all do")
             self._asked_in, self._returns = number, returns
             self._changed.notify_all()
 

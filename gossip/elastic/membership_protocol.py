@@ -65,6 +65,7 @@ class MembershipProtocol(ABC):
     _farewells: dict[int, Position]
     _is_dropped: bool
     _is_left_out: bool
+    _is_ending: bool
     _timeout: timedelta
     _is_in_step: bool
     _error: GossipError | None
@@ -148,7 +149,7 @@ class MembershipProtocol(ABC):
                 self._is_soon_proposed(number)
                 return
             if self._is_left_out:  # those who were asked try again, if any of them is there
-                self._is_left_out = self._is_soon_proposed(number, within_s=self._timeout.total_seconds())
+                self._is_left_out = self._is_soon_proposed(number)
                 return
             if proposed is None or is_same:  # nobody has: a false alarm
                 with self._changed:
@@ -235,12 +236,10 @@ class MembershipProtocol(ABC):
         return set(range(first, first + self._group_size))
 
     def _may_be_cut_off(self, members: Iterable[int]) -> bool:
-        """Return whether one of ``members`` is lost by now, or one of them or of the own shard group is silent.
+        """Return whether the others must come first, as they may have lost this rank and hear each other.
 
-        One that is silent for long is given up.
-
-        It may be this rank that is cut off, and has noticed it first of that one that it has lost: the others, which
-        hear each other, must come first. Or who lost this rank may have waited for the one of its shard group.
+        So it is if one of ``members`` is lost by now, if one of them or of the own shard group is silent, for which
+        others may have waited, or if this rank has stood still. Who is silent for long is given up.
         """
         silent = {other: self._mesh.silent_s(other) for other in {*members, *self._own_group()} - {self._mesh.member}}
         most_s = self._timeout.total_seconds() * SILENT
@@ -248,7 +247,7 @@ class MembershipProtocol(ABC):
         if lost:
             self.give_up(lost)
         is_lost = not self._suspects.keys().isdisjoint(members)
-        has_just_woken = time.monotonic() < self._mesh.woke_at + _GRACE_S  # others may have given it up meanwhile
+        has_just_woken = time.monotonic() < self._mesh.woke_at + _GRACE_S
         return is_lost or has_just_woken or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
@@ -314,6 +313,7 @@ class MembershipProtocol(ABC):
             number, members, leaving, decision.positions, begun=decision.begun, is_in_step=self._is_in_step
         )
         self._generations.append(generation)
+        self._is_ending |= is_last
         first_step, joining = generation.first_step, set(members) - set(before.members)
         if is_last and member in members and self._ends_at is None:
             self._ends_at, self._is_leaving = first_step, False
@@ -336,11 +336,9 @@ class MembershipProtocol(ABC):
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _is_soon_proposed(
-        self, number: int, *, unless: Callable[[], bool] = lambda: False, within_s: float | None = None
-    ) -> bool:
+    def _is_soon_proposed(self, number: int, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Return whether another rank makes a proposal within a short time, or this one need not wait for it."""
-        deadline = time.monotonic() + (_GRACE_S if within_s is None else within_s)
+        deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and not self._stop.is_set():
             if self._consensus_store.is_proposed(number) or unless():
                 return True

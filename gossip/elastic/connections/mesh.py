@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -128,8 +127,7 @@ class Mesh:
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
-        self._looked_at = time.monotonic()  # for what has arrived
-        self.woke_at = -math.inf  # when this process had last stood still for at least half of the time-out
+        self._looked_at, self.woke_at = time.monotonic(), float("-inf")  # for what has arrived; after standing still
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
@@ -331,8 +329,8 @@ class Mesh:
     def _serve(self) -> bool:
         """Serve once; return whether to continue."""
         self._take_up_changes()
-        found = self._watcher.wait(_TICK_S)
-        if (now := time.monotonic()) - self._looked_at > self.timeout.total_seconds() / 2:
+        found, now = self._watcher.wait(_TICK_S), time.monotonic()
+        if now - self._looked_at > self.timeout.total_seconds() / 2:
             self.woke_at = now
         for connection, events in found:
             if not isinstance(connection, PeerConnection):

@@ -83,6 +83,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
     PutBack(_CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", seeds=range(152)),
     PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, True, (3111,)),
+    PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True, True, (474486,)),
     PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
