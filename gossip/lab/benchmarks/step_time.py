@@ -40,8 +40,7 @@ EXPLANATION = """\
 Step: median and quartiles over steps and ranks. Throughput: steps by the last rank's end, median over the repetitions.
 Compute is the step of `local`; exposed what the step takes longer than that. Sent: by the interface, per rank and step.
 Efficiency: max(compute, sent / goodput) / step. Memory: the most above what the process held before it made the model.
-Loss: of the averaged model on held-out data after equal steps. Predicted: by a simulation of what was probed before any
-method ran, and as a ratio to the mean of the measured steps. Ratios: median (lowest to highest) over pairs of the
+Loss: of the averaged model on held-out data after equal steps. Ratios: median (lowest to highest) over pairs of the
 same repetition; a step ratio below 1 and a throughput ratio above 1 mean faster."""
 
 
@@ -346,4 +345,5 @@ def section(result: StepTimeResult) -> list[str]:
         costs,
         table(titles, cells) if references else "",
         table(["simulated", "measured, ms", "predicted, ms", "predicted / measured"], predicted) if predicted else "",
+        "Predicted by a simulation of what was probed before any method ran; measured: the mean." if predicted else "",
     ]
