@@ -120,7 +120,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
         received SIGTERM within 5 s that fewer than ``min_ranks`` would remain; save there. The process then ends with
         status 143. A rank that receives SIGTERM by itself leaves.
     authenticate : bool
-        With "continue": whether every message carries an authentication code, see docs/several_nodes.md.
+        With "continue": whether messages to other machines carry authentication codes, see docs/several_nodes.md.
     record : path, optional
         With "continue": a folder in which each rank notes who trains when, and which messages were lost or late, so
         that virtual workers can repeat the run (:meth:`gossip.Recording.load`).

@@ -25,7 +25,7 @@ from gossip.communication.liveness.process_liveness import GONE, own_network
 from gossip.communication.membership import innermost, is_served_here, own_connection
 from gossip.elastic import training_status
 from gossip.elastic.connections.mesh import Mesh, in_words
-from gossip.elastic.connections.peer_connection import Frame, Kind
+from gossip.elastic.connections.peer_connection import Frame, Identity, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
 from gossip.elastic.consensus_store import within
 from gossip.elastic.generations import Generation
@@ -177,13 +177,16 @@ class ElasticWorld(RepeatedOperations):
         host = own_address(self._keys)[1] or _OWN_HOST
         # Without a key, whoever can read the store can join.
         secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
-        self.mesh = Mesh(self.member, secret, host, self.timeout, authenticate=self._authenticate)
+        network = own_network()
+        here = hashlib.sha256(json.dumps([host, *network]).encode()).digest()[:8] if network else b""
+        own = Identity(secret, self.member, self._authenticate, int.from_bytes(here, "little"))
+        self.mesh = Mesh(own, host, self.timeout)
         self.state_source = StateSource(self.mesh)
         questions = self.questions  # the mesh must not hold this world
         for kind in () if self.is_in_step else (Kind.PAIR, Kind.AVERAGE):
             self.mesh.handlers[kind] = lambda member, frame: questions.put((member, frame))
         self.shared = SharedPayloads(self.mesh, self.wait_until) if can_share() else None
-        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, own_network()]))
+        self._keys.set(f"address{self.member}", json.dumps([*self.mesh.address, network]))
 
     def agree(self) -> None:
         """Start to agree with the others on who trains. Local."""

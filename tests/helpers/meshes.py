@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import Key, Kind
+from gossip.elastic.connections.peer_connection import Identity, Key, Kind
 
 SECRET = b"s" * 32
 TIMEOUT = timedelta(seconds=60)
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=60)
 def meshes(number: int, **options: Any) -> Iterator[list[Mesh]]:
     """Within the block there are so many members, which are not connected yet."""
     with contextlib.ExitStack() as stack:
-        made = [Mesh(member, SECRET, "127.0.0.1", TIMEOUT, **options) for member in range(number)]
+        made = [Mesh(Identity(SECRET, member, **options), "127.0.0.1", TIMEOUT) for member in range(number)]
         for mesh in made:
             stack.callback(mesh.close)
         yield made

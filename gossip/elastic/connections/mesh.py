@@ -56,10 +56,8 @@ class Mesh:
 
     Parameters
     ----------
-    member : int
-        The number of this process among those that it is connected to.
-    secret, authenticate
-        See :class:`gossip.elastic.connections.peer_connection.Identity`.
+    own : Identity
+        This member, as it shows itself to the others.
     host : str
         The address on which to listen.
     timeout : timedelta
@@ -96,8 +94,8 @@ class Mesh:
         Returns this member's position, which the others hear of while it waits.
     """
 
-    def __init__(self, member: int, secret: bytes, host: str, timeout: timedelta, *, authenticate: bool = True) -> None:
-        self.member = member
+    def __init__(self, own: Identity, host: str, timeout: timedelta) -> None:
+        self._own, self.member = own, own.member
         self.timeout = timeout
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
@@ -114,7 +112,6 @@ class Mesh:
         self._waits: set[object] = set()
         self.failure: GossipError | None = None
         self.handlers: dict[Kind, Handler] = {}
-        self._own = Identity(secret, member, authenticate)
         self._calling: dict[int, PeerConnection] = {}  # those called that have not replied yet
         self._connections: dict[int, PeerConnection] = {}
         self._inbox: dict[tuple[int, Key], tuple[torch.Tensor, int]] = {}
@@ -123,7 +120,7 @@ class Mesh:
         self._buffers: dict[int, list[torch.Tensor]] = collections.defaultdict(list)
         self._to_cut: collections.deque[tuple[int, str]] = collections.deque()
         self._watcher = Watcher()
-        self._listener = Listener(member, host, self._connection)
+        self._listener = Listener(own.member, host, self._connection)
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
@@ -131,7 +128,7 @@ class Mesh:
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
-            f"gossip-mesh-{member}",
+            f"gossip-mesh-{own.member}",
             daemon_threads.weak_run(self, Mesh._serve),
             end=self._stop.set,
             failed=daemon_threads.weak_call(self, Mesh._fail_here),

@@ -167,11 +167,25 @@ class Outgoing:
 
 
 class Identity(NamedTuple):
-    """What this end of a connection shows the other one."""
+    """What this end of a connection shows the other one.
 
-    secret: bytes  # that all members know; it is not sent
+    Attributes
+    ----------
+    secret : bytes
+        What all members know; it is not sent.
+    member : int
+        The number of this one.
+    authenticates_all : bool
+        Whether all frames carry codes, and not only the greeting; the same at both ends.
+    network : int
+        The same where a connection does not leave the machine, so that only its administrator could alter what is sent:
+        between two such ends only the greeting carries codes. 0 if this is not known.
+    """
+
+    secret: bytes
     member: int
-    authenticates_all: bool = True  # all frames carry codes, and not only the greeting; the same at both ends
+    authenticates_all: bool = True
+    network: int = 0
 
 
 class ConnectionLost(Exception):
@@ -244,6 +258,7 @@ class PeerConnection(Watched):
         self._sending = threading.Lock()
         self._make_buffer = make_buffer
         self._own, self._nonce = own, secrets.token_bytes(NONCE_BYTES)
+        self._has_codes = True  # in every frame
         self._sends: Authenticator | None = None
         self._receives: Authenticator | None = None
         self._mac: hmac.HMAC | None = None  # of what arrives
@@ -254,11 +269,11 @@ class PeerConnection(Watched):
         self._header = bytearray(_HEADER.size)
         self._await_header()
         nonce = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8)
-        self.enqueue(Outgoing(Key(Kind.HELLO, own.member, own.authenticates_all), nonce, _BEFORE_ALL))
+        self.enqueue(Outgoing(Key(Kind.HELLO, own.member, own.authenticates_all, own.network), nonce, _BEFORE_ALL))
 
     def _hear_greeting(self, frame: Frame) -> None:
         """Take the other end's nonce, or after that the frame that proves that it knows the secret."""
-        kind, member, authenticates_all, _ = frame.key
+        kind, member, authenticates_all, network = frame.key
         if kind != Kind.HELLO:
             raise ConnectionLost("it began without a greeting")
         if self._receives is not None:
@@ -270,10 +285,11 @@ class PeerConnection(Watched):
             raise ConnectionLost(
                 f"authenticate must be equal on all ranks, got {bool(authenticates_all)} on rank {member}"
             )
+        self._has_codes = self._own.authenticates_all and not network == self._own.network != 0
         self._sends, self._receives = make_authenticators(
             self._own.secret,
-            (self._own.member, self._nonce),
-            (member, frame.payload.numpy().tobytes()),
+            (self._own.member, self._own.network, self._nonce),
+            (member, network, frame.payload.numpy().tobytes()),
             is_caller=self.member is not None,
             authenticates_all=self._own.authenticates_all,
         )
@@ -299,7 +315,7 @@ class PeerConnection(Watched):
 
     def _send(self, frame: Outgoing) -> None:
         self.sent_at = time.monotonic()
-        frame.send(self.socket, self._sends if self._own.authenticates_all or frame.key.kind == Kind.HELLO else None)
+        frame.send(self.socket, self._sends if self._has_codes or frame.key.kind == Kind.HELLO else None)
 
     def beat(self, sign: Key) -> None:
         """Send a sign of life before all waiting frames, unless a frame is being sent, which is one."""
@@ -359,7 +375,7 @@ class PeerConnection(Watched):
                 self._take_in(take)
 
     def _await_header(self) -> None:
-        self._is_authenticated = self._receives is not None and (self._own.authenticates_all or not self.is_proved)
+        self._is_authenticated = self._receives is not None and (self._has_codes or not self.is_proved)
         self._mac, self._key, self._payload, self._memory = None, None, _NO_PAYLOAD, memoryview(b"")
         self._targets = [memoryview(self._header), *[memoryview(self._tag)] * self._is_authenticated]
 

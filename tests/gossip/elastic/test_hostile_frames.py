@@ -131,7 +131,7 @@ def test_a_length_beyond_all_memory_is_named(nbytes: int) -> None:
 @pytest.mark.slow
 def test_members_who_send_them_are_lost_and_the_others_are_served() -> None:
     """Everything that handles frames in the mesh's thread gets them, from members who know the secret."""
-    mesh, other = (Mesh(member, SECRET, "127.0.0.1", TIMEOUT, authenticate=False) for member in range(2))
+    mesh, other = (Mesh(Identity(SECRET, member, authenticates_all=False), "127.0.0.1", TIMEOUT) for member in range(2))
     questions: list[Any] = []
     try:
         parts = [StateSource(mesh), SharedPayloads(mesh, cast(Any, None)), FlagVotes(mesh)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
-from gossip.elastic.connections.frame_authentication import Authenticator, tag
+from gossip.elastic.connections.frame_authentication import Authenticator, make_authenticators, tag
 from gossip.elastic.connections.mesh import Mesh
-from gossip.elastic.connections.peer_connection import PeerConnection
+from gossip.elastic.connections.peer_connection import Identity, PeerConnection
 
 HEADER_BYTES, TAG_BYTES = 37, 16
 PAYLOAD = torch.arange(3 * 2**17, dtype=torch.int64).view(torch.uint8)  # hashed in several parts
@@ -163,6 +163,14 @@ def test_a_frame_that_comes_back_to_its_sender_ends_the_connection() -> None:
         assert await_loss(second, 0).startswith(ALTERED)
 
 
+def test_two_machines_cannot_be_made_to_believe_that_they_are_one() -> None:
+    """Between processes of one machine frames carry no codes; who changes what the greetings say of that is noticed."""
+    caller, called = (0, 5, b"a" * 16), (1, 6, b"b" * 16)
+    sends, _ = make_authenticators(SECRET, caller, (1, 5, called[2]), is_caller=True, authenticates_all=True)
+    _, receives = make_authenticators(SECRET, called, (0, 6, caller[2]), is_caller=False, authenticates_all=True)
+    assert tag(sends.next(b"")) != tag(receives.next(b""))
+
+
 @pytest.mark.parametrize(
     ("secret", "authenticate", "reason"),
     [
@@ -173,7 +181,7 @@ def test_a_frame_that_comes_back_to_its_sender_ends_the_connection() -> None:
 def test_whoever_does_not_prove_that_it_knows_the_secret_is_not_connected(
     secret: bytes, authenticate: bool, reason: str
 ) -> None:
-    stranger = Mesh(1, secret, "127.0.0.1", TIMEOUT, authenticate=authenticate)
+    stranger = Mesh(Identity(secret, 1, authenticate), "127.0.0.1", TIMEOUT)
     with meshes(1) as (first,), contextlib.closing(stranger):
         stranger.call({0: first.address})
         assert await_loss(stranger, 0).startswith((reason, "the connection was closed", "Connection reset"))

@@ -10,6 +10,7 @@ from meshes import SECRET, TIMEOUT, await_frame, await_loss, await_that, connect
 from gossip import ExchangeError
 from gossip.elastic.connections import mesh as module
 from gossip.elastic.connections.mesh import Mesh
+from gossip.elastic.connections.peer_connection import Identity
 from gossip.elastic.connections.selector import READ
 
 
@@ -34,7 +35,7 @@ def test_who_says_goodbye_has_left() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    mesh = Mesh(1, SECRET, "127.0.0.1", timedelta(seconds=0.3))
+    mesh = Mesh(Identity(SECRET, 1), "127.0.0.1", timedelta(seconds=0.3))
     try:
         with pytest.raises(
             ExchangeError, match=r"^rank 1: connecting to all others: no connection with ranks 2, 3 within"
@@ -48,7 +49,7 @@ def test_who_is_gone_before_it_is_called_is_lost() -> None:
     gone = socket.create_server(("127.0.0.1", 0))
     address = gone.getsockname()[:2]
     gone.close()
-    mesh = Mesh(1, SECRET, "127.0.0.1", TIMEOUT)
+    mesh = Mesh(Identity(SECRET, 1), "127.0.0.1", TIMEOUT)
     try:
         mesh.connect({0: address, 1: mesh.address})
         assert list(mesh.lost) == [0]

@@ -16,14 +16,18 @@ SMALL = torch.arange(4, dtype=torch.float32)
 LARGE = torch.arange(2**21, dtype=torch.float32)  # 8 MiB: more than the kernel takes at once
 
 
-@pytest.fixture(params=[True, False], ids=["every frame authenticated", "only the greeting"])
+CODES = {"every frame": (True, (5, 6)), "only the greeting": (False, (5, 6)), "of one machine": (True, (5, 5))}
+
+
+@pytest.fixture(params=CODES.values(), ids=list(CODES))
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[PeerConnection, PeerConnection]]:
+    authenticates_all, networks = request.param
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         caller = stack.enter_context(socket.create_connection(listener.getsockname()))
         answering = stack.enter_context(listener.accept()[0])
         both = [
-            PeerConnection(end, TIMEOUT, empty, Identity(SECRET, member, request.param), called)
+            PeerConnection(end, TIMEOUT, empty, Identity(SECRET, member, authenticates_all, networks[member]), called)
             for end, member, called in ((caller, 0, 1), (answering, 1, None))
         ]
         greetings: list[Frame] = []
@@ -49,6 +53,12 @@ def carried(sender: PeerConnection, receiver: PeerConnection, num_frames: int) -
 
 def kinds(frames: list[Frame]) -> list[Kind]:
     return [frame.key.kind for frame in frames]
+
+
+def test_which_frames_carry_codes(ends: tuple[PeerConnection, ...], request: pytest.FixtureRequest) -> None:
+    ends[0].enqueue(Outgoing(Key(Kind.MESSAGE), SMALL))
+    num_codes = 2 * ("every frame" in request.node.name)
+    assert len(ends[1].socket.recv(1000)) == 37 + SMALL.nbytes + 16 * num_codes
 
 
 def test_small_frames_go_at_once_and_large_ones_wait_for_their_turn(ends: tuple[PeerConnection, ...]) -> None:
