@@ -214,8 +214,7 @@ def take_state(
 def step_of(mesh: Mesh, source: int) -> int:
     """Return how many steps a member has made; ExchangeError if it does not reply."""
     mesh.send(source, Key(Kind.ASK, _WHERE))
-    (number,) = _pieces(mesh, source, _FIRST, [_WHERE], asks=False)
-    return int(number.view(torch.int64))
+    return int(_piece(mesh, source, _FIRST, _WHERE).view(torch.int64))
 
 
 def take_second_part(mesh: Mesh, source: int) -> tuple[str, ShrinkingMemory]:
@@ -236,7 +235,7 @@ class _RefusedError(ExchangeError):
 
 
 def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory]:
-    (head,) = _pieces(mesh, source, part, [0])
+    head = _piece(mesh, source, part, 0)
     try:
         described: dict[str, Any] = json.loads(head.numpy().tobytes())
         text, num_bytes = str(described["text"]), int(described["num_bytes"])
@@ -250,31 +249,25 @@ def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory
             "and start this rank again"
         ) from error
     places = copied.values.split(_PIECE_BYTES) if num_bytes else ()
-    for begin in range(0, len(places), _NUM_ASKED):
-        numbers = range(begin + 1, min(begin + _NUM_ASKED, len(places)) + 1)
-        for number, content in zip(numbers, _pieces(mesh, source, part, numbers), strict=True):
-            if content.numel() != places[number - 1].numel():
-                raise ExchangeError(f"piece {number} of rank {source}'s state has {content.numel()} bytes")
-            places[number - 1].copy_(content)
+    asked = 0
+    for number, place in enumerate(places, 1):
+        while asked < min(number + _NUM_ASKED - 1, len(places)):
+            asked += 1
+            mesh.send(source, Key(Kind.ASK, asked, part))
+        content = _piece(mesh, source, part, number)
+        if content.numel() != place.numel():
+            raise ExchangeError(f"piece {number} of rank {source}'s state has {content.numel()} bytes")
+        place.copy_(content)
     return text, copied
 
 
-def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int], *, asks: bool = True) -> list[torch.Tensor]:
-    """Request pieces, but for the first one, and wait for them; raise if what arrives is not what was sent."""
-    for number in filter(None, numbers if asks else ()):
-        mesh.send(source, Key(Kind.ASK, number, part))
-    found: dict[int, torch.Tensor] = {}
+def _piece(mesh: Mesh, source: int, part: int, number: int) -> torch.Tensor:
+    """Wait for a piece that was requested; raise if what arrives is not what was sent."""
     timeout_s = mesh.timeout.total_seconds()
     began = time.monotonic()
     deadline = began + timeout_s
     with mesh.changed, mesh.waits():
-        while True:
-            for number in set(numbers) - found.keys():
-                payload = mesh.take(source, Key(Kind.STATE, number, part))
-                if payload is not None:
-                    found[number] = payload
-            if len(found) == len(numbers):
-                break
+        while (payload := mesh.take(source, Key(Kind.STATE, number, part))) is None:
             mesh.check()
             if (refusal := mesh.take(source, Key(Kind.STATE, 0, part, _REFUSES))) is not None:
                 raise _RefusedError(refusal.numpy().tobytes().decode())
@@ -288,10 +281,7 @@ def _pieces(mesh: Mesh, source: int, part: int, numbers: Sequence[int], *, asks:
                     f"rank {source}, which gives its state between two steps, sent none for {timeout_s:g} s"
                 )
             mesh.changed.wait(min(_TICK_S, timeout_s / 10))
-    contents = []
-    for number in numbers:
-        digest, content = found[number][:_DIGEST_BYTES], found[number][_DIGEST_BYTES:]
-        if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
-            raise ExchangeError(f"piece {number} of rank {source}'s state is not what it sent")
-        contents.append(content)
-    return contents
+    digest, content = payload[:_DIGEST_BYTES], payload[_DIGEST_BYTES:]
+    if hashlib.sha256(content.numpy().data).digest() != digest.numpy().tobytes():
+        raise ExchangeError(f"piece {number} of rank {source}'s state is not what it sent")
+    return content
