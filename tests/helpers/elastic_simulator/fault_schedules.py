@@ -25,6 +25,8 @@ _CLOCK_RATES = 0.9, 1.1
 _MOST_FAULTS = 4
 _NUM_SEEDS_OF_GROUPS = 4
 """Of so many seeds, one in sequence is of shard groups."""
+_OF_TWO_KINDS = 1_000_000
+"""From this seed on a schedule has at least two faults, of at most two kinds, which find what needs several alike."""
 _ENDS_WITHIN_S = 15.0
 _COMES_BACK_WITHIN_S = 3.0
 """After the last fault."""
@@ -123,9 +125,10 @@ class FaultSchedule:
         settings = Settings.draw_of_groups(rng) if has_groups else Settings.draw(rng)
         num_ranks = settings.num_ranks
         length_s = settings.num_steps * settings.step_s
+        kinds = KINDS[:-1] if seed < _OF_TWO_KINDS else rng.sample(KINDS[:-1], 2)
         is_long, faults = settings.step_s > _LONG_STEP_S, []
-        for _ in range(rng.randint(1, 2) if is_long else rng.randint(0, _MOST_FAULTS)):
-            kind = rng.choice(_SURVIVED if is_long else KINDS[:-1])
+        for _ in range(rng.randint(1, 2) if is_long else rng.randint(2 * (seed >= _OF_TWO_KINDS), _MOST_FAULTS)):
+            kind = rng.choice(_SURVIVED if is_long else kinds)
             process, other = rng.sample(range(num_ranks + 1), 2)  # one that joins, too
             key = rng.choice(_KEYS) + str(rng.randint(1, 2)) if rng.random() < 0.4 else ""
             lasts_s = 10 ** (rng.uniform(0, 0.4) if is_long else rng.uniform(-2, 0.6))
