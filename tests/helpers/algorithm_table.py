@@ -469,8 +469,7 @@ ROWS: dict[str, Row] = {
 def make_algorithm(label: str) -> Algorithm:
     """That of a row, whose label is its name and what else tells it from others."""
     if label == "heavy_ball":
-        made: Algorithm = defined("docs/extending/algorithm.md", 0)["HeavyBall"]()
-        return made
+        return defined("docs/extending/algorithm.md", 0)["HeavyBall"]()
     return ALGORITHMS.get(label.partition("(")[0])(**ROWS[label].options)
 
 

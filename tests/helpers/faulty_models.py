@@ -67,8 +67,7 @@ class FailingModel(nn.Module):
             if self.rank in (None, int(os.environ.get("RANK", "-1"))) and self.steps_made == self.step:
                 self.fail()
             self.steps_made += 1
-        logits: torch.Tensor = self.layers(inputs)
-        return logits
+        return self.layers(inputs)
 
     def fail(self) -> None:
         """Fail as ``how`` says."""

@@ -16,8 +16,7 @@ MORTAL = (*FAULTY, "launch.world_size=3", "launch.timeout_s=60", "wrapper.on_pee
 
 def summary_of(folder: Path) -> dict[str, Any]:
     (run,) = run_folders(folder)
-    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return found
+    return json.loads((run / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ NUM_RANKS, NUM_STEPS = 12, 6_000
 def optimum() -> Array:
     problem = Problem(NUM_RANKS, 1)
     hessians = np.einsum("nki,nkj->ij", problem.matrices, problem.matrices)
-    found: Array = np.linalg.solve(hessians, np.einsum("nki,nk->i", problem.matrices, problem.targets))
-    return found
+    return np.linalg.solve(hessians, np.einsum("nki,nk->i", problem.matrices, problem.targets))
 
 
 def largest_error(name: str, topology: str) -> float:

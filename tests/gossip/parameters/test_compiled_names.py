@@ -20,17 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 compiled = partial(torch.compile, backend="eager")
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     """Layers of which one is frozen and one has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.layers[0].bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
 
 
 def child(net: Net) -> nn.Module:

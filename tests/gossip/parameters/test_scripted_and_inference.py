@@ -16,15 +16,12 @@ ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Layered(nn.Module):
+class Layered(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.activation = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Tanh())
         self.second = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.activation(self.norm(self.first(x))))
 
 
 def script(module: nn.Module) -> nn.Module:

@@ -33,8 +33,7 @@ class Quantized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = x @ self.codes["uint8"].float().t() / self.scale.float()
-        out: torch.Tensor = base + self.adapter(x)
-        return out
+        return base + self.adapter(x)
 
 
 def codes_of(module: nn.Module) -> torch.Tensor:

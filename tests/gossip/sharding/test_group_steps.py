@@ -20,18 +20,14 @@ from gossip import GossipDataParallel, GossipError
 WAYS = ("fsdp", "optimizer", "none")
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     """Three layers, of which the first is frozen, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen, self.middle, self.last = (nn.Linear(3, 3).double() for _ in range(3))
-        self.frozen.requires_grad_(False)
+        self.frozen = nn.Linear(3, 3).double().requires_grad_(False)
+        self.middle, self.tanh, self.last = nn.Linear(3, 3).double(), nn.Tanh(), nn.Linear(3, 3).double()
         self.register_buffer("offset", torch.randn(2, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(torch.tanh(self.middle(self.frozen(x))))
-        return out
 
 
 def wrap(module: nn.Module, way: str, **options: Any) -> GossipDataParallel:

@@ -19,16 +19,12 @@ from gossip import GossipDataParallel
 from gossip.parameters import digests
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)
+        self.first, self.norm, self.tanh, self.last = nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 5)
         self.frozen = nn.Linear(5, 3).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.frozen(self.last(self.norm(self.first(x)).tanh()))
-        return y
 
 
 def make_model(
@@ -185,8 +181,7 @@ class Columns(nn.Module):
         self.kernel = nn.Parameter(torch.randn(3, 4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.cut(x * self.few_rows) + self.kernel.sum((1, 2))
-        return y
+        return self.cut(x * self.few_rows) + self.kernel.sum((1, 2))
 
 
 def export_columns(ranks_per_group: int, chunk_bytes: int, folder: Path) -> dict[str, torch.Tensor]:

@@ -32,8 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.middle(self.first(self.frozen(x)).tanh()).tanh()
-        y: torch.Tensor = self.last(self.middle(x))
-        return y
+        return self.last(self.middle(x))
 
 
 def make_model(

@@ -164,8 +164,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.middle(self.embedding(tokens)).tanh()
-        y: torch.Tensor = self.head(self.middle(self.between(x)).tanh())
-        return y
+        return self.head(self.middle(self.between(x)).tanh())
 
 
 def train_tied(by_hand: bool) -> torch.Tensor:

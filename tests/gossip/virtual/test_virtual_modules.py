@@ -20,8 +20,7 @@ class Last(nn.Module):
         self.inner = inner
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(inputs)[0][:, -1]
-        return output
+        return self.inner(inputs)[0][:, -1]
 
 
 class Replacing(nn.Module):
@@ -66,8 +65,7 @@ class Routing(nn.Module):
         self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.first(inputs) if inputs.sum().item() > 0 else self.second(inputs)
-        return output
+        return self.first(inputs) if inputs.sum().item() > 0 else self.second(inputs)
 
 
 class Checkpointing(nn.Module):
@@ -81,8 +79,7 @@ class Checkpointing(nn.Module):
             return torch.tanh(self.inner(hidden))
 
         hidden = checkpoint(inner, self.first(inputs), use_reentrant=self.use_reentrant)
-        output: torch.Tensor = self.last(hidden)
-        return output
+        return self.last(hidden)
 
 
 def images(num_samples: int, seed: int) -> torch.Tensor:

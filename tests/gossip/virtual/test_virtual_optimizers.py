@@ -36,8 +36,7 @@ class WithScalar(nn.Module):
         self.inner = make_module()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(inputs) * self.scale
-        return output
+        return self.inner(inputs) * self.scale
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -22,8 +22,7 @@ NOT_IID = ("data.partition.scheme=dirichlet", "data.partition.alpha=0.3", "figur
 
 def run(folder: Path, *overrides: str) -> dict[str, Any]:
     run_job(composed(*SHORT, *NOT_IID, *overrides), folder, overrides)
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ def check_page(folder: Path) -> tuple[str, str]:
 def chart_data(page: str) -> dict[str, Any]:
     """What the charts of a page are drawn from."""
     (packed,) = re.findall(r'id="chart-data">([^<]*)<', page)
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return data
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 AWKWARD = '<b onclick="x">&amp;\'</b>\u2028]]>--></script>'

@@ -96,13 +96,12 @@ LAYOUT = """(() => {
 def labels(page: browser.Browser) -> list[str]:
     """The names of the rows that are shown, in order."""
     selected = "[...document.querySelectorAll('tbody:not([hidden]) .label')].map((label) => label.textContent)"
-    found: list[str] = page.evaluate(selected)
-    return found
+    return page.evaluate(selected)
 
 
 def cells(page: browser.Browser, title: str) -> list[float | None]:
     """A column's numbers, in order."""
-    found: list[float | None] = page.evaluate(
+    return page.evaluate(
         f"""(() => {{
             const header = [...document.querySelectorAll("thead th")].find((th) => th.textContent.startsWith({json.dumps(title)}));
             return [...document.querySelectorAll("tbody:not([hidden])")].map((body) => {{
@@ -111,7 +110,6 @@ def cells(page: browser.Browser, title: str) -> list[float | None]:
             }});
         }})()"""  # noqa: E501
     )
-    return found
 
 
 def header(page: browser.Browser, title: str) -> str:
@@ -136,11 +134,10 @@ def choose(page: browser.Browser, setting: str, text: str) -> None:
 
 def drawn(page: browser.Browser, chart: str = "bytes") -> list[str]:
     """The names of the rows that a chart shows, panel by panel."""
-    found: list[str] = page.evaluate(
+    return page.evaluate(
         f"""[...document.querySelectorAll("#chart-{chart} .panel:not([hidden]) {MARKS}")]
         .map((mark) => mark.getAttribute("aria-label").split(": ")[0])"""
     )
-    return found
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def results() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
-    return document
+    return json.loads((FOLDER / "results.json").read_text())
 
 
 def statuses() -> dict[str, str]:
