@@ -1,7 +1,6 @@
 """Modules of all kinds, vectorised or run one after the other, train as they do apart."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -216,16 +215,6 @@ def test_a_users_mistake_is_his_own_error_and_changes_nothing(case: str, warning
     assert len(warnings_told) == num_notices
     train(workers, batch(6))
     assert workers.is_vectorised == is_vectorised
-
-
-def test_a_checkpoint_around_the_workers_makes_one_step() -> None:
-    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(model, inputs.clone().requires_grad_(), use_reentrant=True)
-        return output.square().mean()
-
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    trained_alike(module, loss=loss)
 
 
 def test_modules_part_by_part_in_evaluation_mode(warnings_told: list[str]) -> None:

@@ -13,6 +13,7 @@ from replicas import Awkward
 from separate import (
     ADAM,
     SGD,
+    Loss,
     Separate,
     assert_same,
     batch,
@@ -23,6 +24,7 @@ from separate import (
     trained_alike,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gossip
 from gossip import GossipError, VirtualWorkers
@@ -47,13 +49,21 @@ def test_the_inputs_gradient_is_that_of_the_loss() -> None:
     torch.testing.assert_close(inputs.grad, plain.grad)
 
 
-def test_a_gradient_penalty_makes_a_step() -> None:
-    def penalty(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = inputs.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-        return gradient.square().sum(1).mean()
+def gradient_penalty(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    inputs = inputs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return gradient.square().sum(1).mean()
 
-    trained_alike(make_module(), loss=penalty)
+
+def checkpointed(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model, inputs.clone().requires_grad_(), use_reentrant=True).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [gradient_penalty, checkpointed, lambda model, inputs: (model(inputs) * model(inputs + 1)).mean()]
+)
+def test_a_backward_pass_makes_one_step_whatever_it_goes_through(loss: Loss) -> None:
+    trained_alike(make_module(), loss=loss)
 
 
 def test_gradients_of_inputs_alone_make_no_step() -> None:
@@ -63,13 +73,6 @@ def test_gradients_of_inputs_alone_make_no_step() -> None:
     inputs = batch(6).requires_grad_()
     torch.autograd.grad(workers(inputs).sum(), inputs)
     assert workers.step == 0
-
-
-def test_two_calls_in_one_backward_make_one_step() -> None:
-    def loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return (model(inputs) * model(inputs + 1)).mean()
-
-    trained_alike(make_module(), loss=loss)
 
 
 def test_no_sync_accumulates() -> None:
