@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -13,37 +12,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from repository import CONFIGS, REPOSITORY
-from running import TIMEOUT_S
+from repository import CONFIGS, NOT_BUILT_FROM, REPOSITORY
+from running import program
 
 from gossip.compression.compiled_passes import quantized_by
 
 pytestmark = pytest.mark.xdist_group("packaging")  # built once
 
-NOT_BUILT_FROM = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache", "*.so"
-)
-
-
-def program(*arguments: str, folder: Path, **environment: str) -> str:
-    """What a program prints that ends well."""
-    done = subprocess.run(
-        arguments,
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
 
 def built(kind: str, source: Path, target: Path, **environment: str) -> Path:
     """The only file that a build leaves; no network is used."""
     build = (sys.executable, "-m", "build", "--no-isolation", f"--{kind}", f"--outdir={target}", str(source))
-    program(*build, folder=source, **environment)
+    program(*build, folder=source, environment=os.environ | environment)
     (file,) = target.iterdir()
     return file
 

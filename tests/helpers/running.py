@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -130,6 +130,17 @@ def train(folder: Path, *overrides: str, **options: Any) -> Finished:
     return run("train.py", folder, *overrides, **options)
 
 
+def program(
+    *command: str | Path, folder: Path, environment: Mapping[str, str] = os.environ, patience_s: float = TIMEOUT_S
+) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) -> Finished:
     """Run one of scripts/ in this process: what a fresh interpreter adds is seen once for each script, elsewhere.
 
@@ -160,6 +171,12 @@ def run_here(script: str, *arguments: str | Path, stdout: TextIO | None = None) 
 def run_folders(folder: Path) -> list[Path]:
     """The folders that runs made, oldest first."""
     return sorted((folder / "outputs").iterdir())
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """That of the only run that was made in ``folder``."""
+    (run,) = run_folders(folder)
+    return json.loads((run / "summary.json").read_text())
 
 
 def left_in(folder: Path, kept: Sequence[str] = ()) -> dict[str, Any]:

@@ -3,18 +3,15 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+from repository import NOT_BUILT_FROM, REPOSITORY
+from running import program
 
-TIMEOUT_S = 600
 TINY = ("engine=virtual", "launch.world_size=4", "training.steps=20")
-NOT_BUILT_FROM = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", "*.so"
-)
 
 
 @pytest.mark.timeout(1200)
@@ -22,14 +19,7 @@ def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     """With what pip finds, as scripts/quickstart.sh does: tests look up no names otherwise."""
     dropped = ("PYTHON", "RES_OPTIONS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-
-    def run(*command: str | Path, folder: Path = tmp_path) -> str:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+    run = partial(program, folder=tmp_path, environment=environment, patience_s=600)
     tree = tmp_path / "tree"
     shutil.copytree(REPOSITORY, tree, ignore=NOT_BUILT_FROM)
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", f"--outdir={tmp_path}", folder=tree)
