@@ -1,22 +1,15 @@
 """Configured runs whose ranks go on without those that are lost, and take them back."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faulty_models import FAULTY
-from running import run_folders, train
+from running import run_folders, summary_of, train
 from tiers import rest_is_slow
 
 from gossip.lab.experiments.records import read_jsonl
 
 MORTAL = (*FAULTY, "launch.world_size=3", "launch.timeout_s=60", "wrapper.on_peer_loss=continue", "+model.how=killed")
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    (run,) = run_folders(folder)
-    return json.loads((run / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(

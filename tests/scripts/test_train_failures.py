@@ -1,13 +1,12 @@
 """What scripts/train.py says and leaves when a run goes wrong, or shares the folder of another one."""
 
-import json
 import os
 import signal
 import socket
 from pathlib import Path
 
 import faulty_models
-from running import TIMEOUT_S, run_folders, running, train
+from running import TIMEOUT_S, running, summary_of, train
 
 from gossip.lab.experiments.run_folder import CONFIG_FILE, lock
 
@@ -23,8 +22,7 @@ def test_train_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path) -> N
     assert run.stderr.count("Traceback") == 1
     assert "in fail" in run.stderr
     assert run.left_running == ()
-    (folder,) = run_folders(tmp_path)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert (summary["status"], summary["reason"]) == ("failed", failure)
 
 
@@ -32,9 +30,7 @@ def test_train_under_torchrun_records_the_rank_that_raised(tmp_path: Path) -> No
     run = train(tmp_path, *FAULTY, "+model.rank=1", "+model.how=raise", torchrun=2)
     assert run.status != 0
     assert "rank 1 failed: ArithmeticError: injected at step 3" in run.stderr.splitlines()
-    (folder,) = run_folders(tmp_path)
-    reason = json.loads((folder / "summary.json").read_text())["reason"]
-    assert reason == "rank 1 failed: ArithmeticError: injected at step 3"
+    assert summary_of(tmp_path)["reason"] == "rank 1 failed: ArithmeticError: injected at step 3"
     assert run.stderr.splitlines().count(NO_CHECKPOINT) == 1
 
 
@@ -44,9 +40,7 @@ def test_train_ctrl_c_ends_everything(tmp_path: Path) -> None:
     assert run.last_lines(2) == ["interrupted", NO_CHECKPOINT]
     assert "Traceback" not in run.stderr
     assert run.left_running == ()
-    (folder,) = run_folders(tmp_path)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["reason"] == "interrupted (Ctrl-C)"
+    assert summary_of(tmp_path)["reason"] == "interrupted (Ctrl-C)"
 
 
 def test_train_ctrl_c_before_there_are_workers(tmp_path: Path) -> None:

@@ -142,14 +142,10 @@ def test_schedules_warm_up_to_the_optimizers_rate(schedule: Callable[..., Lambda
     assert max(found) == pytest.approx(2.0)
 
 
-def test_schedules_end_where_they_should() -> None:
+def test_schedules_are_half_way_in_the_middle_and_end_where_they_should() -> None:
     assert rates(lr_schedules.constant, 10)[-1] == 2.0
     for schedule in (lr_schedules.linear, lr_schedules.cosine):
+        assert rates(schedule, 10, final_fraction=0.5)[5] == pytest.approx(1.5)
         assert rates(schedule, 10)[-1] == pytest.approx(0.0)
         assert rates(schedule, 10, warmup_fraction=0.3, final_fraction=0.25)[-1] == pytest.approx(0.5)
-
-
-def test_schedules_are_half_way_in_the_middle() -> None:
-    for schedule in (lr_schedules.linear, lr_schedules.cosine):
-        assert rates(schedule, 10, final_fraction=0.5)[5] == pytest.approx(1.5)
     assert rates(lr_schedules.cosine, 12)[4] == pytest.approx(2.0 * 0.75)
