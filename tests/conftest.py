@@ -22,6 +22,7 @@ from listening import logged
 from preloaded import PRELOAD
 
 from gossip.launching import fork_server
+from topologies.family_registry import FAMILIES
 
 # A shell's background job begins with interrupts ignored, and all that it starts does so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,6 +91,12 @@ def warnings_told(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     request.node.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))  # some are issued by ``warnings`` too
     with logged() as texts:
         yield texts
+
+
+@pytest.fixture
+def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import pytest
 from repository import REPOSITORY
 
 import topologies
-from topologies.family_registry import FAMILIES
 
 
 def module_of(path: Path) -> str:
@@ -24,11 +23,7 @@ WITH_EXAMPLES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _own_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
-
-
+@pytest.mark.usefixtures("own_families")
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_of_a_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
