@@ -3,11 +3,9 @@
 An outage lasts until TCP's pauses between two attempts have stopped growing, which is before the time-out by far.
 """
 
-import contextlib
 import functools
 import json
 import re
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from lab_hosts import why_no_hosts
+from lab_hosts import kernel_knows_rto_max, why_no_hosts
 from lone_ranks import wait_until
 from torch import nn
 
@@ -30,13 +28,6 @@ LONGEST_PAUSE_MS = longest_pause_ms(TIMEOUT, 15)
 NUM_STEPS, CUT_AFTER = 30, 10
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 CASES = [(2, "one_peer_exponential"), (3, "one_peer_exponential"), (3, "complete")]
-
-
-def why_not() -> str | None:
-    with socket.socket() as unconnected, contextlib.suppress(OSError):
-        unconnected.setsockopt(socket.IPPROTO_TCP, 44, 1000)
-        return why_no_hosts()
-    return "this kernel has no TCP_RTO_MAX_MS"
 
 
 def command(*words: str) -> str:
@@ -107,7 +98,7 @@ def train_on_hosts(is_cut: bool, num_hosts: int, topology: str, reached: Path) -
 
 @pytest.mark.root
 def test_an_outage_shorter_than_the_timeout_is_no_failure(tmp_path: Path) -> None:
-    missing = why_not()
+    missing = why_no_hosts() if kernel_knows_rto_max() else "this kernel has no TCP_RTO_MAX_MS"
     if missing is not None:
         pytest.skip(missing)
     with ThreadPoolExecutor(2 * len(CASES)) as pool:  # a namespace is a thread's: labs do not meet

@@ -7,23 +7,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from lab_hosts import RTO_MAX_MS, kernel_knows_rto_max
 from replicas import SGD, NormalisedNet
 
 from gossip import GossipDataParallel, launch
 from gossip.communication.host import tcp_options
 from gossip.communication.host.tcp_options import longest_pause_ms, resending_soon, with_resending
 
-RTO_MAX_MS = 44  # linux/tcp.h: TCP_RTO_MAX_MS
-
-
-def kernel_knows_it() -> bool:
-    with socket.socket() as unconnected, contextlib.suppress(OSError):
-        unconnected.setsockopt(socket.IPPROTO_TCP, RTO_MAX_MS, 1000)
-        return True
-    return False
-
-
-needs_kernel = pytest.mark.skipif(not kernel_knows_it(), reason="TCP_RTO_MAX_MS came with Linux 6.15")
+needs_kernel = pytest.mark.skipif(not kernel_knows_rto_max(), reason="TCP_RTO_MAX_MS came with Linux 6.15")
 
 
 def bound_of(connection: socket.socket) -> int:
