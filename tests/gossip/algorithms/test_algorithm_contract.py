@@ -94,6 +94,16 @@ RESTORED = (
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
+def options_of(case: Case, world_size: int = WORLD_SIZE) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer_for(case.algorithm),
+        "topology": make_topology(case.topology, world_size),
+        "algorithm": make_algorithm(case.algorithm),
+        "clip_grad_norm": case.max_norm,
+        "bucket_cap_mb": TINY_BUCKETS,
+    }
+
+
 def batch(problem: Problem, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all ranks; what is not finite makes a rank's gradients so."""
     spoilt = np.where(problem.is_updated(step), 0.0, np.nan)
@@ -133,17 +143,8 @@ def test_lossy_messages_keep_the_mean(name: str) -> None:
 
 
 def make_workers(case: Case, world_size: int = WORLD_SIZE) -> VirtualWorkers:
-    return VirtualWorkers(
-        Quadratic(case.problem.start),
-        world_size,
-        optimizer_for(case.algorithm),
-        make_topology(case.topology, world_size),
-        algorithm=make_algorithm(case.algorithm),
-        clip_grad_norm=case.max_norm,
-        bucket_cap_mb=TINY_BUCKETS,
-        loss_reduction="sum",
-        devices=["cpu"],
-    )
+    given = options_of(case, world_size)
+    return VirtualWorkers(Quadratic(case.problem.start), world_size, loss_reduction="sum", devices=["cpu"], **given)
 
 
 def train_virtually(workers: VirtualWorkers, case: Case, steps: range) -> np.ndarray:
@@ -277,15 +278,8 @@ def case_samples(step: int) -> np.ndarray:
 
 
 def make_model(case: Case) -> GossipDataParallel:
-    return GossipDataParallel(
-        Quadratic(case.problem.start),
-        optimizer_for(case.algorithm),
-        make_topology(case.topology, WORLD_SIZE),
-        algorithm=make_algorithm(case.algorithm),
-        clip_grad_norm=case.max_norm,
-        bucket_cap_mb=TINY_BUCKETS,
-        step_in_backward=case.mode != "optimizer",
-    )
+    in_backward = case.mode != "optimizer"
+    return GossipDataParallel(Quadratic(case.problem.start), step_in_backward=in_backward, **options_of(case))
 
 
 def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:

@@ -29,10 +29,6 @@ def walk(n: int, hop: int, start: int = 0) -> dict[int, int]:
     return partner
 
 
-def swaps(n: int, partner: dict[int, int]) -> np.ndarray:
-    return np.eye(n)[[partner.get(i, i) for i in range(n)]]
-
-
 @given(st.integers(2, 400), st.data())
 def test_partners_are_those_of_the_walk_from_any_start(n: int, data: st.DataObject) -> None:
     hop, start = data.draw(st.integers(1, n - 1)), data.draw(st.integers(0, n - 1))
@@ -49,7 +45,9 @@ def test_equi_dyn_by_definition(n: int, eta: float) -> None:
     for t in range(12):
         generator = np.random.default_rng((3, t))
         hop, start = int(generator.integers(1, n)), int(generator.integers(n))
-        for topology, permutation in zip(both, (swaps(n, walk(n, hop, start)), shift(n, hop)), strict=True):
+        partner = walk(n, hop, start)
+        swaps = np.eye(n)[[partner.get(i, i) for i in range(n)]]
+        for topology, permutation in zip(both, (swaps, shift(n, hop)), strict=True):
             expected = (1 - eta) * np.eye(n) + eta * basis(n, permutation)
             np.testing.assert_allclose(topology.round(t).matrix(), expected, rtol=0, atol=1e-15)
 
