@@ -13,7 +13,7 @@ import torch
 from examples import BLOCK, code, defined
 from omegaconf import OmegaConf
 from repository import REPOSITORY
-from running import run, run_folders, train
+from running import run, run_folders, train, written
 
 import gossip
 from gossip.exchange.recording import Ended, Members, Recorder
@@ -42,21 +42,19 @@ PRINTED = {
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_examples_of_a_page(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((REPOSITORY / page).read_text())
-    script = tmp_path / "session.py"
-    script.write_text("\n".join(block for block, _ in blocks))
-    done = run(str(script), tmp_path).succeeded()
+    done = run(written(tmp_path, "\n".join(block for block, _ in blocks)), tmp_path).succeeded()
     assert done.stdout == "".join(printed for _, printed in blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), PRINTED)
 def test_an_example_is_a_script(page: str, number: int, tmp_path: Path) -> None:
-    script, text = tmp_path / "example.py", code(page, number)
+    text = code(page, number)
     if page in ("docs/when_ranks_die.md", "docs/uneven_ranks.md"):
         text = text.replace("model.close()", "os.write(1, f'{model.members}\\n'.encode())\n    model.close()")
-    script.write_text(f"import os\n{text}")
+    script = written(tmp_path, f"import os\n{text}")
     for _ in range(1 + (PRINTED[page, number] == CHECKPOINTS)):  # what the first run left must not disturb the second
-        done = run(str(script), tmp_path).succeeded()
+        done = run(script, tmp_path).succeeded()
         assert PRINTED[page, number] in done.stdout
 
 

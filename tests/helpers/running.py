@@ -119,7 +119,14 @@ def running(
             process.wait(TIMEOUT_S)
 
 
-def run(script: str, folder: Path, *arguments: str, **options: Any) -> Finished:
+def written(folder: Path, text: str) -> Path:
+    """A program of the test's own, in ``folder``."""
+    path = folder / "program.py"
+    path.write_text(text)
+    return path
+
+
+def run(script: str | Path, folder: Path, *arguments: str, **options: Any) -> Finished:
     """Run one of scripts/, or a path, in ``folder`` to its end; the options are those of :func:`running`."""
     with running(folder, *arguments, script=SCRIPTS / script, **options) as process:
         return process.finished()

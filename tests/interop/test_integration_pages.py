@@ -14,7 +14,7 @@ from examples import code, defined
 from free_ports import free_port
 from preloaded import TORCHRUN
 from repository import REPOSITORY
-from running import TIMEOUT_S, run, running
+from running import TIMEOUT_S, run, running, written
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
 
@@ -32,8 +32,7 @@ EXAMPLES = {
 @pytest.mark.parametrize(("page", "number"), EXAMPLES)
 def test_an_example_of_a_page(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # where Lightning starts ranks itself
-    (tmp_path / "example.py").write_text(code(page, number))
-    finished = run(str(tmp_path / "example.py"), tmp_path).succeeded()
+    finished = run(written(tmp_path, code(page, number)), tmp_path).succeeded()
     assert re.search(EXAMPLES[page, number], finished.stdout), finished.stdout
 
 

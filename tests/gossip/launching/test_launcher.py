@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lone_ranks import wait_until
 from ranks import fail_on
-from running import run, running
+from running import run, running, written
 
 import gossip
 from gossip import LaunchError, launch
@@ -195,18 +195,15 @@ def test_launch_keeps_what_a_failing_worker_printed_also_where_temporary_files_h
     folder = tmp_path / ("a" * 120)
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    script = tmp_path / "script.py"
-    script.write_text(PRINTING_SCRIPT.format(guard="if __name__ == '__main__': "))
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    ended = run(str(script), tmp_path, fresh=True)
+    script = written(tmp_path, PRINTING_SCRIPT.format(guard="if __name__ == '__main__': "))
+    ended = run(script, tmp_path, fresh=True)
     assert ended.stdout == "hello\n"
     assert "rank 0 failed: ValueError: boom" in ended.stderr
 
 
 def test_launch_asks_for_the_guard_of_the_main_script(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PRINTING_SCRIPT.format(guard=""))
-    ended = run(str(script), tmp_path)
+    ended = run(written(tmp_path, PRINTING_SCRIPT.format(guard="")), tmp_path)
     assert ended.status != 0
     last = ended.stderr.rstrip().splitlines()[-1]
     assert last.startswith("gossip.errors.LaunchError: rank ")
@@ -243,9 +240,7 @@ if __name__ == "__main__":
 
 
 def test_launch_joins_torchrun_and_ends_with_the_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    ended = run(str(script), tmp_path, torchrun=2)
+    ended = run(written(tmp_path, TORCHRUN_SCRIPT), tmp_path, torchrun=2)
     found = sorted(line for line in ended.stdout.splitlines() if line.startswith("result"))
     assert found == ["result [(0, 2)]", "result [(1, 2)]"], ended
     assert ended.status == 1
@@ -306,9 +301,7 @@ if __name__ == "__main__":
 
 
 def test_workers_save_and_end_together_where_their_launcher_is_terminated(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PREEMPTED_SCRIPT)
-    with running(tmp_path, script=script) as launcher:
+    with running(tmp_path, script=written(tmp_path, PREEMPTED_SCRIPT)) as launcher:
         assert launcher.first_line() == "trains"
         os.kill(launcher.process.pid, signal.SIGTERM)
         ended = launcher.finished()
@@ -319,9 +312,7 @@ def test_workers_save_and_end_together_where_their_launcher_is_terminated(tmp_pa
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_leave_with_their_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(WAITING_SCRIPT)
-    with running(tmp_path, script=script) as launcher:
+    with running(tmp_path, script=written(tmp_path, WAITING_SCRIPT)) as launcher:
         workers = list(map(int, launcher.first_line().split()))
         assert len(workers) == 2
         # Ctrl-C in a terminal reaches the whole process group.

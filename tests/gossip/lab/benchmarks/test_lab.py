@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import why_no_hosts
 from lone_ranks import wait_until
-from running import Running, running
+from running import Running, running, written
 
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import interface_bytes
@@ -102,9 +102,7 @@ def controller(tmp_path: Path) -> Iterator[Running]:
     """Has a lab, and workers in it."""
     if missing := why_no_hosts():
         pytest.skip(missing)
-    script = tmp_path / "controller.py"
-    script.write_text(CONTROLLER)
-    with running(tmp_path, script=script) as started:
+    with running(tmp_path, script=written(tmp_path, CONTROLLER)) as started:
         yield started
 
 

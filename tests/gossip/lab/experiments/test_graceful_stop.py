@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from running import run
+from running import run, written
 
 from gossip.lab.experiments.graceful_stop import GracefulStop
 
@@ -107,16 +107,14 @@ STUCK = "dist.HashStore().wait(['never'])"
 def test_stopping_gives_up_where_the_ranks_do_not_get_there(
     world_size: int, saves: bool, name: str, then: str, text: str, tmp_path: Path
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then, grace_s=0.3))
-    ended = run(str(program), tmp_path)
+    program = GIVING_UP.format(world_size=world_size, saves=saves, name=name, then=then, grace_s=0.3)
+    ended = run(written(tmp_path, program), tmp_path)
     assert ended.status == 128 + signal.Signals[name]
     why = f"0.3 s after {name}: {text}; nothing is saved"
     assert ended.stderr.splitlines() == [f"rank 0: {why}", f"so: {why}"]
 
 
 def test_stopping_leaves_signals_to_the_program_where_nothing_is_saved(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then=THEN, grace_s=30))
-    ended = run(str(program), tmp_path, fresh=True)
+    program = GIVING_UP.format(world_size=2, saves=False, name="SIGTERM", then=THEN, grace_s=30)
+    ended = run(written(tmp_path, program), tmp_path, fresh=True)
     assert (ended.status, ended.stderr) == (143, "")
