@@ -4,13 +4,13 @@ import ast
 import configparser
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from examples import code
 from repository import REPOSITORY
+from running import program
 
 import gossip
 import topologies
@@ -28,14 +28,7 @@ ADVICE = re.compile(r"(gossip(?:-training)?|\.)\[([a-z,]+)\](?=['\"`\s])")
 @pytest.mark.timeout(600)
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "dummy", "-d", str(tmp_path)]
-    run = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, DOCS, tmp_path / "nothing"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    program(sys.executable, "-m", "sphinx", *options, DOCS, tmp_path / "nothing", patience_s=500)
     described = pickle.loads((tmp_path / "environment.pickle").read_bytes()).domaindata["py"]["objects"]
     names = {f"gossip.{name}" for name in gossip.__all__} | {f"topologies.{name}" for name in topologies.__all__}
     modules = {"topologies.analysis", "topologies.families"}

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from ranks import error_of, run_ranks
-from replicas import SGD, TINY_BUCKETS, assert_equal_states
+from replicas import SGD, TINY_BUCKETS, assert_equal_states, saved
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
@@ -114,10 +114,8 @@ def copy_and_go_on(algorithm: str) -> None:
     model, undisturbed = wrap(algorithm=algorithm), wrap(algorithm=algorithm)
     train(model, range(2), model.rank)
     train(undisturbed, range(2), model.rank)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    copies = [copy.deepcopy(model), copy.deepcopy(model.module), torch.load(saved, weights_only=False)]
+    loaded = torch.load(io.BytesIO(saved(model)), weights_only=False)
+    copies = [copy.deepcopy(model), copy.deepcopy(model.module), loaded]
     for each in copies:
         assert_equal_states(each.state_dict(), model.state_dict())
         each(batch(5)).sum().backward()  # plain: no step, gradients stay

@@ -1,7 +1,6 @@
 """CUDA tensors, through pinned memory over gloo and natively over NCCL, give what the CPU gives."""
 
 import functools
-import io
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from algorithm_table import ROWS, make_algorithm, optimizer_for
 from compressions import COMPRESSIONS, TOPOLOGIES
 from devices import NUM_GPUS, choose_device, needs_a_gpu, needs_nccl
 from exchanging import Ranks, StackedRanks
-from replicas import SGD, TINY_BUCKETS, NormalisedNet
+from replicas import SGD, TINY_BUCKETS, NormalisedNet, saved
 from separate import stacked
 
 import gossip
@@ -120,12 +119,6 @@ def test_parameters_on_a_gpu_have_storages_of_their_own() -> None:
             assert [len(saved(model.state_dict())), len(saved(module.first.bias))] == lengths
             held = [bucket.block.data_ptr() for bucket in model._buckets]
             assert {bucket.parameters[0].data_ptr() for bucket in model._buckets} == set(held)
-
-
-def saved(content: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
 
 
 def wrap_on_the_cpu() -> str:

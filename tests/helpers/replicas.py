@@ -1,6 +1,7 @@
 """Modules with everything in them, and what tests do with their replicas."""
 
 import functools
+import io
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ class Awkward(nn.Module):
         hidden = torch.tanh(self.third(self.second(self.first(inputs * self.frozen)))) * self.scalar
         image = (hidden @ self.transposed * self.brief)[..., None, None].expand(-1, -1, 2, 2)
         return nn.functional.conv2d(image, self.filters) + self.empty.sum()
+
+
+def saved(content: object) -> bytes:
+    """What ``torch.save`` makes of it."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
 
 
 def rank_module(seed: int = 0) -> NormalisedNet:

@@ -138,7 +138,10 @@ def train(folder: Path, *overrides: str, **options: Any) -> Finished:
 
 
 def program(
-    *command: str | Path, folder: Path, environment: Mapping[str, str] = os.environ, patience_s: float = TIMEOUT_S
+    *command: str | Path,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    patience_s: float = TIMEOUT_S,
 ) -> str:
     """What a program prints that ends well."""
     done = subprocess.run(

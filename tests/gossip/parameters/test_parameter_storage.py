@@ -4,7 +4,6 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from replicas import Awkward, assert_equal_states
+from replicas import Awkward, assert_equal_states, saved
 from torch import nn
 
 from gossip import GossipDataParallel
@@ -41,12 +40,6 @@ def assert_own_storages(module: nn.Module) -> None:
         assert parameter.storage_offset() == 0, name
     held = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
     assert len(set(held)) == len(held)
-
-
-def saved_by(save: Callable[[Any, Any], None], content: object) -> bytes:
-    file = io.BytesIO()
-    save(content, file)
-    return file.getvalue()
 
 
 # ------------------------------------------------------------------ in one process
@@ -146,8 +139,8 @@ def check_files(when: str, folder: str) -> None:
 
 def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
     for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.second, plain.second)):
-        assert len(saved_by(torch.save, ours)) == len(saved_by(torch.save, theirs))
-    state = torch.load(io.BytesIO(saved_by(torch.save, module.state_dict())))
+        assert len(saved(ours)) == len(saved(theirs))
+    state = torch.load(io.BytesIO(saved(module.state_dict())))
     assert_equal_states(state, plain.state_dict())
     assert state["third.weight"].data_ptr() == state["second.weight"].data_ptr()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import why_no_hosts
 from lone_ranks import wait_until
-from running import Running, running, written
+from running import Running, program, running, written
 
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import interface_bytes
@@ -147,14 +147,9 @@ def is_alive(pid: int) -> bool:
 
 def ports(bridge: int) -> list[str]:
     """The interfaces on the bridge, in a namespace that this test alone may be holding by now."""
-    listed = subprocess.run(
-        ["nsenter", f"--net=/proc/{os.getpid()}/fd/{bridge}", "ip", "-brief", "link", "show", "master", "bridge"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    return sorted(line.split("@")[0].split()[0] for line in listed.stdout.splitlines())
+    link = ("ip", "-brief", "link", "show", "master", "bridge")
+    listed = program("nsenter", f"--net=/proc/{os.getpid()}/fd/{bridge}", *link, patience_s=PATIENCE_S)
+    return sorted(line.split("@")[0].split()[0] for line in listed.splitlines())
 
 
 def test_lab_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
