@@ -1,7 +1,6 @@
 """What people who come from plain loops do: it works, or is refused with the reason, but never silently trains less."""
 
 import copy
-import functools
 import gc
 import weakref
 
@@ -38,11 +37,7 @@ from topologies import build
             TypeError,
             r"^device_ids is not needed: the module trains .*; static_graph is not needed: .*; leave them out$",
         ),
-        (
-            {"optimizer": functools.partial(torch.optim.LBFGS), "clip_grad_norm": 1.0},
-            ValueError,
-            r"LBFGS .*step_in_backward=F",
-        ),
+        ({"optimizer": torch.optim.LBFGS, "clip_grad_norm": 1.0}, ValueError, r"LBFGS .*step_in_backward=F"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "that the module does not have"),
     ],
 )

@@ -178,13 +178,9 @@ def keep_the_best(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def schedule_free(folder: Path) -> None:
     watch = Watch()
-    given = {
-        "optim": "schedule_free_adamw",
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "gossip": {"step_in_backward": False},
-    }
-    trainer = make_trainer(folder, make_module(dropout=0.1), watch, eval_strategy="steps", eval_steps=3, **given)
+    strategies = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 4, "eval_steps": 3}
+    given = {"optim": "schedule_free_adamw", "gossip": {"step_in_backward": False}}
+    trainer = make_trainer(folder, make_module(dropout=0.1), watch, **given, **strategies)
     with contextlib.redirect_stdout(None):
         trainer.train()
     averages = [torch.empty_like(flat(trainer.model)) for _ in range(2)]

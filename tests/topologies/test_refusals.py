@@ -103,9 +103,7 @@ DATA: dict[str, Any] = {"name": "ring", "world_size": 4, "options": {}}
 ROUNDS = {"name": "x", "world_size": 3, "stochasticity": "doubly", "rounds": [{"world_size": 3, "groups": []}]}
 NESTED = functools.reduce(lambda data, _: {"permuted": data, "order": [0, 1, 2, 3]}, range(5000), DATA)
 WARM = build("complete", 8).then(RING, after=5)
-PULL = Topology.from_rounds(
-    [Round.from_rows([{0: 0.5} if i else {} for i in range(8)])], stochasticity="row", name="pull"
-)
+PULL = Topology.from_rounds([Round.from_rows([{}, *[{0: 0.5}] * 7])], stochasticity="row", name="pull")
 PUSH = Topology.from_rounds([Round.from_matrix(PULL.round(0).matrix().T)], stochasticity="column", name="push")
 
 

@@ -377,9 +377,8 @@ def test_only_checkpoints_beyond_keep_are_removed(tmp_path: Path) -> None:
     assert gossip.load(model, tmp_path / "step_0000000002").step == 2
     with log_of() as lines:
         gossip.save(model, tmp_path, keep=1)
-    assert (
-        "holds checkpoints of later steps, perhaps of another run: load prefers step_0000000004 to step 2" in lines[0]
-    )
+    said = "holds checkpoints of later steps, perhaps of another run: load prefers step_0000000004 to step 2"
+    assert said in lines[0]
     assert set(names_in(tmp_path)) == left
 
 

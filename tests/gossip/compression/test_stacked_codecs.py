@@ -26,9 +26,8 @@ def uneven(edges: dict[int, tuple[int, ...]]) -> Topology:
     for reader, sources in edges.items():
         for source in sources:
             matrix[reader, source] = 0.05 + 0.01 * (reader + source) + 0.003 * abs(reader - source)
-    return Topology.from_rounds(
-        [Round.from_matrix(matrix + np.diag(1 - matrix.sum(1)))], stochasticity="row", name="uneven"
-    )
+    round_ = Round.from_matrix(matrix + np.diag(1 - matrix.sum(1)))
+    return Topology.from_rounds([round_], stochasticity="row", name="uneven")
 
 
 # Rank 4 only sends, 3 and 5 only read, and 6 does neither.

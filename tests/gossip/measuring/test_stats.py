@@ -165,9 +165,7 @@ def lines_at_the_start(carrier: str) -> list[str]:
     lines: list[Any] = []
     sink = logger.add(lambda message: lines.append(message.record), level="TRACE")
     schedule = topologies.build("complete", WORLD_SIZE)
-    model = GossipDataParallel(
-        Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1.0, buffers="average", transport=carrier
-    )
+    model = GossipDataParallel(Wide(), torch.optim.SGD, schedule, bucket_cap_mb=1, buffers="average", transport=carrier)
     num_lines = len(lines)
     model(torch.ones(1, 512)).backward()
     with model.averaged():

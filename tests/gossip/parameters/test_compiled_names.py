@@ -66,9 +66,7 @@ def test_everything_that_leaves_a_model_has_bare_names(way: str, tmp_path: Path)
         assert list(model.state_dict()) == NAMES
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
         assert [name for name, _ in model.named_buffers()] == [name for name, _ in Net().named_buffers()]
-        assert model.optimizer.state_dict()["param_groups"][0]["param_names"] == [
-            n for n, _ in Net().named_parameters()
-        ]
+        assert model.optimizer.state_dict()["param_groups"][0]["param_names"] == [*dict(Net().named_parameters())]
         values = {name: value.clone() for name, value in model.state_dict().items()}
     assert sorted(load_file(tmp_path / "exported.safetensors")) == sorted(NAMES)
     assert "_orig_mod" not in (path / "manifest.json").read_text()

@@ -14,14 +14,7 @@ import topologies
 from topologies import Round, Topology, analysis
 from topologies.analysis import disagreement
 
-SMALL = [
-    ("ring", {}),
-    ("star", {}),
-    ("directed_ring", {}),
-    ("de_bruijn", {}),
-    ("one_peer_ring", {}),
-    ("base", {"k": 2}),
-]
+SMALL = [*((name, {}) for name in ("ring", "star", "directed_ring", "de_bruijn", "one_peer_ring")), ("base", {"k": 2})]
 
 
 def dense(topology: Topology, num_rounds: int, start: int = 0) -> np.ndarray:

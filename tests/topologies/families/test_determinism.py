@@ -28,9 +28,8 @@ for weights in ("best_constant", "fdla", "fmmc"):
 
 def output(hash_seed: str) -> str:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    return subprocess.run(
-        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_rounds_do_not_depend_on_the_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,6 @@ from topologies import Topology
 KITE = nx.Graph([(0, 1), (1, 2), (2, 0), (2, 3)])
 
 
-def matrix(graph: nx.Graph, weights: str = "metropolis") -> np.ndarray:
-    return Topology.from_graph(graph, weights).round(0).matrix()
-
-
 @pytest.mark.parametrize(
     ("scheme", "expected"),
     [
@@ -29,7 +25,8 @@ def matrix(graph: nx.Graph, weights: str = "metropolis") -> np.ndarray:
     ],
 )
 def test_schemes_by_hand(scheme: str, expected: list[list[float]]) -> None:
-    np.testing.assert_allclose(matrix(KITE, scheme), np.array(expected) / 12, atol=1e-15)
+    found = Topology.from_graph(KITE, scheme).round(0).matrix()
+    np.testing.assert_allclose(found, np.array(expected) / 12, atol=1e-15)
 
 
 @pytest.mark.parametrize("graph", [nx.cycle_graph(6), nx.hypercube_graph(3), nx.path_graph(2)])
@@ -50,7 +47,8 @@ def test_given_weights_of_a_round_come_back() -> None:
 def test_given_weights_leave_the_rest_to_oneself() -> None:
     graph = nx.Graph()
     graph.add_edge("a", "b", weight=0.25)
-    np.testing.assert_array_equal(matrix(graph, "given"), [[0.75, 0.25], [0.25, 0.75]])
+    found = Topology.from_graph(graph, "given").round(0).matrix()
+    np.testing.assert_array_equal(found, [[0.75, 0.25], [0.25, 0.75]])
     directed = nx.DiGraph()
     directed.add_weighted_edges_from([(0, 1, 0.5), (1, 0, 0.25)])
     topology = Topology.from_graph(directed, "given")
