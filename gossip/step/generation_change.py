@@ -184,8 +184,16 @@ class GenerationChange:
                 joining,
                 lambda room: serialize(self._state() | ({} if in_step else {"second": self._second_part()}), room),
             )
-        if in_step and (joining := source.begun(self.generation.members, returning=at_step_end)):
-            source.give(joining, lambda room: serialize(self._second_part(), room), is_second=True)
+        if not in_step:
+            return
+
+        def second(room: Callable[[int], torch.Tensor]) -> tuple[str, torch.Tensor]:
+            if not (at_step_end or self._world.member in self._world.consensus.latest.members):
+                raise ExchangeError("it leaves, and has not taken part in what the others have done before this step")
+            return serialize(self._second_part(), room)
+
+        if joining := source.begun(self.generation.members, returning=at_step_end):
+            source.give(joining, second, is_second=True)
 
     @property
     def _step(self) -> int:

@@ -54,6 +54,7 @@ _OUTGOING = "elastic.connections.peer_connection.Outgoing."
 _SOURCE, _TRANSFER = "elastic.state_transfer.StateSource.", "elastic.state_transfer."
 _LATE, _EDGE = "exchange.late_messages.LateMessages.", "exchange.edge_transport.EdgeExchange."
 _CHANGE = "step.generation_change.GenerationChange."
+_JOINING = "elastic.joining_rank.JoiningRank."
 _PROTOCOL = "elastic.membership_protocol.MembershipProtocol."
 _OF_GROUPS = range(3, 403, 4)
 _RARE = range(400000, 500000)
@@ -84,6 +85,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", seeds=range(152)),
     PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, True, (3111,)),
     PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True, True, (474486,)),
+    PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True, True, (599532,)),
     PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
@@ -126,6 +128,7 @@ FAULTS = (
         _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
     ),
     # ------------------------------------------------------------------ rejoining
+    PutBack(_JOINING + "be_admitted", "min(began", "max(began", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
     PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=range(383)),
     PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", seeds=range(166)),
