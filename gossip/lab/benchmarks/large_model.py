@@ -67,6 +67,7 @@ WAYS = {
     "shard=optimizer": Way("gossip", {"shard": "optimizer"}, group_size=2, like="exact"),
     "fully_shard, gossip": Way("gossip", {"shard": "fsdp"}, group_size=2, like="exact"),
     "fully_shard, int8": Way("gossip", {"shard": "fsdp", "compression": "int8"}, group_size=2, like="int8"),
+    "ddp, 4 ranks": Way("ddp", {"gradient_as_bucket_view": False}, num_replicas=4),
     "4 replicas": Way("gossip", {}, num_replicas=4),
     "4 replicas, continue": Way("gossip", {"on_peer_loss": "continue"}, num_replicas=4, like="4 replicas"),
     "4 replicas, int8": Way("gossip", {"compression": "int8"}, num_replicas=4, like="4 replicas"),
