@@ -57,18 +57,24 @@ _CHANGE = "step.generation_change.GenerationChange."
 _JOINING = "elastic.joining_rank.JoiningRank."
 _PROTOCOL = "elastic.membership_protocol.MembershipProtocol."
 _OF_GROUPS = range(3, 403, 4)
-_RARE = range(400000, 500000)
+
+
+def _of_two_kinds(number: int) -> Sequence[int]:
+    """Return so many seeds of schedules that have several faults of few kinds."""
+    return range(1_000_000, 1_000_000 + number)
+
 
 FAULTS = (
     # ------------------------------------------------------------------ who trains
     PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
-    PutBack(_CONSENSUS + "_wait_until", "self._mesh.waits()", "self._changed", True, seeds=range(939)),
-    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, seeds=range(474)),
-    PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, seeds=range(154)),
-    PutBack(_CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, seeds=range(287)),
-    PutBack(_CONSENSUS + "were_ahead", "each.number > number", "each is self._generations[-1]", True, seeds=_RARE),
-    PutBack(_CHANGE + "_follow", "self._agree()  # some", "pass  # some", True, seeds=_RARE),
-    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", seeds=range(643)),
+    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, seeds=_of_two_kinds(713)),
+    PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, _of_two_kinds(31)),
+    PutBack(
+        _CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, True, _of_two_kinds(30)
+    ),
+    PutBack(
+        _CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True, seeds=_of_two_kinds(80)
+    ),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
@@ -79,21 +85,27 @@ FAULTS = (
         is_common=True,
     ),
     # ------------------------------------------------------------------ leaving
-    PutBack(_CHANGE + "leave", "self._engine.step < last:", "False:", seeds=range(107)),
-    PutBack(_CONSENSUS + "_adopt", "= False, first_step", "= False, 0", seeds=range(107)),
-    PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", seeds=range(107)),
-    PutBack(_CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", seeds=range(152)),
+    PutBack(_CHANGE + "leave", "self._engine.step < last:", "False:", is_common=True, seeds=_of_two_kinds(11)),
+    PutBack(_CONSENSUS + "_adopt", "= False, first_step", "= False, 0", is_common=True, seeds=_of_two_kinds(11)),
+    PutBack(
+        _CONSENSUS + "_proposed",
+        "{*self._suspects, *leaving}",
+        "self._suspects",
+        is_common=True,
+        seeds=_of_two_kinds(11),
+    ),
+    PutBack(
+        _CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", is_common=True, seeds=_of_two_kinds(44)
+    ),
     PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, True, (3111,)),
     PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True, True, (474486,)),
     PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True, True, (599532,)),
-    PutBack(_CONSENSUS + "_lost_leaving", "not in self._mesh.farewells", "not in self._suspects", seeds=_RARE),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
     PutBack(
         _OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", is_common=True, seeds=range(143)
     ),
-    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=range(179)),
-    PutBack(_DETECTOR + "wait_until", "self.consensus.give_up(", "dict(", seeds=range(247)),
+    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=_of_two_kinds(178)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
     PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", is_common=True),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if lost or False and self", is_common=True),
@@ -107,35 +119,49 @@ FAULTS = (
     ),
     PutBack(_DETECTOR + "exchange", "turn is None and not in_group", "turn is None", is_common=True, seeds=_OF_GROUPS),
     PutBack(
-        _OPERATIONS + "collectively", "self.member not in generation.members", "False", True, seeds=range(3, 1160, 4)
-    ),
-    PutBack(_CONSENSUS + "_attempt", "if other in gone]", "if False]", True, seeds=_RARE),
-    PutBack(_CONSENSUS + "commit", "self.is_joint = False", "pass", True, seeds=_RARE),
-    PutBack(
-        _CONSENSUS + "_may_be_cut_off", "{*members, *self._own_group()}", "{*members}", True, seeds=range(3, 1416, 4)
+        _OPERATIONS + "collectively",
+        "self.member not in generation.members",
+        "False",
+        True,
+        True,
+        range(1_000_003, 1_000_111, 4),
     ),
     # ------------------------------------------------------------------ partitions
-    PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=range(379)),
+    PutBack(
+        _CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=_of_two_kinds(151)
+    ),
     PutBack(_CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, True, (450213,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
     PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
-    PutBack(_CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:"),
+    PutBack(
+        _CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:", False, True, _of_two_kinds(23)
+    ),
     PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", seeds=range(896)),
     PutBack(
         _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
     ),
+    PutBack(
+        _CONSENSUS + "_attempt",
+        'cut(other, "the others continue',
+        '(lambda *_: 0)(other, "the others',
+        seeds=_of_two_kinds(513),
+    ),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "min(began", "max(began", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
-    PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=range(383)),
-    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", seeds=range(166)),
-    PutBack("elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", seeds=range(163)),
-    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", seeds=range(166)),
+    PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=_of_two_kinds(57)),
+    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(57)),
+    PutBack(
+        "elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", seeds=_of_two_kinds(57)
+    ),
+    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", seeds=_of_two_kinds(57)),
     # ------------------------------------------------------------------ flags
-    PutBack(_FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=range(635)),
+    PutBack(
+        _FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=_of_two_kinds(374)
+    ),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
     PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", is_common=True),
     PutBack(_VOTES + "take_over", "self._put", "(lambda *_: None)", is_common=True),
@@ -159,13 +185,16 @@ FAULTS = (
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
     # ------------------------------------------------------------------ state transfer
     PutBack(_SOURCE + "begun", "is returning", "is not returning", is_common=True),
-    PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", seeds=range(156)),
-    PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", seeds=range(156)),
+    PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(57)),
+    PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", seeds=_of_two_kinds(57)),
     PutBack(_CHANGE + "_join", "= generation.first_step", "= generation.first_step - 1", is_common=True),
+    PutBack(_SOURCE + "_on_ask", "bool(third)", "False", seeds=_of_two_kinds(526)),
     # ------------------------------------------------------------------ late messages
-    PutBack(_LATE + "arrived", "if is_right or (", "if (", seeds=range(155)),
-    PutBack(_LATE + "arrived", "(awaited and waits)", "awaited", seeds=range(247)),
-    PutBack(_LATE + "await_later", ">= MOST_LATE", ">= 0", seeds=range(247)),
+    PutBack(_LATE + "arrived", "if is_right or (", "if (", is_common=True, seeds=_of_two_kinds(36)),
     PutBack(_LATE + "arrived", "mul_(late.weight)", "mul_(1.0)", is_common=True),
+    PutBack(
+        _LATE + "arrived", "or (late.member in mesh.lost and late.member not in mesh.left)", "", seeds=_of_two_kinds(69)
+    ),
     PutBack(_EDGE + "_receive", "self.dropped.add(place)", "pass", is_common=True),
+    PutBack(_EDGE + "_puts_off", "self.dropped.add(place)", "pass", is_common=True, seeds=_of_two_kinds(11)),
 )
