@@ -15,6 +15,7 @@ from gossip.communication.host.worker_threads import WINDOW_BYTES
 from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.simulation.cluster import Cluster
 from topologies import Round
+from topologies.analysis.connectivity import all_reduce_rings
 from topologies.matrix_storage import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
@@ -166,16 +167,12 @@ def plan_exchange(
     rings = {group for group in groups if group in all_reduces and len(group) > 2}
     edges = [pair for group in groups if group not in rings for pair in itertools.permutations(group, 2)]
     senders, receivers = np.array(edges, dtype=np.int64).reshape(-1, 2).T
-    parts = [*map(_ring, rings), _messages(senders, receivers, cluster, reads_memory)]
+    in_rings, from_rings, sizes = all_reduce_rings(tuple(rings))
+    of_rings = Traffic(from_rings, in_rings, 2.0 * (sizes - 1) / sizes)
+    parts = [of_rings, _messages(senders, receivers, cluster, reads_memory)]
     turns = [2 * (len(group) - 1) if group in rings else 1 for group in groups]
     coupling = Groups(groups, turns, n)
     return _plan(coupling, Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)
-
-
-def _ring(group: tuple[int, ...]) -> Traffic:
-    """Return the traffic of a ring all-reduce in the order of the ranks."""
-    size = len(group)
-    return Traffic(np.array(group), np.roll(group, -1), np.full(size, 2.0 * (size - 1) / size))
 
 
 def _messages(senders: IntArray, receivers: IntArray, cluster: Cluster, reads_memory: bool) -> Traffic:

@@ -90,14 +90,12 @@ def _solve(scheme: str, world_size: int, pairs: IntArray, *, nonnegative: bool) 
             f"the solver of weights={scheme!r} ended with the status {problem.status!r}; use "
             f"weights='best_constant' or 'metropolis' for this graph"
         )
-    return _clean(np.asarray(weight.value), world_size, ends, nonnegative=nonnegative)
-
-
-def _clean(weight: FloatArray, world_size: int, ends: IntArray, *, nonnegative: bool) -> FloatArray:
+    found = np.asarray(weight.value)
     if nonnegative:
-        given_away = np.bincount(ends, weights=np.tile(np.maximum(weight, 0.0), 2), minlength=world_size)
-        weight = np.maximum(weight, 0.0) / max(1.0, float(given_away.max()))
-    cleaned = np.floor(weight / _GRAIN) * _GRAIN
+        found = np.maximum(found, 0.0)
+        given_away = np.bincount(ends, weights=np.tile(found, 2), minlength=world_size)
+        found = found / max(1.0, float(given_away.max()))
+    cleaned: FloatArray = np.floor(found / _GRAIN) * _GRAIN
     cleaned[np.abs(cleaned) < _SOLVER_TOLERANCE] = 0.0
     return cleaned
 
