@@ -66,24 +66,23 @@ class ReplayedExchanges(StackedExchanges):
         self._world_size = len(recording.num_steps)
         self._generations: list[_Generation] = []
         agreed: dict[int, set[int]] = defaultdict(set)
-        for event in recording.events:
-            if isinstance(event, Agreed):
-                agreed[event.generation].add(event.rank)
-        for each in _generations(recording):
-            resized, algorithm = resized_or(each.fallback_topology, topology, len(each.members), bound)
-            schedule = algorithm.schedule(resized)
-            own = agreed[each.generation]
-            self._generations.append(_Generation(each.step, each.members, own, resized, algorithm, schedule))
         self._missed: dict[tuple[int, int], list[Missed]] = defaultdict(list)  # by round and bucket of a rank
         self._joined: dict[int, dict[int, int]] = defaultdict(dict)  # sources by the step before which they gave
         self._idle: dict[int, set[int]] = defaultdict(set)
         for event in recording.events:
-            if isinstance(event, Missed):
+            if isinstance(event, Agreed):
+                agreed[event.generation].add(event.rank)
+            elif isinstance(event, Missed):
                 self._missed[event.step, event.bucket].append(event)
             elif isinstance(event, Joined):
                 self._joined[event.step][event.rank] = event.source
             elif isinstance(event, Idle):
                 self._idle[event.step].add(event.rank)
+        for each in _generations(recording):
+            resized, algorithm = resized_or(each.fallback_topology, topology, len(each.members), bound)
+            schedule = algorithm.schedule(resized)
+            own = agreed[each.generation]
+            self._generations.append(_Generation(each.step, each.members, own, resized, algorithm, schedule))
         self._late: dict[tuple[int, bool], list[_Late]] = defaultdict(list)  # by when they enter
         self._given: dict[int, dict[tuple[object, ...], torch.Tensor]] = {}  # by rank that joins, what it takes over
         self._given_samples: dict[int, float] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from gossip.errors import GossipError
 from gossip.exchange.recording import Average, Members, Recording
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket
-from gossip.virtual.shards import Shard, written
+from gossip.virtual.shards import Shard, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges
 from gossip.virtual.stacked_optimizers import COUNTER, left_alone, step_all, step_counters
 from gossip.virtual.stacked_updating import StackedUpdater
@@ -199,8 +199,7 @@ class Replay:
 
     def _update(self, rank: int, bucket: Bucket) -> None:
         """Step the optimizers for a single row of a bucket's parameters."""
-        shard = next(shard for shard in self._shards if rank in shard.ranks)
-        row = rank - shard.ranks.start
+        ((shard, row),) = rows_of(self._shards, rank, rank + 1)
         others = torch.ones(len(shard.ranks), dtype=torch.bool, device=shard.device)
         others[row] = False
         for each in self._shards:
@@ -216,17 +215,13 @@ class Replay:
                 alone[parameter] = others
         if not alone:
             return
-        self._count(rank, alone)
-        with left_alone(self._optimizers, alone):
-            step_all(self._optimizers)
-        for parameter in alone:
-            parameter.grad = None
-
-    def _count(self, rank: int, parameters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Set the counters in the optimizers' states to this rank's, before the update that it makes."""
-        for parameter in parameters:
+        for parameter in alone:  # the counters in the optimizers' states are this rank's in the update that it makes
             made = self._num_updates[rank, parameter]
             self._num_updates[rank, parameter] += 1
             for entry in step_counters(self._optimizers, [parameter]):
                 value = entry[COUNTER]
                 entry[COUNTER] = torch.full_like(value, made) if isinstance(value, torch.Tensor) else made
+        with left_alone(self._optimizers, alone):
+            step_all(self._optimizers)
+        for parameter in alone:
+            parameter.grad = None

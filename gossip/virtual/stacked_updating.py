@@ -89,8 +89,7 @@ class StackedUpdater:
     def note_reached(self, name: str, rank: int) -> None:
         """Note that a backward pass has reached a parameter of a replica that ran by itself."""
         if name not in self.reached:
-            has_gradient = any(shard.parameters[name].grad is not None for shard in self._shards)
-            self.reached[name] = (self.scales != 0) if has_gradient else torch.zeros_like(self.scales, dtype=torch.bool)
+            self.reached[name] = (self.scales != 0) & self._gradient_of(name)
         self.reached[name][rank] = True
 
     def note_all_reached(self, name: str, ranks: range) -> None:
