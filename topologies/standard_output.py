@@ -26,15 +26,11 @@ def ends_quietly(main: Callable[[], Status]) -> Status | int:
         finally:
             sys.stdout.flush()  # here, because an error at the interpreter's end could not be caught
     except BrokenPipeError:
-        if not _reader_has_gone():
-            raise  # of another pipe
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # of another pipe: the reader of this one is there
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # takes what is still in the buffer
         os.close(nowhere)
         return CUT
-
-
-def _reader_has_gone() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -245,17 +245,11 @@ def prune(folder: Path, step: int, keep: int) -> None:
     for name in names[len(later) :]:
         replaced = age_key(name) == (step, False)
         if num_kept < keep and not replaced:
-            num_kept += _is_complete(folder / name)
+            with contextlib.suppress(CheckpointError):  # one that is not complete does not count
+                check_sizes(folder / name, read_manifest(folder / name))
+                num_kept += 1
         elif _is_ours(folder / name):
             _remove(folder / name)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        check_sizes(checkpoint, read_manifest(checkpoint))
-    except CheckpointError:
-        return False
-    return True
 
 
 def _is_ours(checkpoint: Path) -> bool:

@@ -34,8 +34,7 @@ class StepStats:
         ``bytes_sent`` by target rank. Those of an all-reduce are split evenly over its group.
     wait_by_peer_s : mapping of int to float
         How long this rank was blocked until the message of each peer had arrived. An all-reduce is charged in full to
-        every
-        member.
+        every member.
     consensus_distance_estimate : float or None
         An estimate of the replicas' distance from their mean, from this step's messages alone; None if none arrived.
         See :meth:`gossip.GossipDataParallel.consensus_distance` for the exact one.

@@ -52,11 +52,8 @@ class BackwardPass:
         call = partial(on_end)
         self._call = weakref.ref(call)  # autograd holds the only lasting reference
         at_end_of_backward(call)
-        self.began_at, self._thread, self._range = (
-            time.perf_counter(),
-            threading.get_ident(),
-            fast_range("gossip::backward"),
-        )
+        self.began_at, self._thread = time.perf_counter(), threading.get_ident()
+        self._range = fast_range("gossip::backward")
         self._range.__enter__()
 
     @property

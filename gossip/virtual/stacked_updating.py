@@ -133,7 +133,9 @@ class StackedUpdater:
 
     def _step(self, left: RowsByName) -> None:
         """Let the optimizers step, once for all ranks that have made equally many updates if these are counted."""
-        alone = {name: self._left_alone(name, by_shard) for name, by_shard in left.items() if self._gradient_of(name)}
+        alone = {name: torch.cat(list(by_shard)) for name, by_shard in left.items() if self._gradient_of(name)}
+        for name in alone.keys() & self.reached.keys():
+            alone[name] |= ~self.reached[name]
         lags = {0}
         if self.counts_each:
             lags = {lag for name, rows in alone.items() for lag in self.lags[name][~rows].tolist()} or {0}
@@ -193,11 +195,6 @@ class StackedUpdater:
             ranks = ", ".join(map(str, skipped.nonzero().flatten().tolist()))
             logger.warning("step {}: ranks {}: a gradient is not finite; the update is skipped", step, ranks)
         return skipped, left
-
-    def _left_alone(self, name: str, by_shard: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows of a parameter, [n], bool, that are not to be updated, or that no backward pass reached."""
-        rows = torch.cat(list(by_shard))
-        return rows | ~self.reached[name] if name in self.reached else rows
 
     def _rows_of(self, alone: Mapping[str, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
         """Return by stack its rows of these, if there are any."""

@@ -14,8 +14,7 @@ from typing import Protocol
 
 FORKED = (
     "this process was forked from the one that trains, to which the connections to the other ranks belong; train "
-    "there, "
-    "or start separate processes (gossip.launch, torchrun)"
+    "there, or start separate processes (gossip.launch, torchrun)"
 )
 
 
