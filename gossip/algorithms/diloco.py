@@ -74,10 +74,6 @@ class DiLoCo(OuterSteps):
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
         self._weigh(weighted, _SAMPLES)
 
-    def begin(self, bucket: BucketView) -> None:
-        super().begin(bucket)
-        self._count_anew(bucket)
-
     def averaged(self, bucket: BucketView) -> None:
         super().averaged(bucket)
         self._count_anew(bucket)

@@ -9,7 +9,7 @@ from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.outer_steps import ANCHOR
-from topologies import Round, Topology
+from topologies import Round
 from topologies.validation import check_integer, check_real
 
 SENT = "sent"
@@ -70,9 +70,6 @@ class StreamingDiLoCo(DiLoCo):
         self.overlap = check_integer("overlap", overlap, minimum=1, maximum=period)
         self.local_share = check_real("local_share", local_share, "at least 0 and below 1", example=0.9)
 
-    def schedule(self, topology: Topology) -> Topology:
-        return topology
-
     def is_exchanged(self, bucket: int, step: int) -> bool:
         first = bucket % self.parts * self.period // self.parts
         return (step + 1 - first) % self.period == 0 and step + 1 > first
@@ -94,4 +91,5 @@ class StreamingDiLoCo(DiLoCo):
         anchor = bucket.kept[ANCHOR]
         bucket.values.copy_(anchor + self.local_share * (bucket.values - anchor))
 
+    schedule = Algorithm.schedule  # a bucket's turn says when it is exchanged
     describe = Algorithm.describe  # it has one form

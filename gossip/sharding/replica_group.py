@@ -89,17 +89,13 @@ class PartitionedCompression(Compression):
 class _PartCodec(Codec):
     """The codec of one part of a bucket; what has arrived of all parts is gathered.
 
-    No exchange ends before its messages have arrived: what allows that cannot be combined with a mesh.
+    No exchange ends before its messages have arrived: what allows that cannot be combined with a mesh. No rank has the
+    group's message as one tensor (:attr:`sent`).
     """
 
     def __init__(self, compression: PartitionedCompression, codec: Codec, part: slice, bucket: BucketShape) -> None:
         self._compression, self._codec, self._part, self._bucket = compression, codec, part, bucket
         self._step = 0
-
-    @property
-    def sent(self) -> None:
-        """No rank has the group's message as one tensor."""
-        return None
 
     def turns(self, values: torch.Tensor, round_: Round, step: int) -> Turns:
         self._step = step
