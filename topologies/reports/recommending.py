@@ -191,22 +191,13 @@ def recommend(
         message_mb=check_real("message_mb", message_mb, "above 0 and finite", example=100),
         local_size=check_local_size(local_size, world_size),
     )
-    ranked, chosen = [], list(chosen_topologies(topologies, world_size, network.local_size))
+    chosen = list(chosen_topologies(topologies, world_size, network.local_size))
     candidates = without_disguises(chosen) if topologies is None else chosen
-    for topology in candidates:
-        if (rounds := analysis.rounds_to(topology, tolerance)) is not None:
-            ranked.append(_recommended(topology, rounds, network))
+    ranked = [row for each in candidates if (row := _recommended(each, tolerance, network)) is not None]
     ranked.sort(key=lambda row: (row.seconds, row.topology.name != DEFAULT, row.rounds, title_of(row.topology)))
-    default = build(DEFAULT, world_size)
-    rounds = analysis.rounds_to(default, tolerance)
-    return Recommendation(
-        tuple(ranked),
-        world_size,
-        network,
-        tolerance,
-        len(chosen) - len(candidates),
-        None if rounds is None else _recommended(default, rounds, network),
-    )
+    default = _recommended(build(DEFAULT, world_size), tolerance, network)
+    num_disguised = len(chosen) - len(candidates)
+    return Recommendation(tuple(ranked), world_size, network, tolerance, num_disguised, default)
 
 
 def _times(row: Recommended) -> str:
@@ -214,7 +205,9 @@ def _times(row: Recommended) -> str:
     return f"agrees after {total}, its longest round takes {longest}"
 
 
-def _recommended(topology: Topology, rounds: int, network: Network) -> Recommended:
+def _recommended(topology: Topology, tolerance: float, network: Network) -> Recommended | None:
+    if (rounds := analysis.rounds_to(topology, tolerance)) is None:
+        return None
     traffic = analysis.traffic(topology, local_size=network.local_size).rounds
     whole, rest = divmod(rounds, len(traffic))
     costs: Counter[tuple[int, float]] = Counter()
