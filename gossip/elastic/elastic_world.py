@@ -24,6 +24,7 @@ from gossip.communication.liveness.peer_liveness import own_address
 from gossip.communication.liveness.process_liveness import GONE, own_network
 from gossip.communication.membership import innermost, is_served_here, own_connection
 from gossip.elastic import training_status
+from gossip.elastic.connections.frame_authentication import network_number
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Identity, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
@@ -178,8 +179,7 @@ class ElasticWorld(RepeatedOperations):
         # Without a key, whoever can read the store can join.
         secret = self._token.encode() if self._key is None else derived(self._key, f"frames {self._token}")
         network = own_network()
-        here = hashlib.sha256(json.dumps([host, *network]).encode()).digest()[:8] if network else b""
-        own = Identity(secret, self.member, self._authenticate, int.from_bytes(here, "little"))
+        own = Identity(secret, self.member, self._authenticate, network_number(host, network))
         self.mesh = Mesh(own, host, self.timeout)
         self.state_source = StateSource(self.mesh)
         questions = self.questions  # the mesh must not hold this world

@@ -8,8 +8,11 @@ that was altered, repeated, left out, moved or sent to somebody else does not ma
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import struct
+from collections.abc import Sequence
 
 # The SHA extensions of today's CPUs make it twice as fast as keyed BLAKE2b; it is half as fast without them.
 _DIGEST = "sha256"
@@ -17,6 +20,15 @@ _NUMBER = struct.Struct("<Q")
 _TRANSCRIPT = struct.Struct("<qQqQ?")
 NONCE_BYTES = 16
 TAG_BYTES = 16
+
+
+def network_number(host: str, network: Sequence[str | int]) -> int:
+    """Return a number that only processes of one machine share, if they listen at the same address; 0 if unknown.
+
+    ``network`` is what is equal for processes with the same loopback interface, and nothing if that is not known.
+    """
+    digest = hashlib.sha256(json.dumps([host, *network]).encode()).digest() if network else b""
+    return int.from_bytes(digest[:8], "little")
 
 
 class Authenticator:

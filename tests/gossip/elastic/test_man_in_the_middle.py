@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshes import SECRET, TIMEOUT, await_frame, await_loss, connect, meshes, message
 
-from gossip.elastic.connections.frame_authentication import Authenticator, make_authenticators, tag
+from gossip.elastic.connections.frame_authentication import Authenticator, make_authenticators, network_number, tag
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Identity, PeerConnection
 
@@ -161,6 +161,13 @@ def test_a_frame_that_comes_back_to_its_sender_ends_the_connection() -> None:
         for step in range(3):
             second.send(0, message(step), torch.ones(8))
         assert await_loss(second, 0).startswith(ALTERED)
+
+
+def test_only_processes_of_one_machine_have_the_same_number() -> None:
+    here = ("10.0.0.1", ["a boot", 4026531840])
+    others = [("10.0.0.2", here[1]), (here[0], ["another", here[1][1]]), (here[0], ["a boot", 1]), (here[0], [])]
+    assert len({network_number(*here), *(network_number(*other) for other in others)}) == 1 + len(others)
+    assert network_number(*others[-1]) == 0
 
 
 def test_two_machines_cannot_be_made_to_believe_that_they_are_one() -> None:

@@ -16,7 +16,12 @@ SMALL = torch.arange(4, dtype=torch.float32)
 LARGE = torch.arange(2**21, dtype=torch.float32)  # 8 MiB: more than the kernel takes at once
 
 
-CODES = {"every frame": (True, (5, 6)), "only the greeting": (False, (5, 6)), "of one machine": (True, (5, 5))}
+CODES = {
+    "every frame": (True, (5, 6)),
+    "every frame of unknown machines": (True, (0, 0)),
+    "only the greeting": (False, (5, 6)),
+    "of one machine": (True, (5, 5)),
+}
 
 
 @pytest.fixture(params=CODES.values(), ids=list(CODES))
