@@ -143,12 +143,7 @@ FAULTS = (
     PutBack(
         _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
     ),
-    PutBack(
-        _CONSENSUS + "_attempt",
-        'cut(other, "the others continue',
-        '(lambda *_: 0)(other, "the others',
-        seeds=_of_two_kinds(513),
-    ),
+    PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "', '(lambda *_: 0)(other, "', seeds=_of_two_kinds(513)),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "min(began", "max(began", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
