@@ -115,8 +115,10 @@ class JoiningRank:
                     checked = latest
                 self._consensus.ask_in(latest.number, returns=self._returns)
                 has_asked = True
-            # The others lose within a time-out whom this rank cannot reach; if they do not, it needs new connections.
-            if time.monotonic() > min(began + 2 * timeout_s, reached_at + timeout_s):
+            # The others lose within a time-out whom this rank cannot reach; if they do not, it needs new connections,
+            # with which one that returns tries again.
+            ends_at = began + 2 * timeout_s
+            if time.monotonic() > (min(ends_at, reached_at + timeout_s) if self._returns else ends_at):
                 missing = [f"rank {other}: {self._reason(other)}" for other in latest.members if other not in found]
                 raise ExchangeError(
                     f"rank {member}: joining: {in_words(latest.members)} did not admit this rank within "

@@ -145,7 +145,7 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "', '(lambda *_: 0)(other, "', seeds=_of_two_kinds(513)),
     # ------------------------------------------------------------------ rejoining
-    PutBack(_JOINING + "be_admitted", "min(began", "max(began", True, True, (543214,)),
+    PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
     PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=_of_two_kinds(57)),
     PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(57)),
