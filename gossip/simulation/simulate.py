@@ -8,7 +8,7 @@ import numpy as np
 
 from gossip.algorithms import Algorithm, Asynchronous, resolve_algorithm
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, GossipSteps, Steps
+from gossip.simulation.simulated_methods import AllReduceSteps, AsynchronousSteps, FullyShardedSteps, GossipSteps, Steps
 from gossip.simulation.workload import Workload, draw_steps
 from topologies import Round, Topology
 from topologies.matrix_storage import FloatArray
@@ -58,7 +58,8 @@ def simulate_time(
     Parameters
     ----------
     method : Topology or str
-        A topology for the number of ranks of the cluster; "ddp", ring all-reduce of gradients; or "none", no exchange.
+        A topology for the number of ranks of the cluster; "ddp", ring all-reduce of gradients; "fsdp", ``fully_shard``
+        over all ranks, on CPUs, where torch gathers and reduces between computations; or "none", no exchange.
     cluster : Cluster
         The cluster.
     workload : Workload
@@ -103,6 +104,8 @@ def simulate_time(
 def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, algorithm: Algorithm) -> Steps:
     if method == "ddp":
         return AllReduceSteps(cluster, workload, ratio)
+    if method == "fsdp":
+        return FullyShardedSteps(cluster, workload, ratio)
     if method == "none":
         method = Topology.from_rounds([Round.identity(cluster.world_size)])
     if isinstance(method, Topology):
@@ -111,7 +114,7 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
             return AsynchronousSteps(method, cluster, workload, ratio, algorithm)
         return GossipSteps(method, cluster, workload, ratio, algorithm)
     raise ValueError(
-        f"method must be a topology, 'ddp' or 'none', got {method!r}; build a topology with "
+        f"method must be a topology, 'ddp', 'fsdp' or 'none', got {method!r}; build a topology with "
         f"topologies.build(name, {cluster.world_size})"
     )
 

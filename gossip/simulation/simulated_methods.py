@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
 from gossip.algorithms import Algorithm, Asynchronous
 from gossip.exchange.distributed_transport import MIN_LARGE_BYTES, shared_groups
 from gossip.simulation.cluster import Cluster
-from gossip.simulation.simulated_exchanges import ExchangePlan, plan_exchange
+from gossip.simulation.simulated_exchanges import ExchangePlan, Groups, plan_exchange
 from gossip.simulation.workload import StepDraw, Workload
 from topologies import Round, Topology
 from topologies.matrix_storage import FloatArray
@@ -39,13 +40,17 @@ class Steps(ABC):
         """
 
 
+def _all_reduce(cluster: Cluster) -> ExchangePlan | None:
+    everyone = tuple(range(cluster.world_size))
+    return plan_exchange(Round.from_groups(len(everyone), [everyone]), cluster, all_reduces=(everyone,))
+
+
 class AllReduceSteps(Steps):
     """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last."""
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
         super().__init__(cluster, workload, compression_ratio)
-        everyone = tuple(range(cluster.world_size))
-        self._plan = plan_exchange(Round.from_groups(len(everyone), [everyone]), cluster, all_reduces=(everyone,))
+        self._plan = _all_reduce(cluster)
 
     def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
         workload, plan = self._workload, self._plan
@@ -61,6 +66,48 @@ class AllReduceSteps(Steps):
                 self._free_s = sent_s
         waits_s = np.maximum(arrived_s - clock, 0.0)
         return clock + waits_s + workload.update_s * draw.factor, waits_s
+
+
+class FullyShardedSteps(Steps):
+    """torch's ``fully_shard`` over all ranks on gloo, which computes nothing while it gathers or reduces.
+
+    A bucket's parameters are gathered before its forward pass and again before its backward pass, after which its
+    gradients are reduced. Those of the outermost module, which backward reaches last, stay gathered in between. A rank
+    updates its shard only.
+    """
+
+    def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
+        super().__init__(cluster, workload, compression_ratio)
+        n, reduction = cluster.world_size, _all_reduce(cluster)
+        self._gathering = self._reduction = reduction  # gloo's reduce_scatter sends what an all-reduce does
+        if reduction is not None:
+            share = max(n - 1, 1.5) / (2 * (n - 1))  # two ranks, measured: the halves of a part wait for each other
+            self._gathering = replace(
+                reduction,
+                seconds_per_byte=share * reduction.seconds_per_byte,
+                coupling=Groups([tuple(range(n))], [n - 1], n),
+            )
+
+    def make(self, step: int, clock: FloatArray, draw: StepDraw) -> tuple[FloatArray, FloatArray]:  # noqa: ARG002
+        workload, waits_s = self._workload, np.zeros_like(clock)
+
+        def passed(plan: ExchangePlan | None, num_bytes: int, clock: FloatArray) -> FloatArray:
+            if plan is None:
+                return clock
+            arrived_s = plan.run(clock, num_bytes / self._ratio)[1]
+            np.add(waits_s, arrived_s - clock, out=waits_s)
+            return arrived_s
+
+        clock = clock + draw.delay_s
+        for num_bytes in reversed(workload.bucket_bytes):
+            clock = passed(self._gathering, num_bytes, clock)
+            clock = clock + workload.forward_s * num_bytes / workload.model_bytes * draw.factor
+        for number, num_bytes in enumerate(workload.bucket_bytes, 1):
+            if number < len(workload.bucket_bytes):
+                clock = passed(self._gathering, num_bytes, clock)
+            clock = clock + workload.backward_s * num_bytes / workload.model_bytes * draw.factor
+            clock = passed(self._reduction, num_bytes, clock)
+        return clock + workload.update_s / self._cluster.world_size * draw.factor, waits_s
 
 
 class GossipSteps(Steps):

@@ -22,7 +22,7 @@ _NODES = 8, 16, 32, 64, 128, 256, 512, 1024
 _LARGER = 1.3e9, 7e9
 """Numbers of parameters."""
 _NUM_STEPS = 24
-_PLAIN = {"local": "none", "ddp": "ddp"}
+_PLAIN = {"local": "none", "ddp": "ddp", "fsdp": "fsdp"}
 _OF_GOSSIP = {"topology", "algorithm", "compression"}
 
 

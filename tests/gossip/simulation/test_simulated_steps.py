@@ -60,6 +60,16 @@ def test_ddp_pays_for_a_ring_all_reduce(n: int) -> None:
     assert run.exposed_wait_s == pytest.approx(run.step_time_s)
 
 
+@pytest.mark.parametrize(("n", "gathered"), [(1, 0), (2, 3 / 4), (4, 3 / 4), (5, 4 / 5)])
+def test_fully_sharded_ranks_gather_and_reduce_between_computations(n: int, gathered: float) -> None:
+    """Each updates its shard; the bucket that backward reaches last, of 10 MB, is gathered once and the other twice."""
+    run = simulate_time("fsdp", Cluster(n, **{**GIGABIT, "latency_us": 50.0}), PLAIN, 3)
+    turns = 3 * (n - 1) + 2 * (2 * (n - 1) if n > 2 else n - 1)
+    passes_s = 8e-9 * (90e6 * gathered + 50e6 * 2 * (n - 1) / n) + turns * 50e-6
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 + 0.2 + 0.05 / n + passes_s)
+    assert run.exposed_wait_s == pytest.approx(passes_s)
+
+
 def test_asynchronous_ranks_are_as_fast_as_each_is_by_itself() -> None:
     workload = Workload(0.01, 0.02, (1_250_000,), stragglers=(SlowRank(0, 3.0),))
     topology, cluster = topologies.build("ring", 4), Cluster(4, **GIGABIT)
@@ -210,7 +220,7 @@ def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> 
         (lambda: Failures(1.0, min_share=2.0), ValueError, "min_share must be between 0 and 1"),
         (lambda: fail("ddp"), ValueError, "method must be one of 'restart', 'quorum', 'gossip'"),
         (lambda: fail("gossip", hours=0), ValueError, "hours must be above 0"),
-        (lambda: simulate("ring"), ValueError, "method must be a topology, 'ddp' or 'none', got 'ring'"),
+        (lambda: simulate("ring"), ValueError, "method must be a topology, 'ddp', 'fsdp' or 'none', got 'ring'"),
         (lambda: simulate(topologies.build("ring", 5)), ValueError, "5 ranks, but the cluster has 4 x 1 = 4"),
         (lambda: simulate("ddp", compression_ratio=0.0), ValueError, "compression_ratio must be above 0 and finite"),
         (lambda: simulate("ddp", cluster=4), TypeError, "cluster must be"),

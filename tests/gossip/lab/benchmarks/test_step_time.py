@@ -66,10 +66,11 @@ def test_ranks_that_hold_a_replica_together_are_measured(tmp_path: Path) -> None
 PREDICTED: dict[str, dict[str, Any]] = {
     "local": {},
     "ddp": {"bucket_cap_mb": 25},
+    "fsdp": {},
     "gossip": {"topology": "one_peer_exponential", "compression": ["none", "int8"]},
     "diloco": {"method": "gossip", "topology": "complete", "algorithm": {"name": "diloco", "period": 4}},
 }
-UNPREDICTED: dict[str, dict[str, Any]] = {"fsdp": {}, "gossip": {"bucket_cap_mb": 5}, "ddp": {"hook": "bf16"}}
+UNPREDICTED: dict[str, dict[str, Any]] = {"hsdp": {}, "gossip": {"bucket_cap_mb": 5}, "ddp": {"hook": "bf16"}}
 
 
 @pytest.mark.slow
@@ -77,18 +78,19 @@ def test_what_is_measured_is_also_predicted(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(predicted_steps, "_NODES", (2, 4))
     case = step_time_case(methods=PREDICTED, model="small_mlp", predicts=True)
     (result,), report = run("step_time", case, tmp_path)
-    assert [row.predicted_s > 0 for row in result.rows] == [True] * 5
+    assert [row.predicted_s > 0 for row in result.rows] == [True] * 6
     assert report.count("| gossip int8 | ") == 3  # of costs, of ratios, of predictions
     assert "7 billion parameters" in (tmp_path / "predicted.svg").read_text()
 
 
 def test_predictions_are_of_links_and_computation() -> None:
-    """Of 8 MB on links of 1 MB/s, over which all-reduce among four nodes sends 6 / 4 of them."""
+    """Of 8 MB on links of 1 MB/s, over which all-reduce among four nodes sends 6 / 4 of them: 12 s."""
     workload = gossip.Workload(forward_s=0.1, backward_s=0.2, bucket_bytes=(4_000_000,) * 2)
     cluster = gossip.Cluster(num_nodes=4, latency_us=0.0, bandwidth_gbps=0.008)
     probe = Measured(cluster, workload, is_regular=True, coding_s={"int8": 0.5})
     found = {each.label: predicted_s(probe, each, 100) for each in expand(PREDICTED, 4)}
-    expected = {"local": 0.3, "ddp": 12.2, "gossip": 8.0, "gossip int8": 8 / 3.99 + 0.5, "diloco": 0.3 + 12 / 4}
+    expected = {"local": 0.3, "ddp": 12.2, "fsdp": 0.3 + 12 + 6 + 3, "gossip": 8.0, "gossip int8": 8 / 3.99 + 0.5}
+    expected["diloco"] = 0.3 + 12 / 4
     assert found == pytest.approx(expected, rel=0.05)
     twice = scaled(probe, 2.0)
     assert {each.label: predicted_s(twice, each, 100) for each in expand(PREDICTED, 4)} == pytest.approx(
