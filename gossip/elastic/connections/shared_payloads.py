@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from gossip.communication.liveness.process_liveness import GONE, Process, own_process, state_of
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW, Address, Arena, Buffer, machine
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind, reading
@@ -32,6 +33,12 @@ class _Slot:
         """The ranks that are still reading it."""
         return [self.readers[place] for place in self._buffer.readers]
 
+    def count_as_read(self, has_ended: Callable[[int], bool]) -> None:
+        """Wait no longer for readers that have ended."""
+        for place in self._buffer.readers:
+            if has_ended(self.readers[place]):
+                self._buffer.done(place)
+
     @property
     def was_lent(self) -> bool:
         """Whether it has ever held a message."""
@@ -52,19 +59,24 @@ class SharedPayloads:
     Every connected member is told where this rank's memory is, and replies if it can read it. From then on a message in
     this memory is sent as a frame that states its place, and the receiver may read it until it gives it back. The frame
     is sent after the message has been written as a whole, so a message that a rank had written in part when it died is
-    never read. ``wait`` is :meth:`gossip.elastic.failure_detector.FailureDetector.wait_until`.
+    never read. What was lent to a process that has ended is used again; of what other ranks had lent, a lost one's goes
+    with the last message of it. ``wait`` is :meth:`gossip.elastic.failure_detector.FailureDetector.wait_until`.
     """
 
     def __init__(self, mesh: Mesh, wait: Callable[..., None]) -> None:
         self._mesh, self._wait = mesh, wait
         self._arena, address = Arena.make(_MOST_READERS)
         self._machine = machine()
-        self._address = json.dumps([self._machine, address]).encode()
+        self._process = own_process()
+        self._address = json.dumps([self._machine, address, self._process]).encode()
+        self._processes: dict[int, Process] = {}
+        self._num_lost = 0
         self._readers: set[int] = set()
         self._slots: collections.defaultdict[tuple[object, int], list[_Slot]] = collections.defaultdict(list)
         self._by_memory: dict[int, _Slot] = {}
         self._arenas: dict[int, Arena] = {}
-        self._lent: dict[int, tuple[Buffer, int]] = {}  # by the address of a message: this rank's place as its reader
+        # By the address of a message: whose it is, and this rank's place as its reader.
+        self._lent: dict[int, tuple[int, Buffer, int]] = {}
         mesh.handlers |= {
             Kind.MEMORY: self._on_memory,
             Kind.READER: self._on_reader,
@@ -90,12 +102,16 @@ class SharedPayloads:
         A rank that is ahead need not wait for one that is still reading: it takes another piece, of up to three of a
         ``place``, which is hashable. ``where`` is for error texts.
         """
+        self._release_lost()
         slots = self._slots[place, like.nbytes]
         found: list[_Slot] = []
 
         def look() -> bool:
-            # A lost rank may be alive and still reading: memory that it was lent is never changed again.
+            # A lost rank may be alive and still reading: memory that it was lent is not changed until its process ends.
             left_to_lost = [slot for slot in slots if slot.unread and not self._awaited(slot)]
+            for slot in left_to_lost:
+                slot.count_as_read(self._has_ended)
+            left_to_lost = [slot for slot in left_to_lost if slot.unread]
             if len(slots) - len(left_to_lost) < BUFFERS_PER_ROW:
                 first = len(self._arena.buffers)
                 added = [_Slot(*one) for one in enumerate(self._arena.add(0, like.nbytes), first)]
@@ -130,6 +146,22 @@ class SharedPayloads:
     def _awaited(self, slot: _Slot) -> list[int]:
         return [member for member in slot.unread if member not in self._mesh.lost]
 
+    def _has_ended(self, member: int) -> bool:
+        return member in self._processes and state_of(self._processes[member], self._process) == GONE
+
+    def _release_lost(self) -> None:
+        """Let go of the memory of lost members, except for messages that are still to be given back."""
+        if self._num_lost == len(self._mesh.lost):
+            return
+        lost = set(self._mesh.lost)
+        self._num_lost = len(lost)
+        for member in lost:
+            self._arenas.pop(member, None)
+            self._readers.discard(member)
+        for address, (member, buffer, place) in list(self._lent.items()):
+            if member in lost and buffer.is_read_by(place):
+                self._lent.pop(address, None)
+
     # ------------------------------------------------------------------ in the mesh's thread
 
     def _introduce(self, member: int) -> None:
@@ -138,7 +170,8 @@ class SharedPayloads:
 
     def _on_memory(self, member: int, frame: Frame) -> None:
         with reading(frame):
-            where, address = json.loads(frame.payload.numpy().tobytes())
+            where, address, process = json.loads(frame.payload.numpy().tobytes())
+            self._processes[member] = Process(*process)
             arena = Arena.at(Address(*address), _MOST_READERS) if where == self._machine else None
         if arena is not None:
             self._arenas[member] = arena
@@ -155,7 +188,7 @@ class SharedPayloads:
                 collections.deque(arena.new_buffers(), maxlen=0)
             buffer = arena.buffers[number]
             buffer.is_read_by(place)  # raises if there is no such place
-        self._lent[buffer.message.data_ptr()] = buffer, place
+        self._lent[buffer.message.data_ptr()] = member, buffer, place
         self._mesh.put(member, Key(Kind.MESSAGE, *frame.key[1:]), buffer.message, num_bytes=0)
 
     def is_lent(self, payload: torch.Tensor) -> bool:
@@ -166,8 +199,10 @@ class SharedPayloads:
         """Give memory back if it is another rank's, and return whether it was; called in any thread."""
         if not self.is_lent(payload):
             return False
-        buffer, place = self._lent[payload.data_ptr()]
+        member, buffer, place = self._lent[payload.data_ptr()]
         buffer.done(place)
+        if member in self._mesh.lost:
+            self._lent.pop(payload.data_ptr(), None)
         return True
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from meshes import TIMEOUT, await_frame, await_that, meshes
 
+from gossip.communication.liveness.process_liveness import GONE
 from gossip.communication.shared_buffers import BUFFERS_PER_ROW
 from gossip.elastic.connections import shared_payloads
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind
@@ -98,6 +100,35 @@ def test_what_a_lost_rank_may_still_read_is_not_written_again(pair: Pair) -> Non
     assert not pair.awaited
     for number, message in enumerate(sent):
         assert message.eq(float(number)).all()
+
+
+def test_what_was_lent_to_a_process_that_has_ended_is_written_again(pair: Pair) -> None:
+    for number in range(BUFFERS_PER_ROW):
+        pair.send(float(number))
+    pair.meshes[0].cut(1, "its process was killed")
+    with mock.patch.object(shared_payloads, "state_of", return_value=GONE):
+        taken = {pair.sender.take("bucket", LIKE, "step 8").data_ptr() for _ in range(4 * BUFFERS_PER_ROW)}
+        assert len(taken) == 1
+    assert not pair.awaited
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_the_memory_of_a_lost_rank_goes_with_the_last_message_of_it(pair: Pair, is_asked_for: bool) -> None:
+    first, second = ((pair.send(number), pair.receive())[1] for number in (1.0, 2.0))
+    file = weakref.ref(pair.reader._lent[second.data_ptr()][1])
+    pair.meshes[1].give_back([first])
+    if not is_asked_for:
+        pair.meshes[1].put(0, KEY, second, 0)
+    pair.meshes[1].cut(0, "its process was killed")
+    pair.reader.take("bucket", LIKE, "step 8")
+    assert second.view(torch.float32).eq(2.0).all()
+    if is_asked_for:
+        pair.meshes[1].give_back([second])
+    else:
+        pair.meshes[1].forget(lambda *_: True)
+    assert file() is None
+    assert not pair.reader._lent
+    assert not pair.reader._arenas
 
 
 def test_ranks_on_other_machines_are_not_reached() -> None:
