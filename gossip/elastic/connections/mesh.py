@@ -124,7 +124,8 @@ class Mesh:
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
-        self._looked_at, self.woke_at = time.monotonic(), float("-inf")  # for what has arrived; after standing still
+        self._looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
+        self.woke_at = float("-inf")  # after standing still, or having heard nobody
         self._stop = threading.Event()
         self._is_parents = False
         self._thread = daemon_threads.start(
@@ -148,9 +149,8 @@ class Mesh:
         self.call({member: address for member, address in addresses.items() if member < self.member})
         now = time.monotonic()
         deadline, looks_at = now + self.timeout.total_seconds(), now + _TICK_S
-        others = set(addresses) - {self.member}
         with self.changed:
-            while absent := sorted(member for member in others if not self.has_met(member)):
+            while absent := sorted(m for m in {*addresses} - {self.member} if not self.has_met(m)):
                 self.check()
                 self.changed.wait(_TICK_S)
                 now = time.monotonic()
@@ -266,8 +266,8 @@ class Mesh:
     def forget(self, is_stale: Callable[[int, Key], bool]) -> None:
         """Drop the frames that nobody will ask for."""
         with self.changed:
-            for member, key in [entry for entry in self._inbox if is_stale(*entry)]:
-                self.take(member, key)
+            taken = [self.take(*entry) for entry in list(self._inbox) if is_stale(*entry)]
+            self.give_back(payload for payload in taken if payload is not None)
             for member, key in [entry for entry in self._expected if is_stale(*entry)]:
                 del self._expected[member, key]
 
@@ -335,6 +335,10 @@ class Mesh:
             elif connection.socket.fileno() != -1:
                 self._serve_one(connection, events)
         self._looked_at = time.monotonic()
+        heard_at = max((each.heard_at for each in self._connections.values()), default=self._looked_at)
+        if heard_at - self._heard_at > _NUM_BEATS_MISSED * self.beat_s:
+            self.woke_at = heard_at
+        self._heard_at = max(self._heard_at, heard_at)
         return not self._stop.is_set()
 
     def _fail_here(self, error: Exception) -> None:

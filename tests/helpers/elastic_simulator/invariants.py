@@ -173,12 +173,13 @@ class Record:
         if len(set(self.saved.values())) > 1:
             raise Violation(f"ranks have saved after different steps: {self.saved}")
 
-    def contributes(self, member: int, position: Position, value: float) -> None:
-        self.contributions[position][member] = value
+    def contributes(self, member: int, position: Position, members: tuple[int, ...], value: float) -> None:
+        """Note what a member adds to a sum, which may be found again, with those that are left."""
+        self.contributions[position, members][member] = value
 
     def added_up(self, member: int, position: Position, members: tuple[int, ...], total: list[float]) -> None:
         """Check that a sum is that of the ranks that are said to have taken part."""
-        found = sum(self.contributions[position].get(each, float("nan")) for each in members)
+        found = sum(self.contributions[position, members].get(each, float("nan")) for each in members)
         if not self._are_equal([found, float(len(members))], total):
             raise Violation(f"rank {member}: the sum over {members} at {position} is {total}, expected {found}")
         self.sums[position][member] = members, total[0]

@@ -457,7 +457,7 @@ class Engine:
 
         def add_up() -> None:
             self.changes.catch_up()
-            self.record.contributes(world.member, world.consensus.position, self.value)
+            self.record.contributes(world.member, world.consensus.position, world.members, self.value)
             total.copy_(torch.tensor([self.value, 1.0], dtype=torch.float64))
             world.sum_(total, "adding up")
             if world.shard_group is not None and world.rank == 0:  # as when one group writes a checkpoint
