@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, default=4, help="how many begin (%(default)s)")
     parser.add_argument(
-        "--every", type=float, default=10.0, help="seconds between two faults, on average (%(default)s)"
+        "--every", type=seconds, default=10.0, help="seconds between two faults, on average (%(default)s); also 10s"
     )
     parser.add_argument("--kinds", default="kill", help=f"of faults: some of {','.join(KINDS)} (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which all are told to leave")
+    parser.add_argument("--seconds", type=seconds, default=float("inf"), help="after which all are told to leave")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (%(default)s)")
     parser.add_argument("program", nargs="+", help="after --: the program and its arguments")
     parsed = parser.parse_args(arguments)
@@ -63,6 +63,11 @@ def main(arguments: Sequence[str]) -> int:
             return ranks.strike(kinds, parsed.every, parsed.seconds, random.Random(parsed.seed))
         except KeyboardInterrupt:
             return 130
+
+
+def seconds(text: str) -> float:
+    """Return the number of a text such as "10" or "10s"."""
+    return float(text.removesuffix("s"))
 
 
 class _Ranks:
@@ -103,10 +108,11 @@ class _Ranks:
                     file=sys.stderr,
                 )
                 return 2
-            if now >= ends_at + _BEGINNING_S:
+            alive = [process for process in self._processes if process.poll() is None]
+            if now >= ends_at + _BEGINNING_S * bool(alive):
                 break
             if now >= ends_at:
-                self._signal(self._processes, signal.SIGTERM)
+                self._signal(alive, signal.SIGTERM)
             elif now >= due_at and self._num_training >= self._num_ranks:
                 due_at = now + every_s * drawn.uniform(0.5, 1.5)
                 thaws += self._fault(drawn.choice(kinds), drawn, now)

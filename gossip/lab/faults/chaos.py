@@ -183,7 +183,7 @@ class _Training:
 
     def _may_happen(self, fault: Fault) -> bool:
         """Refuse a random fault if too few ranks would be left, should another rank fail at the same time."""
-        happens = bool(self._case.plan) or len(self._model.members) > self._case.min_ranks + 2
+        happens = bool(self._case.plan) or len(self._model.members) >= self._case.min_ranks + 2
         if happens:
             self._tell("fault", asdict(fault) | {"in_step": self._model.step, "members": self._ranks()})
         return happens

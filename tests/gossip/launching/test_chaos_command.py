@@ -29,6 +29,16 @@ def test_program_is_struck_and_started_again(tmp_path: Path) -> None:
     assert int(noted[1]) > 100
 
 
+@pytest.mark.slow
+def test_it_ends_when_all_have_left_that_were_told_to(tmp_path: Path) -> None:
+    path = lone_ranks.script(tmp_path, "train.py", "gossip.launch(train)")
+    command = [sys.executable, "-m", "gossip", "chaos", "--ranks", "2", "--every", "99s", "--seconds", "3s", "--"]
+    command += [sys.executable, str(path), "False", ""]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ": no faults; goodput " in done.stdout
+
+
 def test_a_message_that_nobody_sent_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
     notes = r'printf "sent 0 1 7 a\nmixed 0 1 7 a\nmixed 0 1 7 b\n" > $GOSSIP_MESSAGE_NOTES/$$.txt'
     assert chaos_command.main(["--ranks", "2", "--", "sh", "-c", notes]) == 1
