@@ -7,6 +7,7 @@ over the process group of the training.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -85,15 +86,15 @@ class BackgroundSave:
         partial = layout_on_disk.partial_folder(self._folder, self._step)
         with self._lock:
             try:
-                note: dict[str, Any] = {}
                 try:
-                    note = {"files": self._write()}
+                    files = self._write()
                 except Exception as error:
-                    note = {"error": reason(error)}
+                    with contextlib.suppress(OSError):  # which would say less
+                        layout_on_disk.write_note(partial, self._process, {"error": reason(error)})
                     raise
                 finally:
-                    layout_on_disk.write_note(partial, self._process, note)
                     del self._write  # and the copies
+                layout_on_disk.write_note(partial, self._process, {"files": files})
                 if self._process == 0:
                     self._complete(self._gather(partial))
                     seconds = time.monotonic() - began
