@@ -173,7 +173,8 @@ class Advice:
         if self.choice is None:
             return "Gossip does not help here: there is one rank, which has nobody to exchange with."
         varies = jitter(self.measured.workload, self.choice.step_time_s)
-        found = f"{self._verdict(self.choice)} Differences within the jitter of {100 * varies:.0f} % count as equal."
+        equal = f"Differences within the jitter of its step, {100 * varies:.0f} %, count as equal."
+        found = f"{self._verdict(self.choice)} {equal}"
         if varies > _MOST_JITTER:
             found = (
                 f"Cannot tell whether gossip helps here: the same step varies by {100 * varies:.0f} %, more "
@@ -209,7 +210,7 @@ class Advice:
         lines = [
             f"Measured on {count(cluster.world_size, 'rank')}, {count(cluster.num_nodes, 'node')}: a step computes "
             f"{seconds_text(workload.compute_s)} (forward {seconds_text(workload.forward_s)}, backward "
-            f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}) with a jitter of "
+            f"{seconds_text(workload.backward_s)}, update {seconds_text(workload.update_s)}), which varies by "
             f"{100 * workload.jitter:.0f} %; gossip mixes for {seconds_text(workload.mix_s)};",
             f"{bytes_text(workload.model_bytes)} of parameters in {count(len(workload.bucket_bytes), 'bucket')}; "
             f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",

@@ -55,7 +55,7 @@ def test_advice_on_a_slow_network_is_one_peer_per_round() -> None:
 def test_advice_on_a_fast_network_is_all_reduce() -> None:
     advice = advise(measured(8, 400.0))
     assert advice.sentence.startswith("Gossip does not help here: ")
-    assert "; take all-reduce. Differences within the jitter of 0 % count as equal." in advice.sentence
+    assert "; take all-reduce. Differences within the jitter of its step, 0 %, count as equal." in advice.sentence
 
 
 def test_advice_for_one_rank() -> None:
@@ -132,4 +132,4 @@ def test_what_differs_within_the_jitter_is_equal_and_the_default_is_preferred() 
     )
     assert (helps(steady), helps(unsteady)) == (True, False)
     assert best_of(unsteady).title == "one_peer_exponential"
-    assert "Differences within the jitter of 14 % count as equal." in unsteady.sentence
+    assert "Differences within the jitter of its step, 14 %, count as equal." in unsteady.sentence
