@@ -132,6 +132,7 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, True, (450213,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
+    PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
