@@ -130,7 +130,6 @@ FAULTS = (
     PutBack(
         _CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=_of_two_kinds(151)
     ),
-    PutBack(_CONSENSUS + "_may_be_cut_off", "return is_lost or", "return", True, True, (450213,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
     PutBack(
@@ -149,7 +148,7 @@ FAULTS = (
     PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
     PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=_of_two_kinds(57)),
-    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(57)),
+    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(139)),
     PutBack(
         "elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", seeds=_of_two_kinds(57)
     ),
@@ -181,7 +180,7 @@ FAULTS = (
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
     # ------------------------------------------------------------------ state transfer
     PutBack(_SOURCE + "begun", "is returning", "is not returning", is_common=True),
-    PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(57)),
+    PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(59)),
     PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", seeds=_of_two_kinds(57)),
     PutBack(_CHANGE + "_join", "= generation.first_step", "= generation.first_step - 1", is_common=True),
     PutBack(_SOURCE + "_on_ask", "bool(third)", "False", seeds=_of_two_kinds(526)),
