@@ -103,12 +103,10 @@ def test_what_a_lost_rank_may_still_read_is_not_written_again(pair: Pair) -> Non
 
 
 def test_what_was_lent_to_a_process_that_has_ended_is_written_again(pair: Pair) -> None:
-    for number in range(BUFFERS_PER_ROW):
-        pair.send(float(number))
+    sent = {pair.send(float(number)).data_ptr() for number in range(BUFFERS_PER_ROW)}
     pair.meshes[0].cut(1, "its process was killed")
     with mock.patch.object(shared_payloads, "state_of", return_value=GONE):
-        taken = {pair.sender.take("bucket", LIKE, "step 8").data_ptr() for _ in range(4 * BUFFERS_PER_ROW)}
-        assert len(taken) == 1
+        assert pair.sender.take("bucket", LIKE, "step 8").data_ptr() in sent
     assert not pair.awaited
 
 
