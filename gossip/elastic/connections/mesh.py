@@ -126,8 +126,7 @@ class Mesh:
         self._beats_at = self._prompts_at = 0.0
         self._looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
         self.woke_at = float("-inf")  # after standing still, or having heard nobody
-        self._stop = threading.Event()
-        self._is_parents = False
+        self._stop, self._is_parents = threading.Event(), False
         self._thread = daemon_threads.start(
             f"gossip-mesh-{own.member}",
             daemon_threads.weak_run(self, Mesh._serve),

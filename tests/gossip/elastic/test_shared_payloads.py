@@ -113,7 +113,7 @@ def test_what_was_lent_to_a_process_that_has_ended_is_written_again(pair: Pair) 
 @pytest.mark.parametrize("is_asked_for", [True, False])
 def test_the_memory_of_a_lost_rank_goes_with_the_last_message_of_it(pair: Pair, is_asked_for: bool) -> None:
     first, second = ((pair.send(number), pair.receive())[1] for number in (1.0, 2.0))
-    file = weakref.ref(pair.reader._lent[second.data_ptr()][1])
+    buffer = weakref.ref(pair.reader._lent[second.data_ptr()][1])
     pair.meshes[1].give_back([first])
     if not is_asked_for:
         pair.meshes[1].put(0, KEY, second, 0)
@@ -124,7 +124,7 @@ def test_the_memory_of_a_lost_rank_goes_with_the_last_message_of_it(pair: Pair, 
         pair.meshes[1].give_back([second])
     else:
         pair.meshes[1].forget(lambda *_: True)
-    assert file() is None
+    assert buffer() is None
     assert not pair.reader._lent
     assert not pair.reader._arenas
 

@@ -36,7 +36,7 @@ class Record:
         self.last_step: dict[int, int] = {}
         self.votes: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
-        self.contributions: defaultdict[Position, dict[int, float]] = defaultdict(dict)
+        self.contributions: defaultdict[tuple[Position, tuple[int, ...]], dict[int, float]] = defaultdict(dict)
         self.sums: defaultdict[Position, dict[int, tuple[tuple[int, ...], float]]] = defaultdict(dict)
         self.saved: dict[int, int] = {}  # steps that ranks had made when they ended together
         self.on_step: Callable[[int, int], None] = lambda *_: None
