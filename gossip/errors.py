@@ -5,11 +5,19 @@ Invalid arguments raise ``ValueError`` or ``TypeError``; the classes here report
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 from loguru import logger
+
+from topologies.registry import nearest_match
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class GossipError(RuntimeError):
@@ -87,6 +95,32 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror} (errno {error.errno}){where}"
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckpointError | TypeError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def names_arguments(instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function refuse an argument that it does not have with the name that was meant.
+
+    ``instead`` says of arguments that have other names elsewhere what to do.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        def told(name: str) -> str:
+            if name in instead:
+                return f"{name} {instead[name]}"
+            meant = nearest_match(name, known)
+            return f"there is no {name}; " + (f"did you mean {meant}?" if meant else f"there are: {', '.join(known)}")
+
+        @functools.wraps(function)
+        def naming(*args: P.args, **kwargs: P.kwargs) -> T:
+            if unknown := [told(name) for name in kwargs if name not in known]:
+                raise TypeError("; ".join(unknown))
+            return function(*args, **kwargs)
+
+        return naming
+
+    return decorate
 
 
 def warn_user(text: str) -> None:

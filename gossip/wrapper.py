@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gossip.algorithms import Algorithm
 from gossip.communication.world import World
 from gossip.compression.codec import Compression
-from gossip.errors import GossipError
+from gossip.errors import GossipError, names_arguments
 from gossip.exchange.transport import TransportFactory
 from gossip.measuring.memory_use import MemoryUse
 from gossip.measuring.step_stats import StepStats
@@ -28,7 +28,7 @@ from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
 from gossip.private_torch import fast_range
 from gossip.step.building.construction import construct, give_back, make_worlds
-from gossip.step.building.wrapper_arguments import Arguments, refuses_arguments_of_ddp
+from gossip.step.building.wrapper_arguments import OF_DDP, Arguments
 from gossip.step.collective_operations import CollectiveOperations
 from gossip.step.engine import StepEngine
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
@@ -193,7 +193,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     1
     """
 
-    @refuses_arguments_of_ddp
+    @names_arguments(OF_DDP)
     @torch.inference_mode(False)
     def __init__(
         self,

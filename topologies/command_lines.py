@@ -10,7 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 _ALIASES = ("world_size", "--world-size", "--world_size", "--ranks", "launch.world_size", "bench.world_size")
-_MEANT = ("ranks", "num_ranks", "n", "np", "nproc", "nprocs", "nproc_per_node", "workers", "num_workers", "world")
+MEANT = (
+    "ranks", "num_ranks", "n", "np", "nproc", "nprocs", "nproc_per_node", "num_processes", "workers", "num_workers",
+    "world", "worldsize", "processes",
+)  # fmt: skip
+"""What others call the number of ranks."""
 _FLAG = "--world-size"
 
 
@@ -34,7 +38,7 @@ def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
             yield f"{spelling}={value if equals or key[0] != '-' else next(rest, '')}"
         elif plain:
             yield f"{spelling}={argument}"
-        elif key.lstrip("-").replace("-", "_") in _MEANT:
+        elif key.removeprefix("launch.").lstrip("-").replace("-", "_") in MEANT:
             raise ValueError(f"there is no {key}; the number of ranks is given as world_size=8")
         else:
             yield argument

@@ -98,6 +98,7 @@ class Consensus(MembershipProtocol):
         self._timeout = timeout
         self._is_in_step = is_in_step
         self._error: GossipError | None = None
+        self._error_after: GossipError | None = None  # the current operation, which this rank still ends
         self._holds = False
         self._num_attempts = 0  # that have been decided
         self._due: tuple[int, float] | None = None  # since when there has been something to agree on, after how many
@@ -346,6 +347,7 @@ class Consensus(MembershipProtocol):
         return not (self._holds or self._is_due())
 
     def _wait_until(self, is_met: Callable[[], bool], where: str) -> None:
+        self._error = self._error or self._error_after
         if self._error is None and not is_met():
             with self._mesh.waits():
                 number = self._num_attempts

@@ -69,6 +69,7 @@ class MembershipProtocol(ABC):
     _timeout: timedelta
     _is_in_step: bool
     _error: GossipError | None
+    _error_after: GossipError | None
     _holds: bool
     _num_attempts: int
     _alarm: int
@@ -86,7 +87,7 @@ class MembershipProtocol(ABC):
 
     def _is_due(self) -> bool:
         """Return whether there is something to agree on."""
-        if self._error is not None:
+        if self._error is not None or self._error_after is not None:
             return False
         if self._alarm > self._num_attempts:
             return True
@@ -312,6 +313,15 @@ class MembershipProtocol(ABC):
         generation = before.followed_by(
             number, members, leaving, decision.positions, begun=decision.begun, is_in_step=self._is_in_step
         )
+        dropped = None
+        if member in before.members and member not in (*members, *leaving):
+            dropped = ExchangeError(
+                f"rank {member}: the others continued without this rank from step {generation.first_step} on: it was "
+                "cut off, or had not replied for long; its state is older than theirs, and is not mixed in"
+            )
+        if dropped is not None and not self._own_group().isdisjoint(agreed.ended):
+            self._error_after = dropped  # ranks of its shard group have ended, as this one is about to
+            return
         self._generations.append(generation)
         self._is_ending |= is_last
         first_step, joining = generation.first_step, set(members) - set(before.members)
@@ -328,11 +338,7 @@ class MembershipProtocol(ABC):
             self.is_new = not self._is_in_step and member not in returning
         elif member in leaving:
             self._is_leaving, self._leaves_at = False, first_step
-        elif member in before.members and member not in members:
-            self._error = ExchangeError(
-                f"rank {member}: the others continued without this rank from step {first_step} on: it was cut off, "
-                "or had not replied for long; its state is older than theirs, and is not mixed in"
-            )
+        self._error = self._error or dropped
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 

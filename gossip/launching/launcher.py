@@ -33,7 +33,7 @@ from gossip.communication.authenticated_store import VARIABLE as KEY
 from gossip.communication.host.local_size import LOCAL_SIZE
 from gossip.communication.host.open_files import limit_named
 from gossip.communication.waiting import checked_timeout
-from gossip.errors import CannotJoinError, EndedTogether, ExchangeError, LaunchError
+from gossip.errors import CannotJoinError, EndedTogether, ExchangeError, LaunchError, names_arguments
 from gossip.launching import fork_server
 from gossip.launching.joining import (
     DEFAULT_TIMEOUT,
@@ -44,6 +44,7 @@ from gossip.launching.joining import (
 )
 from gossip.launching.rendezvous import serve
 from gossip.launching.worker_reports import Failure, collect
+from topologies.command_lines import MEANT
 from topologies.validation import check_integer, check_local_size
 
 _TERMINATE_GRACE_S = 1.0
@@ -68,6 +69,7 @@ class _Rendezvous:
 
 
 @limit_named()
+@names_arguments(dict.fromkeys(MEANT, "is called world_size here"))
 def launch(
     function: Callable[..., Any],
     *args: Any,

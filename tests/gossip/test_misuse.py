@@ -35,8 +35,11 @@ from topologies import build
         (
             {"device_ids": [0], "static_graph": True},
             TypeError,
-            r"^device_ids is not needed: the module trains .*; static_graph is not needed: .*; leave them out$",
+            r"^device_ids is not needed: the .*; leave it out; static_graph is not needed: .*; leave it out$",
         ),
+        ({"topolgy": "ring"}, TypeError, "^there is no topolgy; did you mean topology[?]$"),
+        ({"lr": 0.1}, TypeError, "^lr is the optimizer's; pass optimizer="),
+        ({"xyz": 0}, TypeError, "^there is no xyz; there are: module, optimizer, topology, algorithm"),
         ({"optimizer": torch.optim.LBFGS, "clip_grad_norm": 1.0}, ValueError, r"LBFGS .*step_in_backward=F"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "that the module does not have"),
     ],

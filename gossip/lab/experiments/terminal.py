@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from loguru import logger
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _SECONDS_BETWEEN_LINES = 30.0
 _BAR_WIDTH = 20
@@ -81,20 +80,15 @@ def restore_cursor() -> None:
 
 def print_run(summary: Mapping[str, Any], folder: Path) -> None:
     """Print the results of a completed run, and the path of its folder with the names of the figures there."""
-    from rich.table import Table
-
     what = [summary["method"], summary["topology"], summary["data"]]
     world_size, local_size = summary["world_size"], summary.get("local_size", 1)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if local_size > 1:
         ranks += f" in groups of {local_size} (shard={summary['shard']})"
-    table = Table(title=f"{', '.join(filter(None, what))}: {ranks}, seed {summary['seed']}")
-    table.add_column("result")
-    table.add_column("value", justify="right")
-    for name, value in _rows(summary).items():
-        if value is not None:  # a time that the method or the engine does not measure
-            table.add_row(name, value)
-    print_table(table)
+    title = f"{', '.join(filter(None, what))}: {ranks}, seed {summary['seed']}"
+    # What the method or the engine does not measure has no value.
+    rows = [(name, value) for name, value in _rows(summary).items() if value is not None]
+    print_table(title, ("result", "value"), rows)
     figures = ", ".join(sorted(path.name for path in folder.glob("*.svg")))
     print(f"run folder: {folder}" + (f" (figures: {figures})" if figures else ""))
 
@@ -134,16 +128,35 @@ def _rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def print_table(table: Table) -> None:
-    """Print a table to stdout, at its full width if stdout is not a terminal; on a narrow one cells take more lines."""
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Print a table to stdout; return the headings of the last columns, for which a terminal has no room.
+
+    Headings take several lines, texts and numbers one. Where stdout is no terminal, there is room for all.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.measure import Measurement
+    from rich.table import Table
 
-    table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
-    for column in table.columns:
-        column.overflow = "fold"  # rich would cut words
     console = Console()
-    if not sys.stdout.isatty():  # a file has no terminal width into which the table must fit
-        console.width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    console.print(table)
+    if not sys.stdout.isatty():
+        console.width = 10_000
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = zip(headings, zip(*rows, strict=True), strict=True)
+    widths = [max(map(len, (*heading.split(), *cells))) for heading, cells in columns]
+    fits = sum(widths[:2]) + 2 <= console.width  # otherwise one column of values is shown on several lines
+    for number, (heading, width) in enumerate(zip(headings, widths, strict=True)):
+        if number >= 2 and sum(widths[: number + 1]) + number + 1 > console.width:
+            break
+        justify: Literal["right", "left"] = "right" if number else "left"
+        table.add_column(heading, justify=justify, overflow="fold", width=width if fits else None)
+    shown = len(table.columns)
+    for cells in rows:
+        table.add_row(*cells[:shown])
+    console.print(table, markup=False, highlight=False)
+    return list(headings[shown:])
+
+
+def print_text(text: str) -> None:
+    """Print a text to stdout, on a terminal in lines that end with a word."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if width else text)

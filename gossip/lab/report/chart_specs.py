@@ -66,8 +66,11 @@ def make_spec(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> Spec
         },
         "layer": [
             *_target(chart, y),
-            _levels(chart, named),
+            *_break(y),
+            _levels(chart, {"strokeWidth": 2.4}, {"strokeDash": _dash(named)}),
             *_curves(chart, named, levels, x, y, has_band=has_band),
+            # They are pointed at within a few pixels.
+            _levels(chart, {"strokeWidth": 14, "opacity": 0, "aria": False}, {"opacity": None}),
             *_ends(chart, named),
         ],
     }  # fmt: skip
@@ -117,6 +120,9 @@ def _axis(title: str, scale: Scale) -> Spec:
         assert scale.quantity.best is not None
         best = scale.quantity.best / scale.unit.size
         axis["labelExpr"] = f"datum.label === '' ? '' : format({best!r} - datum.value, '.6~g')"
+    if scale.break_at is not None:
+        label = axis.get("labelExpr", "datum.label")
+        axis["labelExpr"] = f"datum.value < {scale.break_at / scale.unit.size!r} ? '' : {label}"
     return axis
 
 
@@ -150,16 +156,31 @@ def _target(chart: Chart, y: Scale) -> list[Spec]:
     ]
 
 
-def _levels(chart: Chart, named: Sequence[Series]) -> Spec:
-    """Return the layer of rows that never leave the start of the x-axis, drawn as horizontal lines across it."""
+def _break(y: Scale) -> list[Spec]:
+    """Return the layers of a broken axis: a line at the break, and what is drawn in the strip beyond it."""
+    if y.break_at is None:
+        return []
+    zero = f"\u2248 {(y.quantity.best or 0.0) / y.unit.size:g}"
+    plain: Spec = {"x": None, "color": None, "opacity": None}
+    rule = {"type": "rule", "strokeDash": [2, 4], "color": "var(--strong-rule)", "clip": True, "aria": False}
+    text = {
+        "type": "text", "text": zero, "align": "right", "baseline": "middle", "dx": -6, "fontSize": 11,
+        "color": "var(--faint)", "clip": False, "aria": False,
+    }  # fmt: skip
+    return [
+        {"data": {"values": [{"y": y.break_at / y.unit.size}]}, "mark": rule, "encoding": plain},
+        {"data": {"values": [{"y": y.strip / y.unit.size}]}, "mark": text, "encoding": {**plain, "x": {"value": 0}}},
+    ]
+
+
+def _levels(chart: Chart, mark: Spec, encoding: Spec) -> Spec:
+    """Return a layer of rows that never leave the start of the x-axis, drawn as horizontal lines across it."""
     return {
         "data": {"name": "ends"},
         "transform": [{"filter": f"{_IS_SHOWN} && datum.is_level"}],
-        "mark": {"type": "rule", "clip": True, "strokeWidth": 2.4},
-        "encoding": {
-            "x": None, "strokeDash": _dash(named), "description": {"field": "words"}, "tooltip": _end_tooltip(chart),
-        },
-    }  # fmt: skip
+        "mark": {"type": "rule", "clip": True, **mark},
+        "encoding": {"x": None, "description": {"field": "words"}, "tooltip": _end_tooltip(chart), **encoding},
+    }
 
 
 def _curves(
@@ -224,10 +245,12 @@ def _curves(
 def _placed(value: str, scale: Scale) -> str:
     """Return the Vega expression of where a point of a curve is drawn, in the unit of its axis.
 
-    Beyond the axis it is cut off; on a logarithmic one, so is what is not positive.
+    Beyond the axis it is cut off; on a logarithmic one, so is what is not positive, unless the axis is broken.
     """
     if scale.is_from_best:
         value = f"({scale.quantity.best!r} - {value})"
+    if scale.break_at is not None:
+        return f"({value} < {scale.break_at!r} ? {scale.strip!r} : {value}) / {scale.unit.size!r}"
     return (f"max({value}, {1e-3 * scale.low!r})" if scale.is_log else value) + f" / {scale.unit.size!r}"
 
 

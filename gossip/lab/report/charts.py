@@ -87,7 +87,8 @@ class Chart:
         # If there are only levels, which span the whole x-axis, any range will do.
         across = x if any(x) else ([0.0, 1.0], [])
         may_be_log = self.x_curve != "step"
-        return Scale.over(*across, self.x, may_be_log=may_be_log), Scale.over(*y, self.y, may_be_log=True)
+        ends = [end.y for _, end in drawn]
+        return Scale.over(*across, self.x, may_be_log=may_be_log), Scale.over(*y, self.y, may_be_log=True, ends=ends)
 
     def _known(self, row: Row) -> list[tuple[float, float]]:
         if row.curves is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from gossip.lab.report.report_document import Value
 
 _FAR = 1e3
 """How many times the median, or which part of it, is far from the compared values. A part as small is of rounding."""
+_STRIP = 0.12
+"""The height of the strip below the break of an axis, in that of the axis."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +89,26 @@ class Scale:
     """The scale of an axis, from ``low`` to ``high``; ends beyond it are drawn at its edge.
 
     On a logarithmic axis the range is one of distances from the best value, if the quantity has one: accuracy is drawn
-    by the share of errors, which decreases upwards.
+    by the share of errors, which decreases upwards. If ends lie below what it can tell apart, such as zero, it is
+    broken at ``break_at``: they are drawn in the middle of the strip between ``low`` and the break.
     """
 
     quantity: Quantity
     low: float
     high: float
     is_log: bool
+    break_at: float | None = None
 
     @classmethod
-    def over(cls, compared: Sequence[float], always: Sequence[float], quantity: Quantity, *, may_be_log: bool) -> Scale:
+    def over(
+        cls, compared: Sequence[float], always: Sequence[float], quantity: Quantity, *, may_be_log: bool,
+        ends: Sequence[float] = (),
+    ) -> Scale:
         """Return a scale that covers the values, of which there must be at least one, with a small margin.
 
         It is logarithmic if this is permitted and the positive values span more than a decade. Compared values that are
-        more than a thousand times their median may lie beyond it, and on a logarithmic axis all that are less than a
-        thousandth.
+        more than a thousand times their median may lie beyond it. On a logarithmic axis, so do all that are less than a
+        thousandth, unless they are ends, for which it is broken.
         """
         if may_be_log:
             distance = cls(quantity, 0.0, 0.0, is_log=True).distance
@@ -111,6 +119,9 @@ class Scale:
             if shown and max(shown) > 10 * min(shown):
                 room = (max(shown) / min(shown)) ** 0.03
                 low, high = max(min(shown) / room, sys.float_info.min), min(max(shown) * room, sys.float_info.max)
+                if any(distance(value) < low for value in ends):
+                    strip = max(low / (high / low) ** _STRIP, sys.float_info.min)
+                    return cls(quantity, strip, high, is_log=True, break_at=low)
                 return cls(quantity, low, high, is_log=True)
         low, high = min((*compared, *always)), max((*compared, *always))
         room = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
@@ -128,11 +139,20 @@ class Scale:
 
     def place(self, value: float) -> float:
         """Return where a value is drawn, in the unit of the axis: at the edge if it lies beyond."""
-        return min(max(self.distance(value), self.low), self.high) / self.unit.size
+        distance = self.distance(value)
+        if self.break_at is not None and distance < self.break_at:
+            return self.strip / self.unit.size
+        return min(max(distance, self.low), self.high) / self.unit.size
+
+    @property
+    def strip(self) -> float:
+        """The middle of the strip beyond the break."""
+        return self.low if self.break_at is None else math.sqrt(self.low) * math.sqrt(self.break_at)
 
     def reaches(self, value: float) -> bool:
-        """Whether a value lies within the axis."""
-        return self.low <= self.distance(value) <= self.high
+        """Whether a value lies within the axis, or in its strip."""
+        distance = self.distance(value)
+        return distance <= self.high and (self.break_at is not None or self.low <= distance)
 
     @property
     def unit(self) -> Unit:

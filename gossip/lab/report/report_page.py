@@ -28,7 +28,7 @@ PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.cs
 CHIEF = (
     "averaged_accuracy", "averaged_loss", "local_accuracy_worst", "average_difference", "loss_ratio",
     "worst_difference", "worst_loss_ratio", "bytes_per_step", "bytes_to_target", "rounds_to_target",
-    "predicted_time_to_target_s",
+    "predicted_step_time_s", "predicted_time_to_target_s",
 )  # fmt: skip
 """The values that are shown."""
 

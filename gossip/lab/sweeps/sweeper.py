@@ -15,10 +15,10 @@ from loguru import logger
 
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import plain
-from gossip.lab.experiments.terminal import configure_logging, print_table
+from gossip.lab.experiments.terminal import configure_logging, print_table, print_text
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report.report_document import Document
-from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, PAGE_FILE, texts, write_report
+from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, MARKDOWN_FILE, PAGE_FILE, texts, write_report
 from gossip.lab.report.verdict import verdict
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job, Plan, make_plan, read_variants
@@ -169,21 +169,16 @@ def finish(plan: Plan, folder: Path, trials: Sequence[Job] = ()) -> list[dict[st
 
 def _print(document: Document, folder: Path) -> None:
     """Print the table of results.md, then the reason of each failure, the verdict and the path of the report."""
-    from rich.table import Table
-
     columns, rows = texts(document)
-    table = Table("setting", title=f"{document.title}: {LEGEND}")
-    for column in columns:
-        table.add_column(column.heading, justify="right")
-    for cells in rows:
-        table.add_row(*cells)
-    print_table(table)
+    headings = ["setting", *(column.heading for column in columns)]
+    if left_out := print_table(f"{document.title}: {LEGEND}", headings, rows):
+        print_text(f"{MARKDOWN_FILE} also has: {'; '.join(left_out)}")
     for row in document.rows:
         for reason in row.reasons:
             place = ", ".join(filter(None, (row.label, f"{row.world_size} ranks", row.partition, row.condition)))
-            print(f"{place}: failed: {reason}")
+            print_text(f"{place}: failed: {reason}")
     for sentence in verdict(document):
-        print(sentence)
+        print_text(sentence)
     print(f"report: {folder / PAGE_FILE}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import warnings
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,8 +33,6 @@ from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters
 from topologies import Topology
 
-P = ParamSpec("P")
-
 _NOT_NEEDED = {
     "device_ids": "the module trains on the device on which its parameters are",
     "output_device": "outputs are on the device on which the module makes them",
@@ -43,20 +40,17 @@ _NOT_NEEDED = {
     "gradient_as_bucket_view": "the parameters lie in buckets, and no gradient is copied there",
     "static_graph": "buckets are sent in one order, whatever the graph",
     "broadcast_buffers": 'buffers="local", the default, leaves each rank its own, and buffers="average" mixes them',
+    "delay_all_reduce_named_params": "a bucket is sent as soon as its own parameters are updated",
+    "init_sync": "rank 0's parameters and buffers are always broadcast",
+    "skip_all_reduce_unused_params": "nothing is reduced; a parameter without a gradient is still mixed",
 }
-"""Arguments of DistributedDataParallel, and why they have no counterpart."""
 
-
-def refuses_arguments_of_ddp(init: Callable[P, None]) -> Callable[P, None]:
-    """Make a constructor say of DistributedDataParallel's own arguments that they are not needed."""
-
-    @functools.wraps(init)
-    def refusing(*args: P.args, **kwargs: P.kwargs) -> None:
-        if found := [f"{name} is not needed: {why}" for name, why in _NOT_NEEDED.items() if name in kwargs]:
-            raise TypeError(f"{'; '.join(found)}; leave {'it' if len(found) == 1 else 'them'} out")
-        init(*args, **kwargs)
-
-    return refusing
+OF_DDP = {name: f"is not needed: {why}; leave it out" for name, why in _NOT_NEEDED.items()} | {
+    "mixed_precision": "is of DistributedDataParallel; compute under torch.autocast, or pass scaler",
+    "device_mesh": "is of DistributedDataParallel; pass mesh=gossip.make_shard_mesh(local_size) or process_group",
+    "lr": "is the optimizer's; pass optimizer=functools.partial(torch.optim.SGD, lr=...)",
+}
+"""Arguments of DistributedDataParallel and of others, and what to do instead."""
 
 
 @dataclass(frozen=True)

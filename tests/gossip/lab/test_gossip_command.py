@@ -59,8 +59,9 @@ def test_gossip_probe_shows_its_options(command: Command, capsys: pytest.Capture
 def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
     available = "Available: train, sweep, bench, probe, store, status, chaos\n"
     assert command("trian", "seed=1") == (2, "", f"error: there is no gossip trian; did you mean train? {available}")
-    hint = "error: there is no nproc; the number of ranks is given as world_size=8\n"
-    assert command("train", "nproc=4") == (2, "", hint)
+    for key in ("nproc", "worldsize", "launch.nprocs"):
+        hint = f"error: there is no {key}; the number of ranks is given as world_size=8\n"
+        assert command("train", f"{key}=4") == (2, "", hint)
 
 
 def test_gossip_command_without_the_extra_says_what_to_install(

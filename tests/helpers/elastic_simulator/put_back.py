@@ -68,6 +68,7 @@ FAULTS = (
     # ------------------------------------------------------------------ who trains
     PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
     PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, seeds=_of_two_kinds(713)),
+    PutBack(_CONSENSUS + "_adopt", "not self._own_group().isdisjoint(agreed.ended)", "0", True, seeds=(859347,)),
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, _of_two_kinds(31)),
     PutBack(
         _CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, True, _of_two_kinds(30)
@@ -140,9 +141,7 @@ FAULTS = (
         _CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:", False, True, _of_two_kinds(23)
     ),
     PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", seeds=range(896)),
-    PutBack(
-        _CONSENSUS + "_adopt", "elif member in before.members and member not in members:", "elif 0:", is_common=True
-    ),
+    PutBack(_CONSENSUS + "_adopt", "if member in before.members and", "if 0 and", is_common=True),
     PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "', '(lambda *_: 0)(other, "', seeds=_of_two_kinds(513)),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),

@@ -133,6 +133,22 @@ def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(
             page.wait_for(f"{tooltip} === undefined")
             page.point(x + right, y + down)
             page.wait_for(f"{tooltip}?.includes('accuracy of the averaged model')")
+    x, y = page.centre("#chart-bytes .plot [aria-label^='no communication: ']")  # has no points along its level
+    page.point(x, y - 5)
+    page.wait_for(f"{tooltip}?.startsWith('no communication')")
+
+
+def test_what_is_too_small_for_a_logarithmic_axis_is_drawn_beyond_its_break(
+    page: browser.Browser, pages: dict[str, Path]
+) -> None:
+    page.open_report(pages["ordinary"])
+    plot = "document.querySelector('#chart-consensus .plot')"
+    frame = page.evaluate(f"{plot}.querySelector('.background').getBoundingClientRect().bottom")
+    mark = page.evaluate(f"{plot}.querySelector('[aria-label^=\"all-reduce: 0 at\"]').getBoundingClientRect().bottom")
+    assert mark < frame - 3
+    texts = page.evaluate(f"[...{plot}.querySelectorAll('.mark-text text')].map((text) => text.textContent)")
+    assert texts.count("\u2248 0") == 1
+    assert "At the edge" not in page.evaluate("document.body.innerText")
 
 
 def test_a_line_connects_what_was_measured_though_something_else_was_measured_between(

@@ -190,9 +190,21 @@ def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[s
             element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 0.5
         ).map((element) => element.textContent.slice(0, 60))"""
         assert page.evaluate(outside) == []
+        broken = """[...document.querySelectorAll("td.number")].flatMap((cell) => {
+            const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), found = [];
+            while (walker.nextNode())
+                for (const word of walker.currentNode.data.matchAll(/\\S+/g)) {
+                    const text = document.createRange();
+                    text.setStart(walker.currentNode, word.index);
+                    text.setEnd(walker.currentNode, word.index + word[0].length);
+                    if (text.getClientRects().length > 1 && cell.checkVisibility()) found.push(word[0]);
+                }
+            return found;
+        })"""
+        assert page.evaluate(broken) == []
         seen = "[...document.querySelectorAll('{}')].filter((element) => element.checkVisibility()).length"
         assert page.evaluate(seen.format("th, td")) > 50
-        assert page.evaluate(seen.format("#filters, .columns, .toggle")) == 0
+        assert page.evaluate(seen.format("#filters, .columns, .toggle, .screen")) == 0
     finally:
         page.call("Emulation.setEmulatedMedia", media="")
 
