@@ -3,8 +3,6 @@
 Invalid arguments raise ``ValueError`` or ``TypeError``; the classes here report what goes wrong between ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

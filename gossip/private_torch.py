@@ -4,8 +4,6 @@ Changes that torch makes without notice affect only this module. Of what it uses
 2.15: where a part of ``fully_shard`` keeps its groups of parameters.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """``topologies``, or ``python -m topologies``: list, describe, compare and draw topologies from a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -1,7 +1,5 @@
 """Arrays of ranks and weights as users give them: converted only where nothing is lost."""
 
-from __future__ import annotations
-
 import reprlib
 from typing import Any
 

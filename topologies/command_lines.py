@@ -1,7 +1,5 @@
 """One spelling of the number of ranks on every command line, ``world_size=8``, whatever the parser behind it reads."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

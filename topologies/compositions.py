@@ -1,7 +1,5 @@
 """Topologies made of others: in every k-th round, one after the other, in turn, within each other, with moved ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """The families by name, and how one is built."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Factors and divisors of numbers of ranks, without a loop over all smaller ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 None of the three holds a matrix of n x n numbers. A ``Row`` is ``{j: W[i, j]}`` of one rank i, itself included.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What users choose by name: topologies, algorithms, compressions."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Topologies as plain JSON types, and back, for as many ranks or for others."""
 
-from __future__ import annotations
-
 import itertools
 import reprlib
 from collections.abc import Mapping

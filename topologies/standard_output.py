@@ -1,7 +1,5 @@
 """The end of a program whose output is not read to its end, as in ``program | head``."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

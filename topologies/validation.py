@@ -1,7 +1,5 @@
 """Checks of what a user gives, and the errors that say what would be accepted instead."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import operator

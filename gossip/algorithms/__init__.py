@@ -1,7 +1,5 @@
 """Update rules: when and how a rank combines its values with what it received, and what state it keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from gossip.algorithms.adam_tracking import AdamTracking

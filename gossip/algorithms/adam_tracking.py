@@ -1,7 +1,5 @@
 """Momentum tracking for Adam, with the second moment of the average gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Self
 

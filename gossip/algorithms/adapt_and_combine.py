@@ -1,7 +1,5 @@
 """Gossip itself, with a mixing factor: adapt while communicating (AWC), and adapt then combine (ATC)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Pairs of ranks that average whenever one of them is ready (AD-PSGD), so that no rank waits for a slow one."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

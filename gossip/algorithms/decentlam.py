@@ -1,7 +1,5 @@
 """DecentLaM: one momentum for gradient and exchange, for static undirected topologies."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

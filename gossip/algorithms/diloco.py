@@ -1,7 +1,5 @@
 """DiLoCo: many local steps between averages, each average being one step of an outer optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

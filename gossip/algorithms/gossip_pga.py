@@ -1,7 +1,5 @@
 """Gossip-PGA: gossip with a periodic exact average."""
 
-from __future__ import annotations
-
 from gossip.algorithms.base import Form
 from gossip.algorithms.outer_steps import Periodic
 from topologies import Topology

@@ -1,7 +1,5 @@
 """Gossip that mixes the optimizer's momentum like the values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Momentum tracking: every rank steps along an estimate of the average update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """NoLoCo: many local steps between outer steps, each of which involves only the partners of one round."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

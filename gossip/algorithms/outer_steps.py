@@ -1,7 +1,5 @@
 """The bases of algorithms with a period, and of those with an anchor from which local steps start."""
 
-from __future__ import annotations
-
 from gossip.algorithms.base import Form, WithForm
 from gossip.algorithms.bucket_view import BucketView
 from topologies import Round, Topology

@@ -1,7 +1,5 @@
 """Push-sum (stochastic gradient push): gossip over directed graphs whose matrices are only column-stochastic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

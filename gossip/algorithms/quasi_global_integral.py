@@ -1,7 +1,5 @@
 """Quasi-global momentum with an integral correction: replicas nearly as good as their average."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Quasi-global momentum: the momentum of a replica's actual movement, including its peers' pull."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """SlowMo: gossip with a slow momentum over the movement of all ranks between exact averages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """SparseLoCo: DiLoCo with messages of few values in few bits, and feedback of what they leave out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

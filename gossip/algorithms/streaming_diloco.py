@@ -1,7 +1,5 @@
 """Streaming DiLoCo: the buckets take turns, and their messages have several steps to arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

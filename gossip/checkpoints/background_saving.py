@@ -5,8 +5,6 @@ for the notes of all, in the folder that they share, and gives the checkpoint it
 over the process group of the training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

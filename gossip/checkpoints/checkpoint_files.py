@@ -4,8 +4,6 @@
 notice a flipped byte. Therefore every file is hashed while it is written, and verified before it is unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -8,8 +8,6 @@ name it is complete, unless it was damaged later. A checkpoint that another one 
 ``step_....replaced`` between two renames, and counts as the checkpoint of that step until the new one is in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """The averaged model as one file that can be read without this package."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Resume from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

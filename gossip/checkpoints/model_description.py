@@ -1,7 +1,5 @@
 """Textual descriptions of a model, which can be compared with another rank's and with a checkpoint's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The states of the random number generators that training draws from, as tensors and plain numbers."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The mean over the ranks of a distributed run, tensor by tensor and chunk by chunk, from whole ranks or shards."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple

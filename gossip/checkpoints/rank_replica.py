@@ -1,7 +1,5 @@
 """The replica of one rank, or the shard of it that a rank of a group holds, in one process of a distributed run."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

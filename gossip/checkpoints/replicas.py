@@ -1,7 +1,5 @@
 """What a checkpoint is made from and restored into, and what all processes do to it or fail at together."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from abc import ABC, abstractmethod

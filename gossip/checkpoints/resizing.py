@@ -1,7 +1,5 @@
 """The state of n ranks combined into one from which any other number can start; that of shards, for another number."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

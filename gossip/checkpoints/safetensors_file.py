@@ -4,8 +4,6 @@ A file is the length of its header in 8 bytes, the header in JSON, padded to a m
 tensors, little-endian and row by row, without gaps (https://huggingface.co/docs/safetensors, section "Format").
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

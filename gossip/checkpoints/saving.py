@@ -1,7 +1,5 @@
 """Save everything that the ranks need in order to continue exactly."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The models that can be saved, loaded and exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar, cast
 

@@ -1,7 +1,5 @@
 """The replicas of all ranks, held by virtual workers in one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

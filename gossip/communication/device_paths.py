@@ -1,7 +1,5 @@
 """The paths by which a device's tensors enter and leave a communicator."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence

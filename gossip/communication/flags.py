@@ -1,7 +1,5 @@
 """A boolean on which the ranks agree while they train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

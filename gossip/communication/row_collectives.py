@@ -1,7 +1,5 @@
 """Collectives of a world in which every rank has a row, begun at one time and awaited at another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The training that the next models of this process found or join, and the keys of its store that announce it."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ranks that gossip with each other, and the few collectives over all of them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The arithmetic of modulo quantization in C, in a single pass over memory, where it was built on installation."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sysconfig

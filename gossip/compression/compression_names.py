@@ -1,7 +1,5 @@
 """Compressions by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The arithmetic of modulo quantization in torch: eager on a CPU without a compiler, compiled on other devices."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

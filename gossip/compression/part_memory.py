@@ -1,7 +1,5 @@
 """Scratch memory of a thread, and passes over memory."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Operators that keep a part of a tensor: the largest values, random ones, or only signs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import ABC, abstractmethod

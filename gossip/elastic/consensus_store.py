@@ -1,7 +1,5 @@
 """Proposals, votes and decisions of the ranks that agree on who trains, in the key-value store."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """A boolean on which the remaining ranks agree while they train."""
 
-from __future__ import annotations
-
 import zlib
 
 from gossip.elastic.elastic_world import ElasticWorld

@@ -1,7 +1,5 @@
 """The world of the remaining ranks, in which collective operations complete or are repeated without lost ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Waits for other ranks: a silent rank is suspected, then dropped at the time-out; a rank that itself waits is not."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """How the members have voted on flags, step by step."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 

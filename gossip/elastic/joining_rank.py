@@ -3,8 +3,6 @@
 The ranks of a shard group join together: each takes its shard from the same place of one group, of the same step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

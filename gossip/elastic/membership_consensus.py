@@ -1,7 +1,5 @@
 """The generations of one model, as the training thread sees them; ``membership_protocol`` agrees on the next one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

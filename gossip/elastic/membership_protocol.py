@@ -11,8 +11,6 @@ for every rank, including those that learn of it late.
 Ranks that hold a replica together are members together: a shard group is lost, leaves and joins as a whole.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

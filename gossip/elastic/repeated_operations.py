@@ -1,7 +1,5 @@
 """Collective operations of the remaining ranks: they complete on all, or are repeated without lost ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """How long this process has waited for another one, which may have waited for this one."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """The ranks that hold a replica together, if groups of such ranks continue without each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol

@@ -5,8 +5,6 @@ it has been admitted. The second part is what must be of exactly that step; the 
 it when it gets there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Whether the key-value store still replies: training does not need it before ranks are lost, leave or join."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

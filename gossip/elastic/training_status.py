@@ -1,7 +1,5 @@
 """What ranks say of themselves in the key-value store, for ``gossip status``, if the environment wants it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

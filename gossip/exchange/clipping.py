@@ -1,7 +1,5 @@
 """Clips what arrives along an edge to a multiple of what is usual there, alike at both ends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The exchanges of one model, on one rank or on all at once: what is in flight, and how it enters the values."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Digests of messages as they are sent and mixed, for an examination of a run under faults."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

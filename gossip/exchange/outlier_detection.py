@@ -1,7 +1,5 @@
 """Watches for ranks whose values are finite but wrong: what is usual along each edge, and what is far beyond it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

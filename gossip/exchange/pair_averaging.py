@@ -12,8 +12,6 @@ number is the higher one, and is refused otherwise; so ranks never wait for each
 ranks that have asked each other notice this as each gets the other's question, which serves as the reply.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter

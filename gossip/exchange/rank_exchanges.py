@@ -1,7 +1,5 @@
 """The exchanges of one rank, over a transport."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import math

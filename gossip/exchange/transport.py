@@ -1,7 +1,5 @@
 """The contract of transports, which carry the messages of a wrapped model."""
 
-from __future__ import annotations
-
 import collections
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Transports by name."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from gossip.exchange.debug_transport import DebugTransport

@@ -1,7 +1,5 @@
 """Gossip training in loops that are written for Accelerate."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

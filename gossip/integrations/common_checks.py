@@ -1,7 +1,5 @@
 """What users of another library pass on to GossipDataParallel, and what is refused in common, each by name."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Global batches that are held: each is divided among the ranks that train when it is due."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Importing this module registers both under the name "gossip". :mod:`gossip.integ
 for the packages ``pytorch_lightning`` and ``lightning_fabric``, whose classes are distinct.
 """
 
-from __future__ import annotations
-
 import lightning.pytorch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy

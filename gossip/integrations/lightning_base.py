@@ -1,7 +1,5 @@
 """The part that the strategies for Lightning's Trainer and for Fabric have in common."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Refusal of Trainer settings that cannot work with gossip, before training starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

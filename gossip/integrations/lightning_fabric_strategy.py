@@ -1,7 +1,5 @@
 """The part of a strategy for Fabric that makes a DDPStrategy train by gossip."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

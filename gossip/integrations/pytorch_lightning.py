@@ -5,8 +5,6 @@
 Importing this module registers both under the name "gossip".
 """
 
-from __future__ import annotations
-
 import pytorch_lightning
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy

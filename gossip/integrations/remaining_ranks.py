@@ -5,8 +5,6 @@ fails once a rank is lost. While a :class:`RemainingRanks` is installed, those o
 the world of the model that trains, or, before and after it, in a world of all ranks of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import io

@@ -1,7 +1,5 @@
 """How many samples an update counts, told to a model whose algorithm counts ranks by them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from gossip import GossipDataParallel

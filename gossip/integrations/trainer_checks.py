@@ -1,7 +1,5 @@
 """Refusal of settings of Transformers' Trainer that gossip does not support, each with the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Epochs of a Trainer in which ranks have different numbers of batches."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gossip training with the Trainer of Transformers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The command ``gossip``: which application its first argument names, and how that is started."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

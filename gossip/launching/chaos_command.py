@@ -1,7 +1,5 @@
 """The command ``gossip chaos``: a program of one's own, while ranks are killed, frozen and told to leave at random."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The process from which workers are forked, with the modules that they need already imported."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Processes that were started externally, by torchrun or SLURM's srun: their ranks and their process group."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ The launching process serves the key-value store, so that the store outlives eve
 launcher: a worker exits when its launcher is gone, for whatever reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -9,8 +9,6 @@ join finds that all have ended without completing it, the next attempt begins.
 Ranks that hold a replica together, a shard group, have one number: the first of them meets the others for all.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The SLURM step of which this process is a task, as described by the environment that ``srun`` sets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

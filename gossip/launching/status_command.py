@@ -1,7 +1,5 @@
 """The command ``gossip status``: who trains, how fast, who waits for whom, and who was lost, as the ranks say."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import socket

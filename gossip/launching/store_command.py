@@ -1,7 +1,5 @@
 """The command ``gossip store``: a key-value store that outlives the ranks of a training, which meet there."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Reports that workers send when they end, and how a launch evaluates them."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import signal

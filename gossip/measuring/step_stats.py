@@ -1,7 +1,5 @@
 """The cost of a step on this rank, measured while it is made."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Adam with moments of gradients that are accumulated over several steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The user's torch optimizers, stepped by the engine, all at once or bucket by bucket."""
 
-from __future__ import annotations
-
 import collections
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Closures of ``optimizer.step(closure)``, evaluated before messages in flight are mixed in."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Detection of foreign optimizers that step a wrapped model's parameters."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """One loss scale on all ranks, although each rank overflows independently."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn

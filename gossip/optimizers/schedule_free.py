@@ -1,7 +1,5 @@
 """Optimizers whose parameters in training differ from those to be evaluated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

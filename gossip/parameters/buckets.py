@@ -1,7 +1,5 @@
 """Parameters fused into flat blocks that are updated and exchanged as one message."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which buffers are saved, and the policy ``buffers="average"``: float buffers are exchanged like parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Hashes of tensors' values, by which ranks compare them without sending them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Protection of a model against wrapping by another kind of data parallelism."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from torch import nn

@@ -1,7 +1,5 @@
 """The state that modules keep outside of parameters and buffers: ``get_extra_state()`` and ``set_extra_state()``."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

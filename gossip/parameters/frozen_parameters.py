@@ -1,7 +1,5 @@
 """Frozen parameters: equal on all ranks, so that they are not sent until they change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

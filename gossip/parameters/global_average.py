@@ -1,7 +1,5 @@
 """The global average of the replicas, and their distance from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 gloo checks nothing: with another shape the process aborts, and with another dtype or order the data are silently wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

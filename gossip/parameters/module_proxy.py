@@ -1,7 +1,5 @@
 """A wrapper that behaves like the module inside it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -1,7 +1,5 @@
 """Names of parameters and buffers: those that they have without ``torch.compile``, whatever part was compiled."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

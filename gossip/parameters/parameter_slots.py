@@ -1,7 +1,5 @@
 """Where a module keeps its parameters, and what happens when they are replaced."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import sys

@@ -1,7 +1,5 @@
 """The data that a checkpoint or a message can hold: what torch loads without running code (``weights_only=True``)."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The ranks that hold one replica together, each a shard of it: what ``fully_shard`` has divided."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The ranks that train one replica together, on a node: one gossip worker."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, Protocol

@@ -3,8 +3,6 @@
 Each gets the whole difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The mesh of shard groups: who shares a replica, and who gossips with whom."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Ranks that each have the whole module, and divide its gradients, optimizer state, updates and messages."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial

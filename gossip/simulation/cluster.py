@@ -1,7 +1,5 @@
 """The network of a simulated run."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from topologies import Topology

@@ -1,7 +1,5 @@
 """Goodput of a long run whose nodes fail: the share of its rank-seconds that end up in the model."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

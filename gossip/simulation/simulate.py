@@ -1,7 +1,5 @@
 """Simulation of a run, step by step, with one computed clock per rank, in arrays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

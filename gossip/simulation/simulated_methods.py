@@ -1,7 +1,5 @@
 """One step of every rank with each method: when it computes, posts and waits."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the ranks of a simulated run compute, and what delays some of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, get_args

@@ -1,7 +1,5 @@
 """The engine's knowledge of torch's autograd."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Steps made by backward passes: bucket by bucket, or at their end if all gradients are needed first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

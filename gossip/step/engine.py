@@ -1,7 +1,5 @@
 """The engine that makes the steps of a model; its subclasses decide when."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

@@ -3,8 +3,6 @@
 Used by algorithms that combine before the next forward pass.
 """
 
-from __future__ import annotations
-
 import functools
 import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The transition of a model from one generation to the next: other ranks, another topology, what depends on them."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks whether a model can continue: after errors, after backward passes that died, alongside other threads."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

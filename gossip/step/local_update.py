@@ -1,7 +1,5 @@
 """The local update: gradients checked and clipped, and the optimizers' steps, by bucket or all at once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

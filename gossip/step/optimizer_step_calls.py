@@ -1,7 +1,5 @@
 """The user's calls between backward passes that make the steps: ``optimizer.step()``, and torch's clipping."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import traceback

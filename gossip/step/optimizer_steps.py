@@ -1,7 +1,5 @@
 """Steps that are made where the user calls ``optimizer.step()``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIGTERM, which schedulers send before they reclaim a machine: this rank leaves, or all save and end together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The order of a step, the same for a bucket on one rank and for all buckets of all virtual workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Generic
 

@@ -1,7 +1,5 @@
 """The progress of a step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The division of a batch over all replicas along a dimension, and the reassembly of their outputs, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

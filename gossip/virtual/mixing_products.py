@@ -4,8 +4,6 @@ Rounding is applied to differences between messages, not to messages, because wh
 rounds must sum to zero over ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One codec per replica in a process, for several devices, or for compressions without a stacked codec."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exchanges of virtual workers that repeat what happened to ranks that make their steps together."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

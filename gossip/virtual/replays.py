@@ -1,7 +1,5 @@
 """Virtual workers that repeat the steps and averages of a recording, each at its own pace."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The replicas' parameters and buffers, stacked along a leading dimension of workers, on one or several devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

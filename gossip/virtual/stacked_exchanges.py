@@ -1,7 +1,5 @@
 """Rounds among replicas in one process: a sparse product for messages that are values, otherwise stacked codecs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

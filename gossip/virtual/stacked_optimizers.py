@@ -1,7 +1,5 @@
 """The user's optimizers over the stacked parameters, and rows that a step leaves unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

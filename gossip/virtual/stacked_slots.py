@@ -1,7 +1,5 @@
 """Which changes are allowed in a module whose replicas are stacked."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The local update of all replicas: their gradients are rescaled to each replica's own, clipped and applied."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

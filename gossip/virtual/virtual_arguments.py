@@ -1,7 +1,5 @@
 """The arguments specific to virtual workers, checked before anything is built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Many replicas trained in one process, as a cluster with one rank per replica would train them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

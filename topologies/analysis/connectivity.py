@@ -1,7 +1,5 @@
 """Who reaches whom: degrees, connectivity and diameter over a period."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

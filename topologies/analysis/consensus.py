@@ -6,8 +6,6 @@ rounds are judged by the ratios that push-sum forms. Up to 384 ranks all is comp
 sparse methods; a slow schedule's ``rounds_to`` is then extrapolated.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable

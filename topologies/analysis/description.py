@@ -1,7 +1,5 @@
 """What can be measured of a topology, as one page of text and as plain data."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What rounds do to a disagreement, as a linear map that is applied without a dense matrix, and its norms."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

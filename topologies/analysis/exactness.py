@@ -1,7 +1,5 @@
 """What holds exactly: the mean after some rounds, and the sums of rows and columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which topologies exchange along the same edges, with the same weights, in every exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import networkx as nx

@@ -1,7 +1,5 @@
 """What a topology puts on the wire: messages and bytes per rank, on the busiest link and across the network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

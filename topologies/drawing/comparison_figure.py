@@ -1,7 +1,5 @@
 """The figure of a comparison: consensus errors against rounds and against bytes."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

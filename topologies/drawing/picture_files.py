@@ -1,7 +1,5 @@
 """Where pictures are written, and the settings that make them the same every time."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Base-(k+1) graphs: exact averaging for any number of ranks, with at most k peers in a round."""
 
-from __future__ import annotations
-
 import functools
 import math
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """De Bruijn graphs: one directed round, the same forever, that averages exactly."""
 
-from __future__ import annotations
-
 from topologies.family_registry import register
 from topologies.integers import powers
 from topologies.round import Round

@@ -1,7 +1,5 @@
 """EquiTopo: circulants and matchings at random hops, whose rate does not depend on the number of ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Expanders in closed form: few neighbours, and a gap that stays away from 0 as n grows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any graph as a topology."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Families that split any graph into matchings: in turn, or each at random (MATCHA)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

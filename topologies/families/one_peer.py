@@ -1,7 +1,5 @@
 """Families in which a rank sends to one other, at most, and reads one other in every round."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from topologies.families.static_families import circulant

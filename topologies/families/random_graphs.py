@@ -1,7 +1,5 @@
 """Families that draw one random graph from a seed and keep it forever."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The edges count, how often people met does not: weights in the data are ignored.
 """
 
-from __future__ import annotations
-
 import networkx as nx
 
 from topologies.families.given_graph import weighted_topology

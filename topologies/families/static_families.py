@@ -1,7 +1,5 @@
 """Families that repeat one round forever."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """Families of uniform groups that average exactly within a period."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

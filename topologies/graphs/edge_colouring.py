@@ -1,7 +1,5 @@
 """Edge colouring: the edges of a graph split into matchings, as few as is cheap to find."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (metropo
 Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", 2003 (push_sum).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 

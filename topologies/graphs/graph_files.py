@@ -1,7 +1,5 @@
 """Graphs from files, which are never read in part, and graphs made fit for ranks: connected, with nodes 0 .. n-1."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -1,7 +1,5 @@
 """How often to use each matching of a graph: the probabilities and the step of MATCHA."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Xiao and Boyd, "Fast linear iterations for distributed averaging", 2004 (best_co
 Boyd, Diaconis and Xiao, "Fastest mixing Markov chain on a graph", 2004 (fmmc: equation 6).
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

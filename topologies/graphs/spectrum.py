@@ -1,7 +1,5 @@
 """Weighted Laplacians without dense matrices, and the low end of the spectrum of large symmetric matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Topologies side by side: how fast they agree, in rounds and in bytes, as data and as a table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Topologies that are another one in disguise: the same rounds under another name, or with empty rounds in between."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a family's docstring says about it, as data: for tables, the site and tests."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One or a few topologies of every family, to show what it does at about a given size."""
 
-from __future__ import annotations
-
 from topologies.family_registry import family, options_of
 from topologies.reports.disguises import without_disguises
 from topologies.schedule import options_text, title

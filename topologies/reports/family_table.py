@@ -1,7 +1,5 @@
 """A table of all families in Markdown: what their docstrings state, and what is measured at one size."""
 
-from __future__ import annotations
-
 import math
 
 from topologies.analysis.description import Description, count

@@ -1,7 +1,5 @@
 """Which topology brings the ranks of a cluster to agreement first, under an alpha-beta model of its network."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Numbers with their units, and tables of them, for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

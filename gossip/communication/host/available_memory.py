@@ -1,7 +1,5 @@
 """How much memory this process can still take, and memory that it gives back in part."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 from pathlib import Path

@@ -4,8 +4,6 @@ A child releases nothing. Closing one of gloo's communicators waits for threads,
 message on an inherited connection would be mistaken for the parent's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

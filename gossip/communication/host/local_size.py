@@ -1,7 +1,5 @@
 """How many ranks train one replica together, as whoever starts them says."""
 
-from __future__ import annotations
-
 import os
 
 LOCAL_SIZE = "GOSSIP_LOCAL_SIZE"

@@ -1,7 +1,5 @@
 """The limit on open files: sockets and shared memory count, and errors do not name it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

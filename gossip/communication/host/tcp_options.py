@@ -8,8 +8,6 @@ acknowledgement was lost, TCP assumes that everything else is on its way, until 
 either (F-RTO, RFC 5682). Therefore a rank that has waited for the time-out waits for another fifth of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -6,8 +6,6 @@ the process ends. A connection that could not be made is no evidence: something 
 refused it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

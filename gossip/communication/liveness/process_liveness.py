@@ -1,7 +1,5 @@
 """Whether the process of another rank is alive, as far as this can be seen: on one machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Notes in the key-value store of where ranks have arrived, which name the rank that all others wait for."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The ranks that all others wait for, found by following which rank waits for which."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

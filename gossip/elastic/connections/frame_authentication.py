@@ -6,8 +6,6 @@ not even a length is acted upon before it is known to be genuine; and one after 
 that was altered, repeated, left out, moved or sent to somebody else does not match its code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """The socket at which other ranks connect; strangers who do so cannot use up this process's file descriptors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

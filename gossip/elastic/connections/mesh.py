@@ -1,7 +1,5 @@
 """Connections from every rank to every other one, served by one thread that never waits for a single rank."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Waiting for events of several sockets, which other threads can interrupt."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

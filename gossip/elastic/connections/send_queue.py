@@ -1,7 +1,5 @@
 """Which of the pending messages are sent now: those of older exchanges go first, in both directions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

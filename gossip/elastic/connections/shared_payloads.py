@@ -1,7 +1,5 @@
 """Messages to ranks on the same machine: frames state where they are in memory that both can read."""
 
-from __future__ import annotations
-
 import collections
 import json
 import os

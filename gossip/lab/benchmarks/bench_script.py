@@ -3,8 +3,6 @@
 That of ``gossip bench`` is hydra's, as of ``gossip train``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a benchmark is: its settings, what a worker does, what becomes of the records, and how that is reported."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

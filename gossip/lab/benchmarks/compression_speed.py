@@ -1,7 +1,5 @@
 """How fast compressions encode and decode one bucket, next to a copy of it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

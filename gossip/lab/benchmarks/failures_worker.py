@@ -1,7 +1,5 @@
 """The program of a rank of :mod:`.failures`: it trains by one method, paced, and notes every step that counts."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -1,7 +1,5 @@
 """A whole run of a benchmark: the network and the workers of every case, and the results in one folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

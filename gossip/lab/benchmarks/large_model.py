@@ -1,7 +1,5 @@
 """Ways to train a model of the size of GPT-2 small: whether they agree, how much memory and how long they take."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

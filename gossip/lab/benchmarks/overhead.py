@@ -1,7 +1,5 @@
 """What the wrapper costs against plain PyTorch: the time of a step."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The time, bytes and memory of a step of each method (configs/bench.yaml)."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """Seconds and bytes until a method's averaged model is as good as all-reduce's (configs/time_to_loss.yaml)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Models of known sizes: with learnable synthetic data for measuring steps, with real data for measuring losses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

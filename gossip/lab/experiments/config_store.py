@@ -1,7 +1,5 @@
 """What the command line can choose besides config files: ``topology=name`` of a user's module, ``data=module:make``."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The devices of a configured run's ranks, and the backend of their messages."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ Without checkpoints, and after Ctrl-C, the run ends at once; a call that no sign
 bounded time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

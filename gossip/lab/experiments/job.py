@@ -1,7 +1,5 @@
 """One run from a resolved configuration: check it, start the ranks or act as one of them, and fill the run folder."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,7 +1,5 @@
 """Learning-rate schedules over the steps of a run, as multiples of the optimizer's learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Annotated

@@ -4,8 +4,6 @@ All models take the shape of the data first, ``Model(data.input_shape, data.num_
 [..., num_classes], so that one loss serves them all: ``cross_entropy(logits.flatten(0, -2), targets.flatten())``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 said in one line.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The training samples of each rank: their partition, IID or non-IID like real decentralized data, and their order."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Records of a run as JSON lines: one object per line, readable by any tool and while the run is in progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

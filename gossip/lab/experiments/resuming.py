@@ -3,8 +3,6 @@
 A run is resumed because the user says so (``resume=``), or because torchrun or SLURM has restarted it.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import os

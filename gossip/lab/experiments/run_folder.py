@@ -1,7 +1,5 @@
 """The folder of a run: locked while the run is in progress, claimed by one run only, filled by the launching side."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Which samples a rank has changes while others are lost, leave and join.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 import zlib

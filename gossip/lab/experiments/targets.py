@@ -4,8 +4,6 @@ A target is imported and called, and a configuration may come from an untrusted 
 read from that folder.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

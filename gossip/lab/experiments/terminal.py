@@ -1,7 +1,5 @@
 """What a run shows on the terminal: log lines, a progress bar on rank 0, and its results."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys

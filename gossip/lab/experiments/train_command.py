@@ -1,7 +1,5 @@
 """The hydra command line: a run, a sweep, or one rank of a launched job; and the reporting of user errors."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """The part of a run in one process, for one rank or for all: training loop, records, averaged model and summary."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

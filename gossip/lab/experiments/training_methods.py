@@ -3,8 +3,6 @@
 All ranks of a run may be in one process, with the same data, initial values and steps as with one process per rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings

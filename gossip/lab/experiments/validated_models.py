@@ -1,7 +1,5 @@
 """What is wrong with a user's configuration as one line: with settings, as pydantic models, and options of objects."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """A training under random faults, in which ranks note all messages, and every step what it changed."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -6,8 +6,6 @@ change of that sum by the update, its duration and the loss); "sent" and "mixed"
 and a digest); "fault"; "comes back"; "ends". Members are ranks, also where shard groups of them hold a replica.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Injection of faults into the process of the rank that they concern."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -6,8 +6,6 @@ as these grow: records that a logger has not taken yet are on disk anyway, and a
 memory, however long a logger is unreachable.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The logger interface, and the descriptions of a run that a logger gets at its beginning and at its end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

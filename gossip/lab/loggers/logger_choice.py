@@ -1,7 +1,5 @@
 """The loggers that a configuration selects, and the settings common to all of them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The MLflow logger."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """The TensorBoard logger, which writes event files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The Weights & Biases logger."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A workload and a cluster for :func:`gossip.simulate_time`, measured on the ranks themselves."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections import defaultdict

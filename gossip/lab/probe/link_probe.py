@@ -1,7 +1,5 @@
 """Measurement of latency and bandwidth between pairs of ranks, while all ranks exchange."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The command ``gossip probe`` as a benchmark: an MLP's computation, and the links between the ranks."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

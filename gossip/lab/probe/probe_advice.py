@@ -3,8 +3,6 @@
 A topology is chosen by predicted step times; algorithm, compression and ``every(k)`` by measured convergence, too.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ the named data of a layer, ``curves`` or ``ends``. It also sets two parameters: 
 pass the filters and the legend, and ``brought``, the name that is highlighted, or null.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

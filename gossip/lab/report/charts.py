@@ -1,7 +1,5 @@
 """The charts of the page, the part of a row that each of them shows, and how that looks: panel, name and style."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The columns of the table of results: the settings in which rows differ, what was tuned, and the values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

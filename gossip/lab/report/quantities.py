@@ -101,7 +101,12 @@ class Scale:
 
     @classmethod
     def over(
-        cls, compared: Sequence[float], always: Sequence[float], quantity: Quantity, *, may_be_log: bool,
+        cls,
+        compared: Sequence[float],
+        always: Sequence[float],
+        quantity: Quantity,
+        *,
+        may_be_log: bool,
         ends: Sequence[float] = (),
     ) -> Scale:
         """Return a scale that covers the values, of which there must be at least one, with a small margin.

@@ -1,7 +1,5 @@
 """The result document of a sweep, validated and typed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, computed_field

@@ -3,8 +3,6 @@
 The page is what the template report.html.jinja shows of a document.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import gzip

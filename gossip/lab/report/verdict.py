@@ -1,7 +1,5 @@
 """The findings of a sweep in sentences: one for each number of ranks, partition of the data and condition."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gossip.lab.report.charts import RESULTS, panels

@@ -4,8 +4,6 @@ The seeds of a row are aggregated, as mean and spread, and each run is compared 
 time of a step is predicted for the cluster that the configuration describes.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import statistics

@@ -3,8 +3,6 @@
 Its plan leaves out the combinations that a topology or compression does not support.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tuning with equal effort: each setting of a sweep takes the best value of the same grid, found with the same seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

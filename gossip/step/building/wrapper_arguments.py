@@ -1,7 +1,5 @@
 """The wrapper's arguments, checked before anything is built."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The state of an algorithm in checkpoints, by parameter name, so that other buckets can load it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of one rank's replica: read for a checkpoint or for a rank that joins, and restored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In ``tests/helpers``, ``python -m elastic_simulator FIRST LAST [FOLDER]``, ``pyt
 ``python -m elastic_simulator FOLDER``, in which ``scripts/chaos.py`` has run.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import sys

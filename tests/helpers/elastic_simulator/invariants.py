@@ -1,7 +1,5 @@
 """What must hold whatever happens to ranks: checked as it happens, and when all has ended."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

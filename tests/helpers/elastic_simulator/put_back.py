@@ -1,7 +1,5 @@
 """Faults in the library that the simulation must find: some were there once, the others are of their kinds."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

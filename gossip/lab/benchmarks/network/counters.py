@@ -1,7 +1,5 @@
 """Counters of the Linux kernel: bytes on a network interface, and memory of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

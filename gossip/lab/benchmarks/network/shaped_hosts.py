@@ -5,8 +5,6 @@ to be removed, and nothing can be left behind: the kernel removes it, with its i
 last of these processes ends, even if that was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """What a user writes wrongly is blamed on the option: its name, its value and what is allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
