@@ -10,6 +10,7 @@ from gossip.algorithms.base import Algorithm, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.decentlam import DecentLaM
 from gossip.algorithms.diloco import DiLoCo
+from gossip.algorithms.gasloc import GASLoC
 from gossip.algorithms.gossip_pga import GossipPGA
 from gossip.algorithms.gradient_tracking import GradientTracking
 from gossip.algorithms.integral_correction import ExactDiffusion, Extra, IntegralCorrection
@@ -27,7 +28,7 @@ from topologies.registry import Registry
 
 __all__ = [
     "ALGORITHMS", "AdamTracking", "AdaptThenCombine", "AdaptWhileCommunicating", "Algorithm", "Arrived", "Asynchronous",
-    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "GossipPGA", "GradientTracking",
+    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "GASLoC", "GossipPGA", "GradientTracking",
     "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo", "PushSum", "QuasiGlobalIntegral",
     "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo", "StreamingDiLoCo",
 ]  # fmt: skip
@@ -45,6 +46,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,
         "extra": Extra,
+        "gasloc": GASLoC,
         "gossip_pga": GossipPGA,
         "gradient_tracking": GradientTracking,
         "integral_correction": IntegralCorrection,

@@ -89,9 +89,9 @@ class StepEngine(HealthChecks, ABC):
         self.last_meter: Meter | None = None  # of the newest step
         self.num_late = 0  # late messages that have been combined
         self._num_bad_steps = 0
-        self._has_warned = False
+        self._has_warned = rank != 0  # all ranks run the same loop
         self.optimizer_step_calls = OptimizerStepCalls(
-            f"rank {rank}: ", "wrap the module with step_in_backward=False", explains=rank == 0
+            f"rank {rank}: ", "wrap the module with step_in_backward=False", tells=rank == 0
         )
         self._lock = threading.RLock()  # held against forward passes in other threads
         self._launching = threading.RLock()  # a module on several devices has a thread of autograd's for each

@@ -28,10 +28,11 @@ class OptimizerStepCalls:
 
     Other code that reads gradients between ``backward()`` and ``optimizer.step()`` finds None, and cannot be seen
     without replacing torch's own functions: clipping of ``net.parameters()``, of a list made before, or by hand.
+    Only one rank ``tells``, as all of them run the same loop.
     """
 
-    def __init__(self, where: str, usual_loop: str, *, explains: bool = True) -> None:
-        self.explains = explains
+    def __init__(self, where: str, usual_loop: str, *, tells: bool = True) -> None:
+        self.explains = self._warns = tells
         self._where, self._usual_loop = where, usual_loop
         self._num_steps = 0  # made by backward passes since the last call
         self._steps_seen: dict[Optimizer, int] = {}  # by the newest call for each
@@ -102,7 +103,7 @@ class OptimizerStepCalls:
             )
 
     def _warn(self, kind: str, step: int, text: str) -> None:
-        if kind not in self._warned:
+        if kind not in self._warned and self._warns:
             self._warned.add(kind)
             warn_user(f"{self._where}step {step}: {text}")
 

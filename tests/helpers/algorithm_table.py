@@ -355,6 +355,16 @@ class NoLoCo(Anchored):
         self.x = self.anchor = self.anchor + self.velocity
 
 
+class GASLoC(Anchored):
+    def begin(self) -> None:
+        self.anchor = self.before = self.x
+
+    def exchange(self, step: int) -> None:
+        reached = self.anchor + 0.7 * (self.x - self.anchor)
+        self.x = self.matrix((step + 1) // PERIOD - 1) @ reached + 0.3 * (reached - self.before)
+        self.anchor, self.before = self.x, reached
+
+
 class SparseLoCo(Anchored):
     """Of each bucket the larger half, on 16 points."""
 
@@ -436,6 +446,11 @@ ROWS: dict[str, Row] = {
         "diloco(weighted)",
         "awc",
         Row(WeightedDiLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "weighted": True}),
+    ),
+    **in_both_forms(
+        "gasloc",
+        "awc",
+        Row(GASLoC, CHANGING, keeps_mean=False, options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3}),
     ),
     **in_both_forms("gossip_pga", "atc", Row(GossipPGA, CHANGING, options=EVERY_3)),
     **in_both_forms("noloco", "awc", Row(NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)),

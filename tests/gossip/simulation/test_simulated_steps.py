@@ -15,6 +15,7 @@ from gossip import (
     Cluster,
     DiLoCo,
     Failures,
+    GASLoC,
     NoLoCo,
     RandomDelays,
     SlowRank,
@@ -132,6 +133,7 @@ def test_adapt_then_combine_hides_messages_only_until_forward(bucket_bytes: tupl
         (DiLoCo(period=4, form="awc"), 0.1),
         (StreamingDiLoCo(period=4, parts=1, overlap=2), 0.0),
         (NoLoCo(period=4), 0.4),
+        (GASLoC(period=4), 0.2),
     ],
     ids=lambda value: value.describe() if isinstance(value, Algorithm) else "",
 )

@@ -12,6 +12,7 @@ from small_runs import MODES, TINY_BUCKETS, Branches, assert_same, batch, finish
 from torch import nn
 
 from gossip import GossipDataParallel
+from gossip.step.optimizer_step_calls import OptimizerStepCalls
 
 
 def wrap(module: nn.Module, mode: str) -> GossipDataParallel:
@@ -191,6 +192,9 @@ def test_the_first_step_of_an_optimizer_is_answered_once_and_warnings_name_the_u
     with pytest.warns(UserWarning, match="rank 0: step 5: a clip function found no gradients") as issued:
         clip_in_between(model)
     assert [warning.filename for warning in issued] == [__file__]
+    of_another_rank = wrap(make_module(), "in backward")
+    of_another_rank._live().optimizer_step_calls = OptimizerStepCalls("rank 1: ", "", tells=False)
+    assert warnings_of(clip_in_between, of_another_rank) == []
 
 
 def test_an_optimizer_that_was_stepped_in_turn_is_not_blamed() -> None:
