@@ -149,7 +149,8 @@ class JoiningRank:
             if have_ended:
                 training_store.note_outcome(training_store.ENDED)
                 raise CannotJoinError(f"{whom}: the training has ended ({self._reason(members[0])})")
-            raise ExchangeError(f"{whom}: this machine has no route to them ({self._reason(members[0])})")
+            why = f"they were lost, or this machine has no route to them ({self._reason(members[0])})"
+            raise ExchangeError(f"{whom}: {why}")
         return found
 
     def _reason(self, other: int) -> str:

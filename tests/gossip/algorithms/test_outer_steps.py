@@ -10,16 +10,7 @@ from torch import nn
 
 import gossip
 from gossip import Algorithm, VirtualWorkers
-from gossip.algorithms import (
-    AdaptWhileCommunicating,
-    DiLoCo,
-    GASLoC,
-    NoLoCo,
-    RelaySum,
-    SlowMo,
-    SparseLoCo,
-    StreamingDiLoCo,
-)  # fmt: skip
+from gossip.algorithms import AdaptWhileCommunicating, DiLoCo, NoLoCo, RelaySum, SlowMo, SparseLoCo, StreamingDiLoCo
 
 
 @pytest.mark.parametrize(
@@ -31,7 +22,7 @@ from gossip.algorithms import (
         SlowMo(period=3, slow_lr=0.7),
         SparseLoCo(period=3, ratio=0.5, bits=4),
         NoLoCo(period=3),
-        GASLoC(period=3),
+        gossip.GASLoC(period=3),
     ],
     ids=lambda algorithm: algorithm.describe(),
 )
@@ -74,7 +65,7 @@ def step(workers: VirtualWorkers, number: int) -> None:
         DiLoCo(period=2, outer_momentum=0.0),
         SlowMo(period=2, slow_momentum=0.0),
         NoLoCo(period=2, outer_momentum=0.0),
-        GASLoC(period=2),
+        gossip.GASLoC(period=2),
         StreamingDiLoCo(period=2, parts=1, overlap=1, outer_momentum=0.0),
         RelaySum(),
     ],
