@@ -437,7 +437,9 @@ class Simulation:
             if 2 * len(side) == len(processes):
                 return set()
             struck = min(side, processes - side, key=len)
-        return processes - {each for index in struck for each in self._mates(index)}
+        others = processes - {each for index in struck for each in self._mates(index)}
+        # A cut through most groups is one that the others are behind.
+        return set() if fault.kind == "cut" and 2 * len(others) < len(processes) else others
 
     def _check_end(self) -> None:
         remaining = {self.worlds[index].member for index, outcome in self.outcomes.items() if outcome == "ended"}
@@ -467,8 +469,6 @@ class Simulation:
                 raise Violation(f"process {index} ended: {error}") from error
             if 2 * len(touched) >= self.settings.num_groups:
                 continue  # it is this rank that most others have lost
-            if any(each.kind == "freeze" and 0.8 < each.lasts_s < 1.5 for each in self.applied):
-                continue  # that one, thawed just as others give it up, notices first that they have lost each other
             ended = [each for each in self._mates(index) if self.outcomes[each] in ("killed", "error")]
             if index in of_group and not of_group.issuperset(ended):
                 continue  # another one of its group has ended before
