@@ -10,6 +10,7 @@ from gossip.algorithms.base import Algorithm, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.decentlam import DecentLaM
 from gossip.algorithms.diloco import DiLoCo
+from gossip.algorithms.factored_gossip import FactoredGossip
 from gossip.algorithms.gasloc import GASLoC
 from gossip.algorithms.gossip_pga import GossipPGA
 from gossip.algorithms.gradient_tracking import GradientTracking
@@ -28,9 +29,9 @@ from topologies.registry import Registry
 
 __all__ = [
     "ALGORITHMS", "AdamTracking", "AdaptThenCombine", "AdaptWhileCommunicating", "Algorithm", "Arrived", "Asynchronous",
-    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "GASLoC", "GossipPGA", "GradientTracking",
-    "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo", "PushSum", "QuasiGlobalIntegral",
-    "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo", "StreamingDiLoCo",
+    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "FactoredGossip", "GASLoC", "GossipPGA",
+    "GradientTracking", "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo", "PushSum",
+    "QuasiGlobalIntegral", "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo", "StreamingDiLoCo",
 ]  # fmt: skip
 
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
@@ -46,6 +47,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,
         "extra": Extra,
+        "factored_gossip": FactoredGossip,
         "gasloc": GASLoC,
         "gossip_pga": GossipPGA,
         "gradient_tracking": GradientTracking,

@@ -365,6 +365,30 @@ class GASLoC(Anchored):
         self.anchor, self.before = self.x, reached
 
 
+class FactoredGossip(Anchored):
+    """In both forms an outer step ends with local ones, before anything reads the values."""
+
+    form = "awc"
+
+    def begin(self) -> None:
+        self.anchor, self.velocity, self.mixed = self.x, self.zeros, self.zeros
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        super().update(step, gradients, updated)
+        if (step + 1) % PERIOD == 0:
+            matrix, delta = self.matrix((step + 1) // PERIOD - 1), self.anchor - self.x
+            self.velocity = 0.5 * self.velocity + delta
+            self.x = self.anchor - 0.7 * (delta + 0.5 * self.velocity) + self.mixed
+            if self.form == "atc":
+                self.x = matrix @ self.x
+            else:
+                self.mixed = matrix @ self.x - self.x
+            self.anchor = self.x
+
+    def exchange(self, step: int) -> None:
+        """Done already."""
+
+
 class SparseLoCo(Anchored):
     """Of each bucket the larger half, on 16 points."""
 
@@ -446,6 +470,9 @@ ROWS: dict[str, Row] = {
         "diloco(weighted)",
         "awc",
         Row(WeightedDiLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "weighted": True}),
+    ),
+    **in_both_forms(
+        "factored_gossip", "atc", Row(FactoredGossip, (*CHANGING, "complete"), keeps_mean=False, options=EVERY_3)
     ),
     **in_both_forms(
         "gasloc",

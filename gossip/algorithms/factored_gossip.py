@@ -1,0 +1,87 @@
+"""Factored gossip: every rank makes outer steps of its own; anchors are mixed beside the local steps or after them."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gossip.algorithms.base import VALUES, Form, Kept, add_
+from gossip.algorithms.bucket_view import Arrived, BucketView
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from topologies.validation import check_real
+
+_MIXED = "mixed"
+
+
+class FactoredGossip(OuterSteps):
+    r"""DiLoCo whose outer steps are each rank's own, while anchors are mixed as plain gossip would mix values.
+
+    A rank starts from its own anchor :math:`a_i` and makes H steps with its own optimizer, which end at :math:`x_i`.
+    Then, with the outer rate :math:`\alpha` and the outer momentum :math:`\mu`:
+
+    .. math::
+        \Delta_i = a_i - x_i, \qquad v_i \leftarrow \mu\, v_i + \Delta_i, \qquad
+        u_i = -\alpha\, (\Delta_i + \mu\, v_i)
+
+    In the form "awc" the anchors are on their way during all H local steps, in which they do not change, so that
+    nothing that is mixed is stale; in "atc" they are mixed after the outer step and awaited before the next forward
+    pass:
+
+    .. math::
+        \text{awc:}\quad a_i \leftarrow \sum_j W_{ij}\, a_j + u_i, \qquad
+        \text{atc:}\quad a_i \leftarrow \sum_j W_{ij}\, (a_j + u_j), \qquad x_i \leftarrow a_i
+
+    Each is one of the two mixes of the paper, with one round. The exchange that follows outer step s uses round s of
+    the topology. On "complete" the form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is
+    DiLoCo's.
+
+    Sends one message every H steps, and keeps two tensors per bucket, three in the form "awc". Works with any doubly
+    stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
+
+    Parameters
+    ----------
+    period : int
+        H, the number of steps from one outer step to the next, at least 1.
+    outer_lr : float
+        The outer rate, above 0.
+    outer_momentum : float
+        The outer momentum, at least 0 and below 1.
+    form : str
+        "awc": mixed beside the next H steps; "atc": awaited before the next forward pass.
+
+    References
+    ----------
+    Hewa Koneputugodage et al., 2026, arXiv 2606.22768.
+    """
+
+    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
+    _constants = ("period", "outer_lr", "outer_momentum")
+
+    def __init__(
+        self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, form: Form = "awc"
+    ) -> None:
+        super().__init__(period, form)
+        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
+        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
+        if form == "awc":
+            self.overlap = period
+            # Of what has been mixed the sum over ranks is zero.
+            self.keeps = {**self.keeps, _MIXED: Kept("zero", "joint")}  # type: ignore[misc]
+
+    def updated(self, bucket: BucketView) -> None:
+        if not self._ends_period(bucket.round_index):
+            return
+        anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
+        delta = anchor - bucket.values
+        velocity.mul_(self.outer_momentum).add_(delta)
+        anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
+        if _MIXED in bucket.kept:
+            anchor.add_(bucket.kept[_MIXED])
+            bucket.kept[_MIXED].zero_()
+        bucket.values.copy_(anchor)
+
+    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
+        difference = got[VALUES].difference
+        if _MIXED in bucket.kept:
+            bucket.kept[_MIXED].add_(difference)
+        else:
+            bucket.kept[ANCHOR].add_(difference)
+            add_(bucket.values, difference)
