@@ -130,6 +130,13 @@ FAULTS = (
         _CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=_of_two_kinds(151)
     ),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
+    PutBack(
+        _CONSENSUS + "_may_be_cut_off",
+        "woke_at + self._timeout.total_seconds()",
+        "woke_at + 0.3",
+        True,
+        seeds=(889208,),
+    ),
     PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
