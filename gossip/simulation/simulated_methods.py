@@ -44,10 +44,7 @@ def _all_reduce(cluster: Cluster) -> ExchangePlan | None:
 
 
 class AllReduceSteps(Steps):
-    """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last.
-
-    Each gradient is copied into its bucket.
-    """
+    """DDP: a ring all-reduce per bucket, overlapping backward, one after the other; the update follows the last."""
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
         super().__init__(cluster, workload, compression_ratio)
@@ -58,7 +55,7 @@ class AllReduceSteps(Steps):
         clock = clock + draw.delay_s + workload.forward_s * draw.factor
         arrived_s = clock
         for num_bytes in workload.bucket_bytes:
-            computing_s = (workload.backward_s + workload.copy_s) * num_bytes / workload.model_bytes * draw.factor
+            computing_s = workload.backward_s * num_bytes / workload.model_bytes * draw.factor
             self._free_s = delayed(self._free_s, clock, computing_s, workload.contention)
             arrived_s = delayed(arrived_s, clock, computing_s, workload.contention)
             clock = clock + computing_s
@@ -74,8 +71,7 @@ class FullyShardedSteps(Steps):
 
     A bucket's parameters are gathered before its forward pass and again before its backward pass, after which its
     gradients are reduced. Those of the outermost module, which backward reaches last, stay gathered in between. A rank
-    updates its shard only. Of a bucket, ``fully_shard`` copies the shard into what is gathered and the whole out of it,
-    and gloo the whole once more; gradients are copied into what is reduced, by gloo once more, and the shard out of it.
+    updates its shard only.
     """
 
     def __init__(self, cluster: Cluster, workload: Workload, compression_ratio: float) -> None:
@@ -96,8 +92,6 @@ class FullyShardedSteps(Steps):
         def passed(plan: ExchangePlan | None, num_bytes: int, clock: FloatArray) -> FloatArray:
             if plan is None:
                 return clock
-            copies = 2 + 1 / self._cluster.world_size
-            clock = clock + copies * workload.copy_s * num_bytes / workload.model_bytes * draw.factor
             arrived_s = plan.run(clock, num_bytes / self._ratio)[1]
             np.add(waits_s, arrived_s - clock, out=waits_s)
             return arrived_s

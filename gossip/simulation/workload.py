@@ -51,9 +51,6 @@ class Workload:
         The optimizer's step, for all buckets together.
     mix_s : float
         Mixing what has arrived into the parameters, for all buckets together. All-reduce has no such pass.
-    copy_s : float
-        Copying as many bytes as all buckets have within memory, as all-reduce does with gradients, and ``fully_shard``
-        again and again.
     contention : float
         The delay of messages, in seconds, per second of concurrent computation, caused by limited processors or memory
         bandwidth: 0 if the network needs neither, 1 if messages make no progress meanwhile.
@@ -80,13 +77,12 @@ class Workload:
     _: KW_ONLY
     update_s: float = 0.0
     mix_s: float = 0.0
-    copy_s: float = 0.0
     contention: float = 0.0
     jitter: float = 0.0
     stragglers: tuple[Straggler, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "update_s", "mix_s", "copy_s", "jitter"):
+        for name in ("forward_s", "backward_s", "update_s", "mix_s", "jitter"):
             check_real(name, getattr(self, name), "at least 0 and finite", example=0.1)
         check_real("contention", self.contention, "between 0 and 1", example=0.5)
         for name, kinds in (("bucket_bytes", int), ("stragglers", Straggler)):

@@ -71,8 +71,7 @@ def scaled(probe: Measured, factor: float) -> Measured:
     """Return what a model so many times as large would take: all times and buckets are in proportion."""
 
     def of(workload: Workload) -> Workload:
-        names = "forward_s", "backward_s", "update_s", "mix_s", "copy_s"
-        spent = {name: factor * getattr(workload, name) for name in names}
+        spent = {name: factor * getattr(workload, name) for name in ("forward_s", "backward_s", "update_s", "mix_s")}
         return replace(workload, bucket_bytes=tuple(round(factor * each) for each in workload.bucket_bytes), **spent)
 
     coding_s = {name: factor * seconds for name, seconds in probe.coding_s.items()}

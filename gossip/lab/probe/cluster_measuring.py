@@ -85,7 +85,6 @@ def workload_of(steps: Sequence[StepTimes]) -> Workload:
         bucket_bytes=steps[0].bucket_bytes,
         update_s=_mean([times.update_s for times in usual]),
         mix_s=_mean([times.mix_s for times in usual]),
-        copy_s=statistics.fmean(times.copy_s for times in usual),
         jitter=float(np.sqrt(np.mean(variances))) if variances else 0.0,
         stragglers=slow,
     )

@@ -32,7 +32,7 @@ class StepTimes:
     """The times of one rank's steps, in seconds, and the sizes of the buckets in launch order.
 
     ``mix_s`` is the cost that gossip adds: making the messages and mixing in those of one peer; ``coding_s``, by
-    compression, what that takes longer than with uncompressed messages; ``copy_s`` that of copying all buckets.
+    compression, what that takes longer than with uncompressed messages.
     """
 
     forward_s: list[float]
@@ -41,7 +41,6 @@ class StepTimes:
     mix_s: list[float]
     bucket_bytes: tuple[int, ...]
     coding_s: Mapping[str, float]
-    copy_s: float
 
 
 class PlainSteps:
@@ -90,8 +89,7 @@ class PlainSteps:
             for name, exchanges in self._compressed.items()
         }
         self._compressed.clear()
-        copy_s = min(sum(exchange.copy_s() for exchange in self._exchanges) for _ in range(_NUM_CODED_STEPS))
-        return StepTimes(forward_s, backward_s, update_s, mix_s, self._bucket_bytes, coding_s, copy_s)
+        return StepTimes(forward_s, backward_s, update_s, mix_s, self._bucket_bytes, coding_s)
 
     def _least_s(self, exchanges: Sequence[PretendedExchange]) -> float:
         """Return the shortest mixing time of a few steps, so that initial compilation and allocation do not count."""
@@ -130,12 +128,6 @@ class PretendedExchange:
             self._algorithm.combine_(self._block[part], difference, step)
         clock.append(self._clock())
         return clock[1] - clock[0], clock[3] - clock[2], clock[4] - clock[3]
-
-    def copy_s(self) -> float:
-        """Return the seconds of copying the bucket."""
-        began = self._clock()
-        self._block.clone()
-        return self._clock() - began
 
     def mix_s(self, step: int) -> float:
         """Return the seconds of encoding, decoding and mixing, without work that runs beside training."""

@@ -54,23 +54,21 @@ def test_a_network_that_costs_nothing_leaves_the_computation(n: int, name: str, 
 
 @pytest.mark.parametrize("n", [2, 5])
 def test_ddp_pays_for_a_ring_all_reduce(n: int) -> None:
-    workload = Workload(0.0, 0.0, (25_000_000,), copy_s=0.02)
+    workload = Workload(0.0, 0.0, (25_000_000,))
     run = simulate_time("ddp", Cluster(n, **{**GIGABIT, "latency_us": 50.0}), workload, 4)
     turns = 2 * (n - 1) if n > 2 else 1
     messages = 2 * (n - 1) / n
-    assert run.step_time_s == pytest.approx(0.02 + messages * 0.2 + turns * 50e-6)
-    assert run.exposed_wait_s == pytest.approx(run.step_time_s - 0.02)
+    assert run.step_time_s == pytest.approx(messages * 0.2 + turns * 50e-6)
+    assert run.exposed_wait_s == pytest.approx(run.step_time_s)
 
 
 @pytest.mark.parametrize(("n", "gathered"), [(1, 0), (2, 3 / 4), (4, 3 / 4), (5, 4 / 5)])
 def test_fully_sharded_ranks_gather_and_reduce_between_computations(n: int, gathered: float) -> None:
     """Each updates its shard; the bucket that backward reaches last, of 10 MB, is gathered once and the other twice."""
-    copying = dataclasses.replace(PLAIN, copy_s=0.06)
-    run = simulate_time("fsdp", Cluster(n, **{**GIGABIT, "latency_us": 50.0}), copying, 3)
+    run = simulate_time("fsdp", Cluster(n, **{**GIGABIT, "latency_us": 50.0}), PLAIN, 3)
     turns = 3 * (n - 1) + 2 * (2 * (n - 1) if n > 2 else n - 1)
     passes_s = 8e-9 * (90e6 * gathered + 50e6 * 2 * (n - 1) / n) + turns * 50e-6
-    copies_s = (2 + 1 / n) * 0.06 * (50 + 90) / 50 if n > 1 else 0.0
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 + 0.2 + 0.05 / n + passes_s + copies_s)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 0.1 + 0.2 + 0.05 / n + passes_s)
     assert run.exposed_wait_s == pytest.approx(passes_s)
 
 

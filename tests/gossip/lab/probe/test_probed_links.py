@@ -95,8 +95,7 @@ def test_nodes_are_as_the_cluster_has_them_or_each_rank_is_one(machines: str, lo
 
 
 def _times(scale: float) -> StepTimes:
-    forward_s, backward_s = [0.9 * scale, 1.1 * scale], [1.8 * scale, 2.2 * scale]
-    return StepTimes(forward_s, backward_s, [0.5, 0.7], [0.1, 0.1], (400, 100), {}, copy_s=0.05 * scale)
+    return StepTimes([0.9 * scale, 1.1 * scale], [1.8 * scale, 2.2 * scale], [0.5, 0.7], [0.1, 0.1], (400, 100), {})
 
 
 def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:
@@ -105,7 +104,6 @@ def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:
     assert workload.backward_s == pytest.approx(2.0)
     assert workload.update_s == pytest.approx(0.6)
     assert workload.mix_s == pytest.approx(0.1)
-    assert workload.copy_s == pytest.approx(0.05)
     assert workload.bucket_bytes == (400, 100)
     assert workload.jitter == pytest.approx(0.1)  # each rank's steps vary by 10 % of its own mean
     (straggler,) = workload.stragglers
