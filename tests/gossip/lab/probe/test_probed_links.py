@@ -110,3 +110,9 @@ def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:
     assert isinstance(straggler, SlowRank)
     assert (straggler.rank, straggler.factor) == (2, pytest.approx(3.0))
     assert workload_of([_times(2.0)]).stragglers == ()
+
+
+def test_the_rate_is_that_of_the_usual_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter([0.1, 0.2, 5.0, 0.2])  # with what an idle link lets through, and one that was held up
+    monkeypatch.setattr(link_probe, "_send", lambda *_: next(times_s))
+    assert link_probe._bytes_per_s(1, 8_000_000, torch.device("cpu")) == pytest.approx(4e7)
