@@ -130,7 +130,8 @@ class _Ranks:
         self._signal([struck], KINDS[kind])
         if kind != "freeze":
             return []
-        return [(now + _FROZEN_S, lambda: self._signal([struck], signal.SIGCONT))]
+        # If it has ended by then, another one may have its number.
+        return [(now + _FROZEN_S, lambda: self._signal([struck] * (struck.poll() is None), signal.SIGCONT))]
 
     def _look(self, now: float, *, restarts: bool) -> None:
         """Note which steps the ranks have made, and start again who has failed."""

@@ -14,9 +14,10 @@ from pathlib import Path
 THAW = """
 import os, signal, sys
 sys.path.insert(0, {helpers!r})
+frozen = os.pidfd_open(int(sys.argv[2]))  # which may have ended by then, and another one have its number
 from shared_clock import SharedClock
 SharedClock({file!r}).sleep(float(sys.argv[1]))
-os.kill(int(sys.argv[2]), signal.SIGCONT)
+signal.pidfd_send_signal(frozen, signal.SIGCONT)
 """
 """A program that resumes a process when so many seconds have passed by the clock in a file."""
 _NUM_PROCESSES = 64

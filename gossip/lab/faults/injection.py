@@ -23,7 +23,11 @@ from gossip.exchange.pair_transport import PairTransport
 SENDING_PATIENCE = timedelta(seconds=20)
 KINDS = ("kill", "freeze", "leave", "cut", "delay")
 MESSAGES = (Kind.MESSAGE, Kind.LENT, Kind.PAIR)
-_THAW = "import os, signal, sys, time; time.sleep(float(sys.argv[1])); os.kill(int(sys.argv[2]), signal.SIGCONT)"
+#: The process may have ended by then, and another one have its number.
+_THAW = (
+    "import os, signal, sys, time; frozen = os.pidfd_open(int(sys.argv[2])); time.sleep(float(sys.argv[1])); "
+    "signal.pidfd_send_signal(frozen, signal.SIGCONT)"
+)
 
 
 @dataclass(frozen=True)
