@@ -246,7 +246,9 @@ class MembershipProtocol(ABC):
         if lost:
             self.give_up(lost)
         is_lost = not self._suspects.keys().isdisjoint(members)
-        has_just_woken = time.monotonic() < self._mesh.woke_at + self._timeout.total_seconds()  # they may give it up
+        # Those who have waited while this rank stood still may give it up within a time-out.
+        gives_way_until = max(self._mesh.thawed_at + self._timeout.total_seconds(), self._mesh.woke_at + _GRACE_S)
+        has_just_woken = time.monotonic() < gives_way_until
         return is_lost or has_just_woken or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:

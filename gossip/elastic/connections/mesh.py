@@ -123,7 +123,7 @@ class Mesh:
         self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
         self._beats_at = self._prompts_at = 0.0
         self._looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
-        self.woke_at = float("-inf")  # after standing still, or having heard nobody
+        self.thawed_at = self.woke_at = float("-inf")  # after standing still, after having heard nobody
         self._stop, self._is_parents = threading.Event(), False
         self._thread = daemon_threads.start(
             f"gossip-mesh-{own.member}",
@@ -325,7 +325,7 @@ class Mesh:
         self._take_up_changes()
         found, now = self._watcher.wait(_TICK_S), time.monotonic()
         if now - self._looked_at > self.timeout.total_seconds() / 2:
-            self.woke_at = now
+            self.thawed_at = now
         for connection, events in found:
             if not isinstance(connection, PeerConnection):
                 self._listener.accept(time.monotonic())

@@ -132,8 +132,8 @@ FAULTS = (
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
         _CONSENSUS + "_may_be_cut_off",
-        "woke_at + self._timeout.total_seconds()",
-        "woke_at + 0.3",
+        "thawed_at + self._timeout.total_seconds()",
+        "thawed_at + 0.3",
         True,
         seeds=(889208,),
     ),
