@@ -1,7 +1,7 @@
 """Momentum tracking for Adam, with the second moment of the average gradient."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch.optim import Adam, Optimizer
@@ -45,7 +45,7 @@ class AdamTracking(MomentumTracking):
     This project's own; momentum tracking is that of Takezawa et al., TMLR 2023.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {
+    keeps: Mapping[str, Kept] = {
         **MomentumTracking.keeps,
         OWN_SQUARES: Kept("mean", "own"),
         TRACKED_SQUARES: Kept("mean", "own"),

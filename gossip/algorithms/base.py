@@ -125,6 +125,8 @@ class Algorithm:
         of its own. The first is "values".
     numbers : tuple of str
         Scalars that travel with a bucket's messages and are never compressed: entries of ``BucketView.numbers``.
+    counts : tuple of str
+        Scalars that stay on their rank, with what it keeps: entries of ``BucketView.numbers``, which begin with 0.
     keeps : mapping of str to Kept
         The tensors in ``BucketView.kept``, and what a change of ranks makes of each. Checkpoints save them under the
         parameters' names. A state and the counter that normalises it must begin anew together, or neither: what is
@@ -154,13 +156,14 @@ class Algorithm:
         Whether ranks count by their samples, ``BucketView.samples``, see :meth:`gossip.GossipDataParallel.weigh`.
     keeps_numbers : bool
         Whether the numbers belong to the values of their rank, which keeps them when ranks are lost or join; otherwise
-        all ranks begin them anew then.
+        all ranks begin them anew then. Counts always belong to them.
     """
 
     requires: ClassVar[Requires] = Requires()
     sends: ClassVar[tuple[str, ...]] = (VALUES,)
     numbers: tuple[str, ...] = ()
-    keeps: ClassVar[Mapping[str, Kept]] = {}
+    counts: tuple[str, ...] = ()
+    keeps: Mapping[str, Kept] = {}
     before_forward: bool = False
     overlap: int = 1
     is_asynchronous: ClassVar[bool] = False
@@ -238,6 +241,7 @@ class Algorithm:
         bucket.kept.update({name: bucket.zeros() for name in self.keeps})
         ones = torch.ones(*bucket.values.shape[:-1], 1, dtype=torch.float64, device=bucket.values.device)
         bucket.numbers.update({name: ones.clone() for name in self.numbers})
+        bucket.numbers.update({name: torch.zeros_like(ones) for name in self.counts})
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         """Combine what has arrived, in place; by default with the values and what is kept under a channel's name.
@@ -286,6 +290,17 @@ class Algorithm:
         The ranks have changed, and the topology with them: whatever depends on the topology stays as it is here.
         """
         del before
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The names of the state, and of the counts with it, that is equal on all ranks by definition."""
+        names = tuple(name for name, how in self.keeps.items() if how.scope == "common")
+        return (*names, *self.counts) if names else ()
+
+    @property
+    def kept_numbers(self) -> tuple[str, ...]:
+        """The names of the scalars that a rank keeps when ranks are lost or join."""
+        return (*(self.numbers if self.keeps_numbers else ()), *self.counts)
 
     def describe(self) -> str:
         """Return name and constants as text, which is compared between ranks."""

@@ -54,7 +54,7 @@ class BucketView:
     kept : dict of str to Tensor, [..., numel]
         The algorithm's state, in the accumulation dtype.
     numbers : dict of str to Tensor, [..., 1], float64
-        The scalars that travel with the bucket's messages.
+        The scalars that travel with the bucket's messages, and the counts that do not.
     round_index : int
         The index of the step being made, and so of the round that it sends; in :meth:`Algorithm.arrive`, of the round
         in which the messages were sent.
@@ -106,6 +106,14 @@ class BucketView:
         view.numbers, view.round_index, view.samples = self.numbers, self.round_index, self.samples
         view._part_of = self, part
         return view
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether this is the last one of the parts in which a bucket's values arrive, or the whole bucket."""
+        if self._part_of is None:
+            return True
+        whole, part = self._part_of
+        return bool(part.stop == whole.values.shape[-1])
 
     def zeros(self) -> torch.Tensor:
         """Return a tensor of zeros like the values, in the accumulation dtype."""

@@ -1,7 +1,6 @@
 """DecentLaM: one momentum for gradient and exchange, for static undirected topologies."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
@@ -39,7 +38,7 @@ class DecentLaM(OwnMomentum):
     """
 
     requires = Requires(static=True, symmetric=True, prompt=True)
-    keeps: ClassVar[Mapping[str, Kept]] = {MOMENTUM: Kept("mean", "own"), UPDATE: Kept("zero", "own")}
+    keeps: Mapping[str, Kept] = {MOMENTUM: Kept("mean", "own"), UPDATE: Kept("zero", "own")}
     before_forward = True
 
     def updated(self, bucket: BucketView) -> None:

@@ -1,13 +1,14 @@
 """DiLoCo: many local steps between averages, each average being one step of an outer optimizer."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
-from gossip.algorithms.base import VALUES, Form, Kept, Requires
+from gossip.algorithms.base import VALUES, Form, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov
+from gossip.algorithms.outer_steps import OuterSteps
+from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _SAMPLES = "samples"
@@ -47,6 +48,10 @@ class DiLoCo(OuterSteps):
         When the average is awaited, "atc" or "awc".
     weighted : bool
         Whether ranks count by their samples.
+    outer : callable, optional
+        The outer optimizer in place of this one: a factory of any that updates each element by itself, such as
+        ``partial(torch.optim.SGD, lr=0.7, momentum=0.9)``. Its gradient is :math:`\Delta`, and its state is kept per
+        bucket, in place of the velocity. Leave ``outer_lr`` and ``outer_momentum`` out with it.
 
     References
     ----------
@@ -55,7 +60,6 @@ class DiLoCo(OuterSteps):
 
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
     keeps_numbers = True
     _constants: tuple[str, ...] = ("period", "outer_lr", "outer_momentum")
 
@@ -66,10 +70,13 @@ class DiLoCo(OuterSteps):
         outer_momentum: float = 0.9,
         form: Form = "atc",
         weighted: bool = False,
+        outer: OptimizerFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
+        own = Nesterov(self.outer_lr, self.outer_momentum)
+        self._step_by(outer, own, "common", outer_lr=outer_lr, outer_momentum=outer_momentum)
         self._weigh(weighted, _SAMPLES)
 
     def averaged(self, bucket: BucketView) -> None:
@@ -97,12 +104,5 @@ class DiLoCo(OuterSteps):
             self._count_anew(bucket)
         else:
             mean = total + difference
-        self.step_anchor_(bucket, mean)
+        self._outer.step_(bucket, bucket.kept[ANCHOR] - mean)
         bucket.values.copy_(bucket.kept[ANCHOR])
-
-    def step_anchor_(self, bucket: BucketView, mean: torch.Tensor) -> None:
-        """Make a step of the outer optimizer, from the mean of what the ranks sent."""
-        anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
-        delta = anchor - mean
-        velocity.mul_(self.outer_momentum).add_(delta)
-        anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)

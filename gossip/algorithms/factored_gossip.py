@@ -1,11 +1,12 @@
 """Factored gossip: every rank makes outer steps of its own; anchors are mixed beside the local steps or after them."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from gossip.algorithms.base import VALUES, Form, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov
+from gossip.algorithms.outer_steps import OuterSteps
+from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _MIXED = "mixed"
@@ -46,33 +47,39 @@ class FactoredGossip(OuterSteps):
         The outer momentum, at least 0 and below 1.
     form : str
         "awc": mixed beside the next H steps; "atc": awaited before the next forward pass.
+    outer : callable, optional
+        The outer optimizer in place of this one, as for :class:`DiLoCo`, with the gradient :math:`\Delta_i`.
 
     References
     ----------
     Hewa Koneputugodage et al., 2026, arXiv 2606.22768.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
     _constants = ("period", "outer_lr", "outer_momentum")
 
     def __init__(
-        self, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5, form: Form = "awc"
+        self,
+        period: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
+        form: Form = "awc",
+        outer: OptimizerFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
+        own = Nesterov(self.outer_lr, self.outer_momentum)
+        self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
         if form == "awc":
             self.overlap = period
             # Of what has been mixed the sum over ranks is zero.
-            self.keeps = {**self.keeps, _MIXED: Kept("zero", "joint")}  # type: ignore[misc]
+            self.keeps = {**self.keeps, _MIXED: Kept("zero", "joint")}
 
     def updated(self, bucket: BucketView) -> None:
         if not self._ends_period(bucket.round_index):
             return
-        anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]
-        delta = anchor - bucket.values
-        velocity.mul_(self.outer_momentum).add_(delta)
-        anchor.sub_(delta.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
+        anchor = bucket.kept[ANCHOR]
+        self._outer.step_(bucket, anchor - bucket.values)
         if _MIXED in bucket.kept:
             anchor.add_(bucket.kept[_MIXED])
             bucket.kept[_MIXED].zero_()

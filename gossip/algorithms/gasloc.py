@@ -1,13 +1,14 @@
 """GASLoC: many local steps between rounds of gossip, with a momentum over the movement from round to round."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
+from gossip.algorithms.outer_optimizers import ANCHOR, OuterOptimizer
+from gossip.algorithms.outer_steps import OuterSteps
+from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _BEFORE = "before"
@@ -42,34 +43,44 @@ class GASLoC(OuterSteps):
         The outer momentum :math:`\gamma`, at least 0 and below 1.
     form : str
         "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
+    outer : callable, optional
+        Makes :math:`z_i` from :math:`a_i` in place of the outer rate, as for :class:`DiLoCo`, with the gradient
+        :math:`a_i - x_i`; leave ``outer_lr`` out with it.
 
     References
     ----------
     Cagnasso, Belilovsky and Oyallon, 2026, arXiv 2606.11081, with :math:`W = I - \alpha \Lambda`.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), _BEFORE: Kept("mean", "own")}
+    keeps: Mapping[str, Kept] = {_BEFORE: Kept("mean", "own")}
     _constants = ("period", "outer_lr", "outer_momentum")
 
     def __init__(
-        self, period: int = 50, outer_lr: float = 1.0, outer_momentum: float = 0.2, form: Form = "atc"
+        self,
+        period: int = 50,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.2,
+        form: Form = "atc",
+        outer: OptimizerFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=1.0)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.2)
+        self._step_by(outer, OuterOptimizer(self.outer_lr), "own", outer_lr=outer_lr)
 
     def averaged(self, bucket: BucketView) -> None:
         super().averaged(bucket)
         bucket.kept[_BEFORE].copy_(bucket.values)
 
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: self._reached(bucket).to(bucket.values.dtype)}
+    def updated(self, bucket: BucketView) -> None:
+        if self._ends_period(bucket.round_index):
+            self._outer.step_(bucket, bucket.kept[ANCHOR] - bucket.values)
 
-    def _reached(self, bucket: BucketView) -> torch.Tensor:
-        return (bucket.values - bucket.kept[ANCHOR]).mul_(self.outer_lr).add_(bucket.kept[ANCHOR])
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        return {VALUES: bucket.kept[ANCHOR].to(bucket.values.dtype)}
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        anchor, before, reached = bucket.kept[ANCHOR], bucket.kept[_BEFORE], self._reached(bucket)
-        anchor.copy_(before.neg_().add_(reached).mul_(self.outer_momentum).add_(reached).add_(got[VALUES].difference))
+        reached, before = bucket.kept[ANCHOR], bucket.kept[_BEFORE]
+        moved = (reached - before).mul_(self.outer_momentum)
         before.copy_(reached)
-        bucket.values.copy_(anchor)
+        bucket.values.copy_(reached.add_(moved).add_(got[VALUES].difference))

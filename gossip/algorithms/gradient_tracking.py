@@ -1,7 +1,6 @@
 """Gradient tracking: every rank steps along an estimate of the average gradient."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
@@ -42,7 +41,7 @@ class GradientTracking(WithForm):
     """
 
     sends = (VALUES, TRACKER)
-    keeps: ClassVar[Mapping[str, Kept]] = {TRACKER: Kept("zero"), LAST_GRADIENT: Kept("zero")}
+    keeps: Mapping[str, Kept] = {TRACKER: Kept("zero"), LAST_GRADIENT: Kept("zero")}
     directs = True
 
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:

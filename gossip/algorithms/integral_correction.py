@@ -83,7 +83,7 @@ class IntegralCorrection(WithForm):
     over decentralized data", ICML 2018. The gains for schedules that change are this project's own.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {CORRECTION: Kept("zero")}
+    keeps: Mapping[str, Kept] = {CORRECTION: Kept("zero")}
     follows_learning_rate = True
     _takes_textbook_gains: ClassVar[bool] = True
 

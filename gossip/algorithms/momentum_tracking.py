@@ -1,7 +1,6 @@
 """Momentum tracking: every rank steps along an estimate of the average update."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from gossip.algorithms.base import VALUES, Kept, WithForm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView, scaled
@@ -38,7 +37,7 @@ class MomentumTracking(WithForm):
     """
 
     sends = (VALUES, TRACKER)
-    keeps: ClassVar[Mapping[str, Kept]] = {TRACKER: Kept("zero"), LAST_UPDATE: Kept("zero")}
+    keeps: Mapping[str, Kept] = {TRACKER: Kept("zero"), LAST_UPDATE: Kept("zero")}
     remembers_before = True
     follows_learning_rate = True
 

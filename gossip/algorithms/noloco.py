@@ -1,11 +1,11 @@
 """NoLoCo: many local steps between outer steps, each of which involves only the partners of one round."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
+from gossip.algorithms.outer_optimizers import ANCHOR, VELOCITY
+from gossip.algorithms.outer_steps import OuterSteps
 from topologies.validation import check_real
 
 
@@ -44,7 +44,7 @@ class NoLoCo(OuterSteps):
     """
 
     sends = (VALUES, ANCHOR)
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
+    keeps: Mapping[str, Kept] = {ANCHOR: Kept("mean", "own"), VELOCITY: Kept("mean", "own")}
     _constants = ("period", "outer_lr", "outer_momentum", "pull")
 
     def __init__(

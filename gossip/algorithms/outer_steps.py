@@ -1,11 +1,14 @@
 """The bases of algorithms with a period, and of those with an anchor from which local steps start."""
 
-from gossip.algorithms.base import Form, WithForm
+import inspect
+from typing import Literal
+
+from gossip.algorithms.base import Form, Kept, WithForm
 from gossip.algorithms.bucket_view import BucketView
+from gossip.algorithms.outer_optimizers import ANCHOR, OuterOptimizer, TorchOuterOptimizer
+from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies import Round, Topology
 from topologies.validation import check_integer
-
-ANCHOR, VELOCITY = "anchor", "velocity"
 
 
 class Periodic(WithForm):
@@ -44,6 +47,24 @@ class OuterSteps(Anchored):
 
     Outer step s uses round s of the topology; a rank without a peer makes it alone.
     """
+
+    _outer: OuterOptimizer
+
+    def _step_by(
+        self, outer: OptimizerFactory | None, own: OuterOptimizer, scope: Literal["own", "common"], **constants: float
+    ) -> None:
+        """Make outer steps by the user's optimizer, or by ``own`` with its ``constants`` if there is none."""
+        if outer is not None:
+            self._outer = self.outer = TorchOuterOptimizer(outer)
+            defaults = inspect.signature(type(self)).parameters
+            for name, value in constants.items():
+                if value != defaults[name].default:
+                    raise ValueError(f"outer={self.outer} has constants of its own, got {name}={value} too; drop one")
+            self._constants = (*(name for name in self._constants if name not in constants), "outer")
+        else:
+            self._outer = own
+        self.counts = self._outer.counts
+        self.keeps = {**self.keeps, **dict.fromkeys((ANCHOR, *self._outer.states), Kept("mean", scope))}
 
     def schedule(self, topology: Topology) -> Topology:
         return topology.every(self.period)

@@ -1,7 +1,6 @@
 """Quasi-global momentum with an integral correction: replicas nearly as good as their average."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
@@ -43,7 +42,7 @@ class QuasiGlobalIntegral(IntegralCorrection, WithQuasiGlobalMomentum):
     """
 
     _takes_textbook_gains = False
-    keeps: ClassVar[Mapping[str, Kept]] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
+    keeps: Mapping[str, Kept] = {**WithQuasiGlobalMomentum.keeps, **IntegralCorrection.keeps}
 
     def __init__(
         self, beta: float = 0.9, form: Form = "awc", gamma: float | None = None, kappa: float | None = None

@@ -1,7 +1,6 @@
 """Quasi-global momentum: the momentum of a replica's actual movement, including its peers' pull."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
@@ -19,7 +18,7 @@ class WithQuasiGlobalMomentum(WithForm, OwnMomentum):
     it is.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {MOMENTUM: Kept("mean", "own"), PULL: Kept("zero", "own")}
+    keeps: Mapping[str, Kept] = {MOMENTUM: Kept("mean", "own"), PULL: Kept("zero", "own")}
     directs = True
 
     def __init__(self, beta: float = 0.9, form: Form = "awc") -> None:

@@ -66,7 +66,7 @@ class RelaySum(WithForm):
         num_colours = max(colours.values(), default=0) + 1
         bound.sends = (VALUES, *(f"colour_{number}" for number in range(1, num_colours)))  # type: ignore[misc]
         bound._states = tuple(f"relayed_{number}" for number in range(num_colours))
-        bound.keeps = dict.fromkeys(bound._states, Kept("mean"))  # type: ignore[misc]
+        bound.keeps = dict.fromkeys(bound._states, Kept("mean"))
         partners: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in range(num_colours)]
         behind = np.zeros((num_colours, size, 1))
         for edge, colour in colours.items():

@@ -1,14 +1,14 @@
 """SlowMo: gossip with a slow momentum over the movement of all ranks between exact averages."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
 from gossip.algorithms.base import VALUES, Form, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.gossip_pga import GossipPGA
-from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, Anchored
+from gossip.algorithms.outer_optimizers import ANCHOR, VELOCITY
+from gossip.algorithms.outer_steps import Anchored
 from topologies.validation import check_real
 
 
@@ -45,7 +45,7 @@ class SlowMo(GossipPGA, Anchored):
     ICLR 2020, algorithm 1.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
+    keeps: Mapping[str, Kept] = {ANCHOR: Kept("mean", "common"), VELOCITY: Kept("mean", "common")}
     follows_learning_rate = True
     _constants = ("period", "slow_lr", "slow_momentum")
 

@@ -1,13 +1,13 @@
 """SparseLoCo: DiLoCo with messages of few values in few bits, and feedback of what they leave out."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
 from gossip.algorithms.base import VALUES, Form, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
+from gossip.algorithms.outer_optimizers import ANCHOR
+from gossip.algorithms.outer_steps import OuterSteps
 from gossip.compression.sparse_quantization import SparseQuantization
 from topologies.validation import check_real
 
@@ -52,7 +52,7 @@ class SparseLoCo(OuterSteps):
 
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True)
-    keeps: ClassVar[Mapping[str, Kept]] = {ANCHOR: Kept("mean", "common"), ERROR: Kept("mean", "own")}
+    keeps: Mapping[str, Kept] = {ANCHOR: Kept("mean", "common"), ERROR: Kept("mean", "own")}
     reads_sent = True
 
     def __init__(

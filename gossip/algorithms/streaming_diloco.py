@@ -1,12 +1,12 @@
 """Streaming DiLoCo: the buckets take turns, and their messages have several steps to arrive."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
-from gossip.algorithms.outer_steps import ANCHOR
+from gossip.algorithms.outer_optimizers import ANCHOR
+from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies import Round
 from topologies.validation import check_integer, check_real
 
@@ -44,6 +44,8 @@ class StreamingDiLoCo(DiLoCo):
         The outer rate, above 0.
     outer_momentum : float
         The outer momentum, at least 0 and below 1.
+    outer : callable, optional
+        The outer optimizer in place of this one, as for :class:`DiLoCo`.
 
     References
     ----------
@@ -51,7 +53,7 @@ class StreamingDiLoCo(DiLoCo):
     algorithm 2.
     """
 
-    keeps: ClassVar[Mapping[str, Kept]] = {**DiLoCo.keeps, SENT: Kept("mean", "own")}
+    keeps: Mapping[str, Kept] = {SENT: Kept("mean", "own")}
     _constants = ("period", "parts", "overlap", "local_share", "outer_lr", "outer_momentum")
 
     def __init__(
@@ -62,8 +64,9 @@ class StreamingDiLoCo(DiLoCo):
         local_share: float = 0.5,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        outer: OptimizerFactory | None = None,
     ) -> None:
-        super().__init__(period, outer_lr, outer_momentum, form="awc")
+        super().__init__(period, outer_lr, outer_momentum, form="awc", outer=outer)
         self.parts = check_integer("parts", parts, minimum=1, maximum=period)
         self.overlap = check_integer("overlap", overlap, minimum=1, maximum=period)
         self.local_share = check_real("local_share", local_share, "at least 0 and below 1", example=0.9)
@@ -85,8 +88,8 @@ class StreamingDiLoCo(DiLoCo):
             bucket.kept[SENT].copy_(bucket.values)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        self.step_anchor_(bucket, bucket.kept[SENT] + got[VALUES].difference)
         anchor = bucket.kept[ANCHOR]
+        self._outer.step_(bucket, anchor - (bucket.kept[SENT] + got[VALUES].difference))
         bucket.values.copy_(anchor + self.local_share * (bucket.values - anchor))
 
     schedule = Algorithm.schedule  # a bucket's turn says when it is exchanged

@@ -246,7 +246,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         messages: dict[str, list[torch.Tensor]] = {channel: [] for channel in self._channels(index)}
         for view in self.views(index):
             made = self.algorithm.message(view) if self.holds_parameters(index) else {VALUES: view.values}
-            for channel, message in {**made, **view.numbers}.items():
+            numbers = {name: view.numbers[name] for name in self._channels(index) if name in view.numbers}
+            for channel, message in {**made, **numbers}.items():
                 messages[channel].append(message)
         self.in_flight[index] = self._start(index, messages, round_, step, meter)
 

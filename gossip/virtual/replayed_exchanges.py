@@ -205,7 +205,7 @@ class ReplayedExchanges(StackedExchanges):
                 row.copy_(self._given[rank].get(key, torch.zeros(())))  # an optimizer begins with zeros
         for generation in (each for each in self._generations if each.step == step and each.agreed):
             trained = sorted(set(generation.members) & set(before)) or generation.members
-            for name in (name for name, how in algorithm.keeps.items() if how.scope == "common"):
+            for name in algorithm.common:
                 for index in self._buckets:
                     rows = [self._row(self.views(index), rank, name) for rank in range(self._world_size)]
                     mean = torch.stack([rows[rank].cpu() for rank in trained]).double().mean(0)
@@ -219,7 +219,8 @@ class ReplayedExchanges(StackedExchanges):
 
     def _row(self, views: Sequence[BucketView], rank: int, kept: str | None = None) -> torch.Tensor:
         place, row = self._place(rank)
-        return (views[place].values if kept is None else views[place].kept[kept])[row]
+        view = views[place]
+        return (view.values if kept is None else {**view.kept, **view.numbers}[kept])[row]
 
     def _state_of(self, rank: int) -> dict[tuple[object, ...], torch.Tensor]:
         """Return the rows of a rank that another one takes over when it joins."""
@@ -235,8 +236,8 @@ class ReplayedExchanges(StackedExchanges):
         for name, how in self.algorithm.keeps.items():
             if how.scope != "joint":
                 found |= {(index, name): self._row(self.views(index), rank, name) for index in self._buckets}
-        for name in self.algorithm.numbers if self.algorithm.keeps_numbers else ():
-            found |= {(index, name): self.views(index)[place].numbers[name][row] for index in self._buckets}
+        for name in self.algorithm.kept_numbers:
+            found |= {(index, name): self._row(self.views(index), rank, name) for index in self._buckets}
         return found
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]] | None) -> None:

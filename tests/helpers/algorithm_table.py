@@ -47,12 +47,18 @@ def in_both_forms(name: str, other: Form, row: Row) -> dict[str, Row]:
 
 CHANGING = ("ring", "one_peer_exponential", "base")
 EVERY_3 = {"period": PERIOD}
+OUTER_ADAM = partial(torch.optim.Adam, lr=0.1)
+HEAVY_BALL = partial(torch.optim.SGD, lr=0.7, momentum=0.5, dampening=0.25)
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 ROWS: dict[str, Row] = {
     "adapt_while_communicating": Row(recursions.Recursion, CHANGING),
     "adapt_then_combine": Row(recursions.AdaptThenCombine, CHANGING),
     "asynchronous": Row(recursions.Asynchronous, ("ring", "base"), is_in_step=False),
     "decentlam": Row(recursions.DecentLaM, ("ring", "torus"), momentum=0.0),
     **in_both_forms("diloco", "awc", Row(recursions.DiLoCo, ("complete",), keeps_mean=False, options=EVERY_3)),
+    "diloco(outer)": Row(
+        recursions.DiLoCoWithAdam, ("complete",), keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
+    ),
     **in_both_forms(
         "diloco(weighted)",
         "awc",
@@ -67,6 +73,12 @@ ROWS: dict[str, Row] = {
         "gasloc",
         "awc",
         Row(recursions.GASLoC, CHANGING, keeps_mean=False, options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3}),
+    ),
+    "factored_gossip(outer)": Row(
+        recursions.FactoredGossipWithAdam, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
+    ),
+    "gasloc(outer)": Row(
+        recursions.GASLoCWithMomentum, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": HEAVY_BALL}
     ),
     **in_both_forms("gossip_pga", "atc", Row(recursions.GossipPGA, CHANGING, options=EVERY_3)),
     **in_both_forms(
@@ -83,6 +95,12 @@ ROWS: dict[str, Row] = {
     ),
     "streaming_diloco": Row(
         recursions.StreamingDiLoCo, ("complete",), keeps_mean=False, options={"period": 4, "parts": 2, "overlap": 2}
+    ),
+    "streaming_diloco(outer)": Row(
+        recursions.StreamingDiLoCo,
+        ("complete",),
+        keeps_mean=False,
+        options={"period": 4, "parts": 2, "overlap": 2, "outer": NESTEROV},
     ),
     "exact_diffusion": Row(recursions.ExactDiffusion, ("ring", "torus")),
     "extra": Row(recursions.Extra, ("ring", "torus")),

@@ -292,6 +292,21 @@ class DiLoCo(Anchored):
         self.anchor[part] -= 0.7 * (delta + 0.9 * self.velocity[part])
 
 
+class DiLoCoWithAdam(DiLoCo):
+    adam: tuple[int, Array, Array] | None = None
+
+    def step_anchor(self, part: slice, mean: Array) -> None:
+        self.anchor[part], self.adam = adam(self.anchor[part], self.anchor[part] - mean, self.adam)
+
+
+def adam(anchor: Array, delta: Array, state: tuple[int, Array, Array] | None) -> tuple[Array, tuple[int, Array, Array]]:
+    """A step at the rate 0.1, and the state after it."""
+    count, first, second = state or (0, np.zeros_like(delta), np.zeros_like(delta))
+    count, first, second = count + 1, 0.9 * first + 0.1 * delta, 0.999 * second + 0.001 * delta**2
+    step = first / (1 - 0.9**count) / (np.sqrt(second / (1 - 0.999**count)) + 1e-8)
+    return anchor - 0.1 * step, (count, first, second)
+
+
 class WeightedDiLoCo(DiLoCo):
     def exchange(self, step: int) -> None:
         samples = sum(self.problem.samples(each) for each in range(step + 1 - PERIOD, step + 1))
@@ -354,6 +369,19 @@ class GASLoC(Anchored):
         self.anchor, self.before = self.x, reached
 
 
+class GASLoCWithMomentum(GASLoC):
+    """Heavy-ball momentum with dampening, which torch's SGD does not apply to its first gradient."""
+
+    velocity: Array | None = None
+
+    def exchange(self, step: int) -> None:
+        delta = self.anchor - self.x
+        self.velocity = delta if self.velocity is None else 0.5 * self.velocity + 0.75 * delta
+        reached = self.anchor - 0.7 * self.velocity
+        self.x = self.matrix((step + 1) // PERIOD - 1) @ reached + 0.2 * (reached - self.before)
+        self.anchor, self.before = self.x, reached
+
+
 class FactoredGossip(Anchored):
     """In both forms an outer step ends with local ones, before anything reads the values."""
 
@@ -365,17 +393,28 @@ class FactoredGossip(Anchored):
     def update(self, step: int, gradients: Array, updated: Array) -> None:
         super().update(step, gradients, updated)
         if (step + 1) % PERIOD == 0:
-            matrix, delta = self.matrix((step + 1) // PERIOD - 1), self.anchor - self.x
-            self.velocity = 0.5 * self.velocity + delta
-            self.x = self.anchor - 0.7 * (delta + 0.5 * self.velocity) + self.mixed
+            matrix = self.matrix((step + 1) // PERIOD - 1)
+            self.x = self.outer_step(self.anchor - self.x) + self.mixed
             if self.form == "atc":
                 self.x = matrix @ self.x
             else:
                 self.mixed = matrix @ self.x - self.x
             self.anchor = self.x
 
+    def outer_step(self, delta: Array) -> Array:
+        self.velocity = 0.5 * self.velocity + delta
+        return self.anchor - 0.7 * (delta + 0.5 * self.velocity)
+
     def exchange(self, step: int) -> None:
         """Done already."""
+
+
+class FactoredGossipWithAdam(FactoredGossip):
+    adam: tuple[int, Array, Array] | None = None
+
+    def outer_step(self, delta: Array) -> Array:
+        values, self.adam = adam(self.anchor, delta, self.adam)
+        return values
 
 
 class SparseLoCo(Anchored):

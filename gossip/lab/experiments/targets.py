@@ -37,7 +37,7 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "data": (_Package("gossip", "gossip.lab.experiments.datasets", functions=True),),
     "model": (_Package("gossip", "gossip.lab.experiments.models"), _Package("torch.nn", "torch.nn.modules")),
     "wrapper": (_Package("gossip", "gossip.wrapper"),),
-    "algorithm": (_Package("gossip", "gossip.algorithms"),),
+    "algorithm": (_Package("gossip", "gossip.algorithms"), _OPTIMIZERS),
     "compression": (_Package("gossip", "gossip.compression"),),
     "optimizer": (_OPTIMIZERS, _Package("gossip", "gossip.optimizers.accum_adam")),
     "scheduler": (_Package("gossip", "gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),

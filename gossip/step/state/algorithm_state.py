@@ -14,14 +14,15 @@ def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False
 
     "name" is that of the algorithm's class; "kept" is by state and parameter a tensor of the parameter's shape (for
     virtual workers [n, *shape]), and of one rank no copy; "keeps" what a change of world size makes of each; "numbers"
-    by name one value per bucket, [..., number of buckets]; "rates" by parameter the newest step's learning rate, and
-    the last one before it that was not 0; "weighs_by" the number that weights a mean, or None.
+    by name one value per bucket, [..., number of buckets]; "counts" the names of those that are counts; "rates" by
+    parameter the newest step's learning rate, and the last one before it that was not 0; "weighs_by" the number that
+    weights a mean, or None.
     """
     algorithm = exchanges.algorithm
     kept: dict[str, dict[str, torch.Tensor]] = {
         name: {} for name, how in algorithm.keeps.items() if not (for_joining and how.scope == "joint")
     }
-    numbers: dict[str, list[torch.Tensor]] = {name: [] for name in algorithm.numbers}
+    numbers: dict[str, list[torch.Tensor]] = {name: [] for name in (*algorithm.numbers, *algorithm.counts)}
     rates: dict[str, tuple[float, float]] = {}
     for index in _of_parameters(exchanges):
         names, views = exchanges.names(index), exchanges.views(index)
@@ -37,6 +38,7 @@ def algorithm_state(exchanges: Exchanges[Any, Any], *, for_joining: bool = False
         "weighs_by": algorithm.weighs_by,
         "kept": kept,
         "numbers": {number: torch.cat(values, -1) for number, values in numbers.items() if values},
+        "counts": algorithm.counts,
         "rates": rates,
     }
 
@@ -52,10 +54,11 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
         for view in exchanges.views(index):
             view.rates = view.earlier_rates = ()
             exchanges.begin(view)
-    if not algorithm.keeps and not algorithm.numbers:
+    names_of_numbers = {*algorithm.numbers, *algorithm.counts}
+    if not algorithm.keeps and not names_of_numbers:
         return []
     is_own = saved is not None and (saved.get("name", own[0]), saved["keeps"]) == own
-    if saved is None or not is_own or set(saved["numbers"]) != set(algorithm.numbers):
+    if saved is None or not is_own or set(saved["numbers"]) != names_of_numbers:
         return [f"what algorithm {algorithm.describe()} keeps, which starts anew"]
     for place, index in enumerate(_of_parameters(exchanges)):
         names, views = exchanges.names(index), exchanges.views(index)
@@ -79,7 +82,7 @@ def regroup(exchanges: Exchanges[Any, Any]) -> None:
     for index in _of_parameters(exchanges):
         for view in exchanges.views(index):
             kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
-            numbers = view.numbers if algorithm.keeps_numbers else {}
+            numbers = {name: view.numbers[name] for name in algorithm.kept_numbers}
             view.kept, view.numbers = {}, {}
             exchanges.begin(view)
             view.kept |= kept
@@ -88,9 +91,9 @@ def regroup(exchanges: Exchanges[Any, Any]) -> None:
 
 def common_state(exchanges: Exchanges[Any, Any]) -> list[torch.Tensor]:
     """Return the tensors that are equal on all ranks by definition, in the same order on all ranks. Local."""
-    names = [name for name, how in exchanges.algorithm.keeps.items() if how.scope == "common"]
+    names = exchanges.algorithm.common
     views = [view for index in _of_parameters(exchanges) for view in exchanges.views(index)]
-    return [view.kept[name] for view in views for name in names]
+    return [{**view.kept, **view.numbers}[name] for view in views for name in names]
 
 
 def _resized(algorithm: Algorithm) -> dict[str, str]:
@@ -113,7 +116,10 @@ def for_new_world(saved: Mapping[str, Any], mean: Mapping[str, Mapping[str, torc
         }
         for state, by_name in mean.items()
     }
-    numbers = {name: torch.ones_like(values) for name, values in saved["numbers"].items()}  # all ranks count equally
+    numbers = {
+        name: values if name in saved.get("counts", ()) else torch.ones_like(values)  # all ranks count equally
+        for name, values in saved["numbers"].items()
+    }
     return {**saved, "kept": kept, "numbers": numbers}
 
 

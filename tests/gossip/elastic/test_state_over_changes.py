@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import unsupervised
+from algorithm_table import OUTER_ADAM
 from elastic_ranks import RATE, Dropped, assert_repeated, dropped_of, joins, make_model, steps_until, targets, without
 from fault_places import injected
 from tiers import rest_is_slow
@@ -78,7 +79,8 @@ def train(folder: str, changes: Changes, options: Mapping[str, Any]) -> tuple[in
 def moment_of(model: Any) -> Moment:
     exchanges = model._engine.exchanges
     views = [exchanges.views(index)[0] for index in (1, 0)]  # buckets are in the reversed order of the parameters
-    kept = {name: np.stack([view.kept[name].numpy().copy() for view in views]) for name in exchanges.algorithm.keeps}
+    names = (*exchanges.algorithm.keeps, *exchanges.algorithm.counts)
+    kept = {name: np.stack([(view.kept | view.numbers)[name].numpy().copy() for view in views]) for name in names}
     return Moment(model.members, np.stack([view.values.numpy().copy() for view in views]), kept)
 
 
@@ -229,6 +231,7 @@ class Row(NamedTuple):
 ROWS = {
     "diloco": Row(gossip.DiLoCo(period=4), DenseDiLoCo, is_exact=True),
     "diloco(awc)": Row(gossip.DiLoCo(period=4, form="awc"), DenseDiLoCoAwc),
+    "diloco(outer)": Row(gossip.DiLoCo(period=4, outer=OUTER_ADAM), is_exact=True),
     "streaming_diloco": Row(gossip.StreamingDiLoCo(period=4, parts=2, overlap=2)),
     "sparse_loco": Row(gossip.SparseLoCo(period=4, ratio=0.5, bits=4), is_exact=True),
     "noloco": Row(gossip.NoLoCo(period=4), DenseNoLoCo, topology="random_matching"),
@@ -287,11 +290,10 @@ def assert_train(outcome: Outcome, row: Row) -> None:
 
 def assert_are_alike(outcome: Outcome, row: Row) -> None:
     """Common state is: to the bit when a generation begins, later to rounding; and replicas after an exact exchange."""
-    names = [name for name, how in row.algorithm.keeps.items() if how.scope == "common"]
     steps = sorted(set.intersection(*(set(story) for story in outcome.stories.values())))
     by_step = [[story[step] for story in outcome.stories.values()] for step in steps]
     begins = next(k for k, moments in enumerate(by_step) if moments[0].members != by_step[0][0].members)
-    for name in names:
+    for name in row.algorithm.common:
         assert all(np.array_equal(moment.kept[name], by_step[begins][0].kept[name]) for moment in by_step[begins])
         for moments in by_step[begins:]:
             assert np.ptp([moment.kept[name] for moment in moments], axis=0).max() < 1e-12
@@ -324,9 +326,8 @@ def test_while_one_joins_and_one_leaves(name: str) -> None:
     joining_rank, others = outcome.stories[4], [outcome.stories[member] for member in (0, 2, 3)]
     assert others[0][max(joining_rank)].members == (0, 2, 3, 4)
     first = min(joining_rank)
-    for state, how in row.algorithm.keeps.items():
-        if how.scope == "common":
-            assert all(np.array_equal(joining_rank[first].kept[state], o[first].kept[state]) for o in others)
+    for state in row.algorithm.common:
+        assert all(np.array_equal(joining_rank[first].kept[state], o[first].kept[state]) for o in others)
     if row.dense is not None:
         row.dense(outcome).follow(outcome.stories)
 
