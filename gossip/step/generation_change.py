@@ -460,9 +460,11 @@ def agree_on_(world: ElasticWorld, tensors: Sequence[torch.Tensor], *, is_joinin
     entered.
 
     Tensors of a rank that ``is_joining`` do not count: it has not trained with the others yet. Returns False if a rank
-    was lost meanwhile, so that there will be another generation, or this rank cannot continue.
+    was lost meanwhile, so that there will be another generation, or this rank cannot continue; then nothing is set, as
+    the mean of the next generation would count the others' part in it twice.
     """
     own = world.member
+    agreed: list[torch.Tensor] = []
     others = [member for member in world.members if member != own]
     try:
         heads = world.exchange(dict.fromkeys(others, torch.tensor([is_joining])), _AGREEING, turn=1)
@@ -481,7 +483,9 @@ def agree_on_(world: ElasticWorld, tensors: Sequence[torch.Tensor], *, is_joinin
             num_bytes = {member: slices[member].nbytes for member in partners}
             found = world.exchange(given, _AGREEING, partners, num_bytes=num_bytes, turn=3 + 2 * number)
             means |= {member: payload.view(tensor.dtype) for member, payload in found.items()}
-            tensor.copy_(torch.cat([means[member] for member in trained]).view(tensor.shape))
+            agreed.append(torch.cat([means[member] for member in trained]).view(tensor.shape))
     except (GenerationEndedError, ExchangeError):  # a rank that cannot continue learns so again when it begins a step
         return False
+    for tensor, mean in zip(tensors, agreed, strict=True):
+        tensor.copy_(mean)
     return True
