@@ -6,9 +6,8 @@ import torch
 
 from gossip.algorithms.base import VALUES, Form, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov
+from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _SAMPLES = "samples"
@@ -70,7 +69,7 @@ class DiLoCo(OuterSteps):
         outer_momentum: float = 0.9,
         form: Form = "atc",
         weighted: bool = False,
-        outer: OptimizerFactory | None = None,
+        outer: OuterFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 from gossip.algorithms.base import VALUES, Form, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov
+from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _MIXED = "mixed"
@@ -63,7 +62,7 @@ class FactoredGossip(OuterSteps):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
         form: Form = "awc",
-        outer: OptimizerFactory | None = None,
+        outer: OuterFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)

@@ -6,9 +6,8 @@ import torch
 
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, OuterOptimizer
+from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer
 from gossip.algorithms.outer_steps import OuterSteps
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
 from topologies.validation import check_real
 
 _BEFORE = "before"
@@ -61,7 +60,7 @@ class GASLoC(OuterSteps):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.2,
         form: Form = "atc",
-        outer: OptimizerFactory | None = None,
+        outer: OuterFactory | None = None,
     ) -> None:
         super().__init__(period, form)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=1.0)

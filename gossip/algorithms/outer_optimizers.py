@@ -1,6 +1,7 @@
 """The optimizers of outer steps: a fixed rate, Nesterov's momentum, or an optimizer of torch that the user chooses."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.algorithms.bucket_view import BucketView
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
-from gossip.optimizers.closures import requires_closure
 
+OuterFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 ANCHOR, VELOCITY = "anchor", "velocity"
 _STEPS = "outer_steps"
 
@@ -58,7 +58,7 @@ class TorchOuterOptimizer(OuterOptimizer):
     Its state is found by a rehearsal on two values. What is like the values is kept as a tensor, and numbers as counts.
     """
 
-    def __init__(self, make: OptimizerFactory) -> None:
+    def __init__(self, make: OuterFactory) -> None:
         self._make = make
         self._state, self._described = _rehearsed(make)
         self._tensors = {key: f"outer_{key}" for key, value in self._state.items() if _is_like_values(value)}
@@ -105,7 +105,7 @@ class TorchOuterOptimizer(OuterOptimizer):
         return torch.full_like(example, number, device=device)
 
 
-def _made(make: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+def _made(make: OuterFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
     optimizer = make(named)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -118,7 +118,7 @@ def _made(make: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Opti
 _VALUES, _GRADIENTS = (1.0, -3.0), ((0.5, 0.25), (-0.25, 1.0), (0.125, 2.0))
 
 
-def _rehearsed(make: OptimizerFactory) -> tuple[dict[str, Any], str]:
+def _rehearsed(make: OuterFactory) -> tuple[dict[str, Any], str]:
     """Return the state after three steps on two values, and type and constants as text."""
     if isinstance(make, Optimizer) or not callable(make):
         raise TypeError(
@@ -150,15 +150,13 @@ def _is_like_values(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (len(_VALUES),) and value.is_floating_point()
 
 
-def _three_steps(make: OptimizerFactory, values: list[list[float]]) -> tuple[list[torch.Tensor], Optimizer]:
+def _three_steps(make: OuterFactory, values: list[list[float]]) -> tuple[list[torch.Tensor], Optimizer]:
     parameters = [nn.Parameter(torch.tensor(each, dtype=torch.float64)) for each in values]
     named = [(f"anchor{number}", parameter) for number, parameter in enumerate(parameters)]
     try:
         optimizer = _made(make, named)
     except ValueError as error:
         raise ValueError(f"outer: {error}") from error
-    if requires_closure(optimizer):
-        raise ValueError(f"outer: {type(optimizer).__name__} needs a closure, which outer steps have not; choose SGD")
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for gradients in _GRADIENTS:
         parts = torch.tensor(gradients, dtype=torch.float64).split([len(each) for each in values])

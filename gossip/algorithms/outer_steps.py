@@ -5,8 +5,7 @@ from typing import Literal
 
 from gossip.algorithms.base import Form, Kept, WithForm
 from gossip.algorithms.bucket_view import BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, OuterOptimizer, TorchOuterOptimizer
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
+from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer, TorchOuterOptimizer
 from topologies import Round, Topology
 from topologies.validation import check_integer
 
@@ -51,7 +50,7 @@ class OuterSteps(Anchored):
     _outer: OuterOptimizer
 
     def _step_by(
-        self, outer: OptimizerFactory | None, own: OuterOptimizer, scope: Literal["own", "common"], **constants: float
+        self, outer: OuterFactory | None, own: OuterOptimizer, scope: Literal["own", "common"], **constants: float
     ) -> None:
         """Make outer steps by the user's optimizer, or by ``own`` with its ``constants`` if there is none."""
         if outer is not None:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
-from gossip.algorithms.outer_optimizers import ANCHOR
-from gossip.optimizers.bucket_optimizer import OptimizerFactory
+from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory
 from topologies import Round
 from topologies.validation import check_integer, check_real
 
@@ -64,7 +63,7 @@ class StreamingDiLoCo(DiLoCo):
         local_share: float = 0.5,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        outer: OptimizerFactory | None = None,
+        outer: OuterFactory | None = None,
     ) -> None:
         super().__init__(period, outer_lr, outer_momentum, form="awc", outer=outer)
         self.parts = check_integer("parts", parts, minimum=1, maximum=period)
