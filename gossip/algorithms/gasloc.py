@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer
@@ -41,7 +39,8 @@ class GASLoC(OuterSteps):
     outer_momentum : float
         The outer momentum :math:`\gamma`, at least 0 and below 1.
     form : str
-        "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
+        "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration, whose
+        gradients are computed at :math:`z_i`.
     outer : callable, optional
         Makes :math:`z_i` from :math:`a_i` in place of the outer rate, as for :class:`DiLoCo`, with the gradient
         :math:`a_i - x_i`; leave ``outer_lr`` out with it.
@@ -73,13 +72,13 @@ class GASLoC(OuterSteps):
 
     def updated(self, bucket: BucketView) -> None:
         if self._ends_period(bucket.round_index):
-            self._outer.step_(bucket, bucket.kept[ANCHOR] - bucket.values)
-
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: bucket.kept[ANCHOR].to(bucket.values.dtype)}
+            anchor = bucket.kept[ANCHOR]
+            self._outer.step_(bucket, anchor - bucket.values)
+            bucket.values.copy_(anchor)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         reached, before = bucket.kept[ANCHOR], bucket.kept[_BEFORE]
+        reached.add_(bucket.values - reached.to(bucket.values.dtype))  # what was written to the values meanwhile
         moved = (reached - before).mul_(self.outer_momentum)
         before.copy_(reached)
         bucket.values.copy_(reached.add_(moved).add_(got[VALUES].difference))

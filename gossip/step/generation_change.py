@@ -460,8 +460,8 @@ def agree_on_(world: ElasticWorld, tensors: Sequence[torch.Tensor], *, is_joinin
     entered.
 
     Tensors of a rank that ``is_joining`` do not count: it has not trained with the others yet. Returns False if a rank
-    was lost meanwhile, so that there will be another generation, or this rank cannot continue; then nothing is set, as
-    the mean of the next generation would count the others' part in it twice.
+    was lost meanwhile, so that there will be another generation, or this rank cannot continue; then nothing is set
+    here: each rank has recorded whether it has agreed, on all tensors or on none.
     """
     own = world.member
     agreed: list[torch.Tensor] = []

@@ -360,26 +360,35 @@ class NoLoCo(Anchored):
 
 
 class GASLoC(Anchored):
+    """In both forms a rank's own part of an outer step ends with local ones, before anything reads the values."""
+
+    gamma = 0.3
+
     def begin(self) -> None:
         self.anchor = self.before = self.x
 
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        super().update(step, gradients, updated)
+        if (step + 1) % PERIOD == 0:
+            self.x = self.outer_step(self.anchor - self.x)
+
+    def outer_step(self, delta: Array) -> Array:
+        return self.anchor - 0.7 * delta
+
     def exchange(self, step: int) -> None:
-        reached = self.anchor + 0.7 * (self.x - self.anchor)
-        self.x = self.matrix((step + 1) // PERIOD - 1) @ reached + 0.3 * (reached - self.before)
-        self.anchor, self.before = self.x, reached
+        reached, matrix = self.x, self.matrix((step + 1) // PERIOD - 1)
+        self.x = self.anchor = matrix @ reached + self.gamma * (reached - self.before)
+        self.before = reached
 
 
 class GASLoCWithMomentum(GASLoC):
     """Heavy-ball momentum with dampening, which torch's SGD does not apply to its first gradient."""
 
-    velocity: Array | None = None
+    gamma, velocity = 0.2, None
 
-    def exchange(self, step: int) -> None:
-        delta = self.anchor - self.x
+    def outer_step(self, delta: Array) -> Array:
         self.velocity = delta if self.velocity is None else 0.5 * self.velocity + 0.75 * delta
-        reached = self.anchor - 0.7 * self.velocity
-        self.x = self.matrix((step + 1) // PERIOD - 1) @ reached + 0.2 * (reached - self.before)
-        self.anchor, self.before = self.x, reached
+        return self.anchor - 0.7 * self.velocity
 
 
 class FactoredGossip(Anchored):

@@ -86,6 +86,31 @@ def test_an_average_of_everything_becomes_the_anchor(algorithm: Algorithm) -> No
         torch.testing.assert_close(stack.detach(), mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, form="awc"),
+        NoLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, form="awc"),
+        gossip.GASLoC(period=2, outer_momentum=0.0, form="awc"),
+        gossip.FactoredGossip(period=2, outer_lr=1.0, outer_momentum=0.0, form="awc"),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_what_is_written_while_messages_are_on_their_way_is_kept(algorithm: Algorithm) -> None:
+    workers = small(topology="complete", algorithm=algorithm)
+    for number in range(4):
+        step(workers, number)
+    workers.optimizer.param_groups[0]["lr"] = 0.0
+    before = [stack.detach().mean(0) for stack in workers.parameters()]
+    with torch.no_grad():
+        for stack in workers.parameters():
+            stack.add_(1.0)
+    for number in range(5):
+        step(workers, number)
+    for mean, stack in zip(before, workers.parameters(), strict=True):
+        torch.testing.assert_close(stack.detach().mean(0), mean + 1.0, rtol=0, atol=1e-12)
+
+
 class Overtaking(AdaptWhileCommunicating):
     """Exchanges in every step what it combines two steps later."""
 

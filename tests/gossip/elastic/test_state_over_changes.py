@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from tiers import rest_is_slow
 import gossip
 import topologies
 from gossip.lab.faults.injection import Fault
+from gossip.step.generation_change import agree_on_
 
 NUMEL = 8
 NUM_MORE = 16
@@ -299,6 +300,31 @@ def assert_are_alike(outcome: Outcome, row: Row) -> None:
             assert np.ptp([moment.kept[name] for moment in moments], axis=0).max() < 1e-12
     if row.is_exact:
         assert min(np.ptp([moment.values for moment in moments], axis=0).max() for moments in by_step[-8:]) < 1e-12
+
+
+class OneOther:
+    """The world of rank 0, seen by it: rank 1 has threes, and is lost before a turn."""
+
+    member, members = 0, (0, 1)
+
+    def __init__(self, lost_before: int) -> None:
+        self._lost_before = lost_before
+
+    def exchange(self, _: object, what: str, *__: object, turn: int, num_bytes: Any = None) -> dict[int, Any]:
+        if turn >= self._lost_before:
+            raise gossip.errors.GenerationEndedError(what)
+        if turn == 1:
+            return {1: torch.tensor([False])}
+        return {1: torch.full((num_bytes[1] // 8,), 3.0 if turn % 2 == 0 else 2.0, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("lost_before", range(1, 7))
+def test_common_state_is_agreed_as_a_whole_or_not_at_all(lost_before: int) -> None:
+    tensors = [torch.ones(4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    is_agreed = agree_on_(cast(Any, OneOther(lost_before)), tensors, is_joining=False)
+    assert is_agreed == (lost_before == 6)
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full_like(tensor, 2.0 if is_agreed else 1.0))
 
 
 @pytest.mark.parametrize(("name", "death"), rest_is_slow(CASES, 2))
