@@ -269,4 +269,7 @@ def _instantiated(
     try:
         return instantiate({**section, "_partial_": True}, _convert_="all"), section
     except InstantiationException as error:
-        raise ConfigurationError(f"{place}={section[TARGET]} cannot be made: {error.__cause__ or error}") from error
+        called = [name for name, value in section.items() if isinstance(value, Mapping) and not value.get("_partial_")]
+        hint = f"; if {key}.{called[0]} is to be a factory, add _partial_: true to it" if called else ""
+        cause = f"{error.__cause__ or error}{hint}"
+        raise ConfigurationError(f"{place}={section[TARGET]} cannot be made: {cause}") from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from composing import composed
 
-from gossip.lab.experiments.experiment_build import build, check
+from gossip.lab.experiments.experiment_build import build, check, make_algorithm
 from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
 from gossip.lab.experiments.targets import check_targets
@@ -96,6 +96,14 @@ NO_NAME = "is no name of a class or function"
 def test_targets_that_may_not_be_named(place: str, name: object, why: str) -> None:
     shown = name if why is not NO_NAME else repr(name)
     refuse(place, name, rf"^{place}._target_={re.escape(str(shown))}.* {why}")
+
+
+def test_an_outer_optimizer_is_made_from_a_configuration_as_a_factory() -> None:
+    config = composed("algorithm=diloco", "+algorithm.outer._target_=torch.optim.AdamW", "++algorithm.outer.lr=0.1")
+    with pytest.raises(ConfigurationError, match=r"missing.*'params'; if algorithm\.outer is .* add _partial_: true"):
+        make_algorithm(config)
+    config["algorithm"]["outer"]["_partial_"] = True
+    assert make_algorithm(config).describe().startswith("DiLoCo(atc: period=50 outer=AdamW(lr=0.1 ")
 
 
 def test_targets_of_packages_that_are_not_trusted_are_not_imported(
