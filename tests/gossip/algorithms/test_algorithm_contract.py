@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 import gossip
 from gossip import GossipDataParallel, GossipError, VirtualWorkers
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
+from gossip.compression import conversation
 from gossip.step.state.algorithm_state import regroup
 
 WORLD_SIZE = 5
@@ -301,6 +303,8 @@ def train(model: GossipDataParallel, case: Case, steps: range) -> torch.Tensor:
 def train_processes(folder: str) -> dict[str, list[Any]]:
     """By case: the values at the end; by what is restored, too: from its own file, the mean, from virtual workers."""
     found: dict[str, list[Any]] = {}
+    pieces = mock.patch.object(conversation, "CHUNK_NUMEL", 2)  # so that buckets arrive in several parts
+    pieces.start()
     for case in OF_PROCESSES:
         with make_model(case) as model:
             found[case.label] = train(model, case, range(NUM_STEPS)).tolist()
@@ -320,6 +324,7 @@ def train_processes(folder: str) -> dict[str, list[Any]]:
             gossip.load(other, Path(folder) / "virtual" / name)
             begun_virtually = train(other, case, rest)
         found[f"restored {name}"] = [bool((wanted == restored).all()), mean, begun_virtually.tolist()]
+    pieces.stop()
     return found
 
 

@@ -16,6 +16,7 @@ import unsupervised
 from algorithm_table import OUTER_ADAM
 from elastic_ranks import RATE, Dropped, assert_repeated, dropped_of, joins, make_model, steps_until, targets, without
 from fault_places import injected
+from recursions import adam
 from tiers import rest_is_slow
 
 import gossip
@@ -198,6 +199,20 @@ class DenseDiLoCo(Dense):
         self.x[:, p] = anchor[:, p]
 
 
+class DenseDiLoCoWithAdam(Dense):
+    common = ("anchor", "outer_exp_avg", "outer_exp_avg_sq")
+    counts = (0, 0)
+
+    def arrive(self, p: int, got: dict[str, Array]) -> None:
+        anchor, *moments = (self.kept[name][:, p] for name in self.common)
+        delta = anchor - self.x[:, p] - got["values"]
+        anchor[:], (count, *new) = adam(anchor, delta, (self.counts[p], *moments))
+        self.counts = (count, self.counts[1]) if p == 0 else (self.counts[0], count)
+        for moment, values in zip(moments, new, strict=True):
+            moment[:] = values
+        self.x[:, p] = anchor
+
+
 class DenseNoLoCo(Dense):
     common, own = (), ("anchor", "velocity")
 
@@ -232,7 +247,7 @@ class Row(NamedTuple):
 ROWS = {
     "diloco": Row(gossip.DiLoCo(period=4), DenseDiLoCo, is_exact=True),
     "diloco(awc)": Row(gossip.DiLoCo(period=4, form="awc"), DenseDiLoCoAwc),
-    "diloco(outer)": Row(gossip.DiLoCo(period=4, outer=OUTER_ADAM), is_exact=True),
+    "diloco(outer)": Row(gossip.DiLoCo(period=4, outer=OUTER_ADAM), DenseDiLoCoWithAdam, is_exact=True),
     "streaming_diloco": Row(gossip.StreamingDiLoCo(period=4, parts=2, overlap=2)),
     "sparse_loco": Row(gossip.SparseLoCo(period=4, ratio=0.5, bits=4), is_exact=True),
     "noloco": Row(gossip.NoLoCo(period=4), DenseNoLoCo, topology="random_matching"),
@@ -289,12 +304,17 @@ def assert_train(outcome: Outcome, row: Row) -> None:
     assert np.linalg.norm(left - optimum) < 0.5 * np.linalg.norm(optimum)
 
 
+def common_of(algorithm: gossip.Algorithm) -> list[str]:
+    """What is equal on all ranks by definition; all counts are, of those here that have such state."""
+    return [*(name for name, how in algorithm.keeps.items() if how.scope == "common"), *algorithm.counts]
+
+
 def assert_are_alike(outcome: Outcome, row: Row) -> None:
     """Common state is: to the bit when a generation begins, later to rounding; and replicas after an exact exchange."""
     steps = sorted(set.intersection(*(set(story) for story in outcome.stories.values())))
     by_step = [[story[step] for story in outcome.stories.values()] for step in steps]
     begins = next(k for k, moments in enumerate(by_step) if moments[0].members != by_step[0][0].members)
-    for name in row.algorithm.common:
+    for name in common_of(row.algorithm):
         assert all(np.array_equal(moment.kept[name], by_step[begins][0].kept[name]) for moment in by_step[begins])
         for moments in by_step[begins:]:
             assert np.ptp([moment.kept[name] for moment in moments], axis=0).max() < 1e-12
@@ -352,7 +372,7 @@ def test_while_one_joins_and_one_leaves(name: str) -> None:
     joining_rank, others = outcome.stories[4], [outcome.stories[member] for member in (0, 2, 3)]
     assert others[0][max(joining_rank)].members == (0, 2, 3, 4)
     first = min(joining_rank)
-    for state in row.algorithm.common:
+    for state in common_of(row.algorithm):
         assert all(np.array_equal(joining_rank[first].kept[state], o[first].kept[state]) for o in others)
     if row.dense is not None:
         row.dense(outcome).follow(outcome.stories)
