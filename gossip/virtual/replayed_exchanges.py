@@ -84,6 +84,7 @@ class ReplayedExchanges(StackedExchanges):
         self._late: dict[tuple[int, bool], list[_Late]] = defaultdict(list)  # by when they enter
         self._given: dict[int, dict[tuple[object, ...], torch.Tensor]] = {}  # by rank that joins, what it takes over
         self._given_samples: dict[int, float] = {}
+        self._is_joining: set[int] = set()  # ranks that have not agreed on common state since they joined
         self._still: dict[int, dict[str, torch.Tensor]] = {}  # buffers of ranks that make no update in the next step
         self._step, self._next = 0, self._generations[0].step
         *_, algorithm, schedule = self._generations[0]
@@ -200,17 +201,19 @@ class ReplayedExchanges(StackedExchanges):
             samples = [given.get(rank, float(own)) for rank, own in enumerate(self.samples)]
             self.weigh(torch.tensor(samples, dtype=torch.float64))
         regroup(self)
+        self._is_joining |= joining
         for rank in joining:
             for key, row in self._state_of(rank).items():
                 row.copy_(self._given[rank].get(key, torch.zeros(())))  # an optimizer begins with zeros
         for generation in (each for each in self._generations if each.step == step and each.agreed):
-            trained = sorted(set(generation.members) & set(before)) or generation.members
+            trained = sorted(set(generation.members) - self._is_joining) or generation.members
             for name in algorithm.common:
                 for index in self._buckets:
                     rows = [self._row(self.views(index), rank, name) for rank in range(self._world_size)]
                     mean = torch.stack([rows[rank].cpu() for rank in trained]).double().mean(0)
                     for rank in generation.agreed:
                         rows[rank].copy_(mean)
+            self._is_joining -= generation.agreed
 
     def _place(self, rank: int) -> tuple[int, int]:
         """Return the place of the shard that holds a rank, and of the rank's row in it."""

@@ -100,6 +100,20 @@ def test_what_ranks_keep_alike_is_averaged_where_they_agreed_on_it(agreed: tuple
     assert alike[1][2]
 
 
+def test_a_rank_that_joined_counts_in_what_ranks_keep_alike_once_it_has_agreed() -> None:
+    """Rank 3 joins in a generation that ends before it agrees, so that the next one is agreed on without its part."""
+    everyone = [0, 1, 2, 3]
+    events = [Joined(3, 0, 0), *(Members(0, step, step, everyone, "base", 2) for step in (1, 2, 3))]
+    events += [Agreed(rank, step, step) for rank in everyone for step in (2, 3)]
+    workers = make_workers(begun(*events, num_ranks=4), "complete", algorithm=gossip.DiLoCo(period=4))
+    anchor = workers._exchanges.views(1)[0].kept["anchor"]
+    make_step(workers)
+    for mean in (2.0, 2.5):
+        anchor.copy_(torch.arange(1.0, 5.0)[:, None])
+        make_step(workers)
+        assert torch.equal(anchor, torch.full_like(anchor, mean))
+
+
 class Standing(torch.nn.Module):
     """Its ``other`` gets a gradient in every second step."""
 
