@@ -96,6 +96,23 @@ def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[s
                     )
 
 
+def view_of(optimizer: Optimizer) -> Any:
+    """Return an optimizer with the same attributes, which can be given other groups and another state."""
+    # Not copy.copy, which calls __getstate__ and keeps only what a checkpoint needs.
+    view: Any = object.__new__(type(optimizer))
+    view.__dict__.update(optimizer.__dict__)
+    for name in _REPLACED:
+        view.__dict__.pop(name, None)
+    without_step_hooks(view.__dict__)
+    return view
+
+
+def step_of(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the ``step()`` of its class without torch's profiling and hooks, which must run once per step."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
 class BucketOptimizer:
     """The algorithm of an optimizer, restricted to some of its parameters.
 
@@ -108,17 +125,7 @@ class BucketOptimizer:
         self._mine = {id(parameter) for parameter in parameters}
         self._groups_seen: list[tuple[int, int]] = []
         self._members: list[list[nn.Parameter]] = []
-        # Not copy.copy, which calls __getstate__ and keeps only what a checkpoint needs.
-        self._view: Any = object.__new__(type(optimizer))
-        self._view.__dict__.update(optimizer.__dict__)
-        for name in _REPLACED:
-            self._view.__dict__.pop(name, None)
-        without_step_hooks(self._view.__dict__)
-        step: Callable[..., Any] = type(optimizer).step
-        # Torch's profiling and hook wrapper, which must run once per step and not once per bucket.
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        self._step = step
+        self._view, self._step = view_of(optimizer), step_of(optimizer)
         self._is_checked = False
 
     def step(self) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,21 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, check_parameters_held
+from gossip.optimizers.bucket_optimizer import (
+    OptimizerArgument,
+    build_optimizers,
+    check_parameters_held,
+    fire_step_hooks,
+    step_of,
+    view_of,
+)
 from gossip.private_torch import note_step_called
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """The stacks of each of the module's parameters, by the parameter's id: one per device."""
 COUNTER = "step"
+_STEPS_BY_ROW = "_gossip_steps_by_row"
+"""The attribute of optimizers that need a parameter as it is, not stacked: they step over one row after the other."""
 IMPLEMENTATION = {"capturable": False, "fused": None, "foreach": None}
 """The constants of a group that choose an implementation; the default implementation runs anywhere."""
 
@@ -28,11 +37,12 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
     They are made over the module's own parameters, so a factory that inspects names and shapes works as usual.
 
     Raises TypeError, ValueError: as for :func:`gossip.optimizers.bucket_optimizer.build_optimizers`; or an optimizer
-    does not update elementwise.
+    does not update each parameter by itself.
     """
     optimizers = build_optimizers(optimizer, module, in_backward=True, by_bucket=True)
     for optimizer in optimizers:
-        _check_elementwise(optimizer)
+        if not _is_elementwise(optimizer):
+            setattr(optimizer, _STEPS_BY_ROW, True)
         stack_groups(optimizer, stacks)
     return optimizers
 
@@ -67,7 +77,34 @@ def step_all(optimizers: Sequence[Optimizer]) -> None:
     """Let the optimizers make their own steps, which schedulers notice; ``optimizer.step()`` is the user's."""
     for optimizer in optimizers:
         note_step_called(optimizer)
-        type(optimizer).step(optimizer)
+        if not hasattr(optimizer, _STEPS_BY_ROW):
+            type(optimizer).step(optimizer)
+            continue
+        _step_by_row(optimizer)
+        fire_step_hooks(optimizer)
+
+
+def _step_by_row(optimizer: Optimizer) -> None:
+    """Step over each row of a stack as over a parameter of its own, whose state is the row of the stack's."""
+    view, step = view_of(optimizer), step_of(optimizer)
+    for group in optimizer.param_groups:
+        for stack in group["params"]:
+            if stack.grad is None:
+                continue
+            entry, after = optimizer.state[stack], []
+            for number, (values, gradient) in enumerate(zip(stack.detach(), stack.grad, strict=True)):
+                row = nn.Parameter(values)
+                row.grad = gradient
+                own = {
+                    key: value[number] if _has_rows(key, value, stack) else copy.deepcopy(value)
+                    for key, value in entry.items()
+                }
+                view.param_groups, view.state = [{**group, "params": [row]}], defaultdict(dict, {row: own})
+                step(view)
+                after.append((row, view.state[row]))
+            for key in after[0][1]:
+                rows = [state[key] for _, state in after]
+                entry[key] = torch.stack(rows) if _has_rows(key, rows[0], after[0][0]) else rows[0]
 
 
 def step_counters(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
@@ -116,50 +153,64 @@ def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) 
         key
         for parameter, entry in entries
         for key, value in entry.items()
-        if key != COUNTER and has_shape(value, parameter)
+        if _has_rows(key, value, parameter)
     }
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
-    """Check on two small matrices, stacked and separate, that replicas do not affect each other through the optimizer.
+def _has_rows(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    return key != COUNTER and has_shape(value, parameter)
 
-    Raises ValueError: the two results differ.
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates stacked replicas as it does separate ones, checked on two small matrices.
+
+    Raises ValueError: it does not, and not if it steps over one row of the stack after the other either.
     """
     source = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 2, 3, 3, generator=source, dtype=torch.float64).unbind()
+    is_elementwise = True
     for group in optimizer.param_groups:
-        apart = [nn.Parameter(row.clone()) for row in values]
-        together = nn.Parameter(values.clone())
         try:
-            _step_probe(optimizer, group, apart, [gradient.unbind() for gradient in gradients])
-            _step_probe(optimizer, group, [together], [[gradient] for gradient in gradients])
+            apart = _probe(optimizer, group, list(values), [gradient.unbind() for gradient in gradients])
+            stacked = [values], [[gradient] for gradient in gradients]
+            try:
+                together = _probe(optimizer, group, *stacked)
+            except Exception:
+                together = [torch.full_like(values, torch.nan)]
+            if not torch.allclose(torch.stack(apart), together[0]):
+                is_elementwise = False
+                together = _probe(optimizer, group, *stacked, step=_step_by_row)
         except Exception as error:
             raise ValueError(f"{_refusal(optimizer)} ({' '.join(str(error).split())})") from error
-        if not torch.allclose(torch.stack([replica.detach() for replica in apart]), together.detach()):
+        if not torch.allclose(torch.stack(apart), together[0]):
             raise ValueError(_refusal(optimizer))
+    return is_elementwise
 
 
 def _refusal(optimizer: Optimizer) -> str:
     return (
-        f"optimizer {type(optimizer).__name__} updates a parameter as a whole, so stacked replicas would affect each "
-        "other; choose one that updates element by element, such as SGD, Adam or AdamW, or train in processes "
-        "(GossipDataParallel)"
+        f"optimizer {type(optimizer).__name__} does not update each parameter by itself, or keeps of it what has "
+        "another shape, so stacked replicas would affect each other; choose one that does, such as SGD, AdamW or Muon, "
+        "or train in processes (GossipDataParallel)"
     )
 
 
-def _step_probe(
+def _probe(
     optimizer: Optimizer,
     group: dict[str, Any],
-    parameters: Sequence[nn.Parameter],
+    values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
-) -> None:
-    """Make steps of an optimizer with the same class and constants over ``parameters``."""
-    probe: Any = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__)
+    step: Callable[[Any], object] | None = None,
+) -> list[torch.Tensor]:
+    """Return ``values`` after steps of an optimizer with the same class, constants and counters.
+
+    ValueError if it keeps a tensor of another shape than a parameter's.
+    """
+    probe, parameters = view_of(optimizer), [nn.Parameter(each.clone()) for each in values]
     constants = group | {key: value for key, value in IMPLEMENTATION.items() if key in group}
     if "lr" in group:
         constants["lr"] = 0.1  # a schedule may start at 0, where nothing would change
-    probe.param_groups = [constants | {"params": list(parameters)}]
+    probe.param_groups = [constants | {"params": parameters}]
     probe.state = defaultdict(dict)
     known: dict[str, Any] = next(
         (
@@ -176,12 +227,14 @@ def _step_probe(
                 probe.state[parameter][key] = torch.full_like(parameter.detach(), float(value.flatten()[0]))
             else:
                 probe.state[parameter][key] = copy.deepcopy(value)
-    step: Any = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     for of_replica in gradients:
         for parameter, gradient in zip(parameters, of_replica, strict=True):
             parameter.grad = gradient.clone()
-        step(probe)
+        (step or step_of(optimizer))(probe)
+    for key, value in probe.state[parameters[0]].items() if step is not None else ():
+        if isinstance(value, torch.Tensor) and value.dim() and not has_shape(value, parameters[0]):
+            raise ValueError(f"its state has {key!r}, {list(value.shape)}, for a parameter {list(values[0].shape[1:])}")
+    return [parameter.detach() for parameter in parameters]
 
 
 @contextlib.contextmanager
