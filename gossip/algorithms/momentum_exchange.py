@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 
 from gossip.algorithms.base import VALUES, Algorithm, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
@@ -12,9 +12,9 @@ MOMENTUM = "momentum_buffer"
 
 
 class MomentumExchange(Algorithm):
-    r"""Adapt while communicating, applied to the values and to the momentum of SGD.
+    r"""Adapt while communicating, applied to the values and to the momentum of SGD or Muon.
 
-    With :math:`v_i` the momentum buffers of ``torch.optim.SGD``:
+    With :math:`v_i` the momentum buffers of ``torch.optim.SGD``, and likewise for ``torch.optim.Muon``:
 
     .. math::
         v_i &\leftarrow \mu \sum_j W_{ij}\, v_j + g_i(t) \\
@@ -36,11 +36,12 @@ class MomentumExchange(Algorithm):
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:
-            if not isinstance(optimizer, SGD) or any(group["momentum"] == 0 for group in optimizer.param_groups):
+            has_buffer = isinstance(optimizer, SGD | Muon)
+            if not has_buffer or any(group["momentum"] == 0 for group in optimizer.param_groups):
                 raise ValueError(
-                    f"algorithm MomentumExchange mixes the momentum of torch.optim.SGD, but the optimizer is "
-                    f"{type(optimizer).__name__}{' without momentum' * isinstance(optimizer, SGD)}; give SGD a "
-                    'momentum, or choose algorithm="adapt_while_communicating"'
+                    "algorithm MomentumExchange mixes the momentum of torch.optim.SGD or Muon, but the optimizer is "
+                    f"{type(optimizer).__name__}{' without momentum' * has_buffer}; give it a momentum, or choose "
+                    'algorithm="adapt_while_communicating"'
                 )
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:

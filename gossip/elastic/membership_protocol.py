@@ -176,9 +176,11 @@ class MembershipProtocol(ABC):
             self._await(
                 gone & set(agreed.ended), lambda other: other in self._mesh.farewells or other in self._mesh.lost
             )
-            for other in gone:
-                self._mesh.cut(other, "the others continue without it")
+            left_out = dict.fromkeys(gone, "the others continue without it")
+            for other, reason in left_out.items():
+                self._mesh.cut(other, reason)
             with self._changed:
+                self._suspects = left_out | self._suspects  # the next attempt, too, is to do without them
                 position, is_joint = self.position, self.is_joint
             farewells = [(other, at) for other, at in self._mesh.farewells.items() if other in gone]
             vote = Vote(position, self.flag_votes.votes_of(gone), farewells, is_joint)

@@ -149,12 +149,7 @@ def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) 
     """
     entries = list(entries)
     entries = [(parameter, entry) for parameter, entry in entries if parameter.dim()] or entries
-    return {
-        key
-        for parameter, entry in entries
-        for key, value in entry.items()
-        if _has_rows(key, value, parameter)
-    }
+    return {key for parameter, entry in entries for key, value in entry.items() if _has_rows(key, value, parameter)}
 
 
 def _has_rows(key: str, value: Any, parameter: torch.Tensor) -> bool:

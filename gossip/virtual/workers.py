@@ -57,7 +57,7 @@ class VirtualWorkers(KeepsObjects):
         The number of replicas, n.
     optimizer : callable, Optimizer, sequence of Optimizer, or None
         As for :class:`gossip.GossipDataParallel`, over ``module``'s parameters, which are then replaced by the stacked
-        ones. It must update element by element (SGD, Adam, AdamW ...).
+        ones. It must update each parameter by itself (SGD, AdamW, Muon ...).
     topology, algorithm, compression
         As for :class:`gossip.GossipDataParallel`.
     clip_grad_norm : float, optional

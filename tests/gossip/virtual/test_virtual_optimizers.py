@@ -37,6 +37,7 @@ class Lamb(torch.optim.Optimizer):
 
 class OneNorm(Lamb):
     def norms_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        del parameter
         return [each for group in self.param_groups for each in group["params"]]
 
 
@@ -145,7 +146,7 @@ def test_an_optimizer_that_has_trained_goes_on(name: str) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a norm of all parameters": (OneNorm, "optimizer OneNorm does not update each parameter by itself"),
-    "state of other shapes": (functools.partial(torch.optim.Adafactor, lr=0.1), "Adafactor .*'row_var', .3, 1., for a parameter .3, 3"),
+    "state of other shapes": (functools.partial(torch.optim.Adafactor, lr=0.1), "Adafactor .*'row_var', .3, 1., for"),
     "SparseAdam": (functools.partial(torch.optim.SparseAdam, lr=0.1), "optimizer SparseAdam .*dense gradients"),
 }
 

@@ -147,7 +147,8 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", seeds=range(896)),
     PutBack(_CONSENSUS + "_adopt", "if member in before.members and", "if 0 and", is_common=True),
-    PutBack(_CONSENSUS + "_attempt", 'self._mesh.cut(other, "', '(lambda *_: 0)(other, "', seeds=_of_two_kinds(513)),
+    PutBack(_CONSENSUS + "_attempt", "self._mesh.cut(other, reason)", "pass", seeds=_of_two_kinds(513)),
+    PutBack(_CONSENSUS + "_attempt", "self._suspects = left_out | self._suspects", "pass", True, True, (903592,)),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),

@@ -1,0 +1,108 @@
+"""Muon on a matrix beside SGD on the rest, in every algorithm that takes an optimizer with momentum: MuLoCo, DeMuon."""
+
+import numpy as np
+import pytest
+import torch
+from algorithm_table import ROWS, make_algorithm, make_topology
+from quadratics import LEARNING_RATE, MOMENTUM, NUM_VALUES, Array, Problem, Sgd, constant
+from ranks import run_ranks
+from torch import nn
+
+from gossip import GossipDataParallel, VirtualWorkers
+
+WORLD_SIZE, NUM_STEPS = 5, 9
+PROBLEM = Problem(WORLD_SIZE, NUM_STEPS)
+NAMES = [name for name, row in ROWS.items() if row.momentum == MOMENTUM]
+IN_PROCESSES = ("diloco", "diloco(awc)", "gradient_tracking", "momentum_exchange")
+
+
+class DenseMuon(Sgd):
+    """The first four values of each rank are a matrix, whose averaged gradient is replaced by its polar factor."""
+
+    def __call__(self, gradients: Array, updated: Array, step: int) -> Array:
+        del updated
+        is_matrix = np.arange(NUM_VALUES) < 4
+        self.velocity = self.momentum * self.velocity + np.where(is_matrix, 1 - self.momentum, 1) * gradients
+        ahead = (1 - self.momentum) * gradients + self.momentum * self.velocity
+        left, _, right = np.linalg.svd(ahead[:, :4].reshape(-1, 2, 2))
+        polar = np.pad((left @ right).reshape(-1, 4), ((0, 0), (0, NUM_VALUES - 4)))
+        return -self.rates(step) * np.where(is_matrix, polar, self.velocity)
+
+
+def polar_factor(matrix: torch.Tensor, *_: object) -> torch.Tensor:
+    """That to which Newton-Schulz steps, which torch makes in bfloat16, converge."""
+    left, _, right = torch.linalg.svd(matrix)
+    return left @ right
+
+
+class Quadratic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.tensor(PROBLEM.start[:4]).view(2, 2))
+        self.rest = nn.Parameter(torch.tensor(PROBLEM.start[4:]))
+
+    def forward(self, matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.matrix.flatten(), self.rest])
+        return 0.5 * ((matrix @ x - target) ** 2).sum(-1)
+
+
+def muon_and_sgd(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
+    (_, matrix), (_, rest) = named
+    muon = torch.optim.Muon([matrix], lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=0.0)
+    return muon, torch.optim.SGD([rest], lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def dense(name: str) -> Array:
+    topology = make_topology(ROWS[name].topologies[0], WORLD_SIZE)
+    return ROWS[name].dense(PROBLEM, topology, DenseMuon(constant, MOMENTUM), None)
+
+
+def values_of(module: nn.Module, first: int) -> Array:
+    return np.concatenate([values.detach().flatten(first).numpy() for values in module.parameters()], axis=-1)
+
+
+@pytest.fixture(autouse=True)
+def exact_polar_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", polar_factor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_virtual_workers_make_the_dense_recursion(name: str) -> None:
+    topology = make_topology(ROWS[name].topologies[0], WORLD_SIZE)
+    workers = VirtualWorkers(
+        Quadratic(),
+        WORLD_SIZE,
+        muon_and_sgd,
+        topology,
+        algorithm=make_algorithm(name),
+        loss_reduction="sum",
+        bucket_cap_mb=1e-5,
+    )
+    for step in range(NUM_STEPS):
+        if workers.algorithm.weighted:
+            workers.weigh(PROBLEM.samples(step))
+        workers(torch.tensor(PROBLEM.matrices), torch.tensor(PROBLEM.targets)).sum().backward()
+    np.testing.assert_allclose(values_of(workers, 1), dense(name), rtol=0, atol=1e-11)
+
+
+def train() -> dict[str, Array]:
+    torch.optim._muon._zeropower_via_newtonschulz = polar_factor
+    found = {}
+    for name in IN_PROCESSES:
+        topology = make_topology(ROWS[name].topologies[0], WORLD_SIZE)
+        with GossipDataParallel(
+            Quadratic(), muon_and_sgd, topology, algorithm=make_algorithm(name), bucket_cap_mb=1e-5
+        ) as model:
+            matrix, target = torch.tensor(PROBLEM.matrices[model.rank]), torch.tensor(PROBLEM.targets[model.rank])
+            for _ in range(NUM_STEPS):
+                model(matrix, target).backward()
+            model._engine.settle()
+            found[name] = values_of(model.module, 0)
+    return found
+
+
+@pytest.mark.slow
+def test_processes_make_the_dense_recursion() -> None:
+    ranks = run_ranks(train, world_size=WORLD_SIZE)
+    for name in IN_PROCESSES:
+        np.testing.assert_allclose([found[name] for found in ranks], dense(name), rtol=0, atol=1e-11)
