@@ -1,13 +1,19 @@
 """Muon on a matrix beside SGD on the rest, in every algorithm that takes an optimizer with momentum: MuLoCo, DeMuon."""
 
+import copy
+from collections import OrderedDict
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from algorithm_table import ROWS, make_algorithm, make_topology
+from examples import defined
 from quadratics import LEARNING_RATE, MOMENTUM, NUM_VALUES, Array, Problem, Sgd, constant
 from ranks import run_ranks
 from torch import nn
 
+import gossip
 from gossip import GossipDataParallel, VirtualWorkers
 
 WORLD_SIZE, NUM_STEPS = 5, 9
@@ -83,6 +89,27 @@ def test_virtual_workers_make_the_dense_recursion(name: str) -> None:
             workers.weigh(PROBLEM.samples(step))
         workers(torch.tensor(PROBLEM.matrices), torch.tensor(PROBLEM.targets)).sum().backward()
     np.testing.assert_allclose(values_of(workers, 1), dense(name), rtol=0, atol=1e-11)
+
+
+def test_factory_of_the_page_takes_hidden_matrices_and_is_resumed(tmp_path: Path) -> None:
+    factory = defined("docs/algorithms.md", 0, torch=torch)["muon_and_adamw"]
+    layers = {"embedding": nn.Embedding(5, 4), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+
+    def trained(num_steps: int, folder: Path | None = None) -> VirtualWorkers:
+        workers = VirtualWorkers(nn.Sequential(OrderedDict(copy.deepcopy(layers))), 3, factory)
+        if folder is not None:
+            gossip.load(workers, folder)
+        for _ in range(num_steps):
+            workers(torch.arange(9) % 5).square().mean().backward()
+        return workers
+
+    workers = trained(2)
+    muon, adamw = workers.optimizer
+    assert [stack.shape for stack in muon.param_groups[0]["params"]] == [(3, 4, 4)]
+    assert len(adamw.param_groups[0]["params"]) == 4
+    gossip.save(workers, tmp_path)
+    for stack, wanted in zip(trained(2, tmp_path).parameters(), trained(4).parameters(), strict=True):
+        assert torch.equal(stack, wanted)
 
 
 def train() -> dict[str, Array]:
