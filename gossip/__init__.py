@@ -34,6 +34,7 @@ from gossip.launching.launcher import launch
 from gossip.measuring.memory_use import MemoryUse
 from gossip.measuring.step_stats import StepStats
 from gossip.optimizers.accum_adam import AccumAdam, AccumAdamW
+from gossip.optimizers.muon_adamw import MuonAdamW
 from gossip.sharding.shard_mesh import make_shard_mesh
 from gossip.simulation import *  # noqa: F403
 from gossip.virtual import VirtualWorkers
@@ -44,9 +45,9 @@ __all__ = [
     "COMPRESSIONS", "TRANSPORTS", "AccumAdam", "AccumAdamW", "Arrival", "Average", "BucketShape", "Cast", "Checkpoint",
     "CheckpointError", "Choco", "Codec", "Compression", "Conversation", "DebugTransport", "Delivery",
     "DistributedTransport", "Exchange", "ExchangeError", "GossipDataParallel", "GossipError", "LaunchError",
-    "ManifestError", "MemoryUse", "ModuloQuantization", "PowerGossip", "Recording", "StepStats", "Transport", "Turn",
-    "Turns", "Uncompressed", "UsesExchange", "VirtualWorkers", "World", "__version__", "export", "join_training",
-    "launch", "load", "make_shard_mesh", "save",
+    "ManifestError", "MemoryUse", "ModuloQuantization", "MuonAdamW", "PowerGossip", "Recording", "StepStats",
+    "Transport", "Turn", "Turns", "Uncompressed", "UsesExchange", "VirtualWorkers", "World", "__version__", "export",
+    "join_training", "launch", "load", "make_shard_mesh", "save",
 ]  # fmt: skip
 __all__ += algorithms.__all__
 __all__ += simulation.__all__

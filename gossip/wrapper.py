@@ -132,8 +132,9 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     shard : str, optional
         With ``mesh``, for a module that is not sharded. "optimizer": each rank of a group has whole parameters from the
         forward pass to the end of the backward pass, and otherwise its share of them, of the gradients and of the
-        optimizer's state. "none": each has all of them; gradients are averaged over the group, and each rank exchanges
-        its part of every bucket.
+        optimizer's state: rows, or whole parameters if the optimizer needs these as Muon does, which is tried out with
+        one that the factory makes for this alone. "none": each has all of them; gradients are averaged over the group,
+        and each rank exchanges its part of every bucket.
     max_difference : str or float, optional
         "warn": a rank whose values are finite but far beyond what is usual, or stuck, is named in a warning and counted
         in :meth:`stats`. "clip", or a multiple of what is usual: what arrives beyond it is clipped as well. None

@@ -1,6 +1,7 @@
 """Textual descriptions of a model, which can be compared with another rank's and with a checkpoint's."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket, persistent_buffers
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
+from gossip.sharding.shard_mesh import Division
+
+Divisions = Mapping[str, Division]
+NOT_DIVIDED: Divisions = MappingProxyType({})
 
 
 def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,12 +30,13 @@ def describe_model(
     optimizers: Mapping[str, str],
     buckets: Iterable[Bucket | BufferBucket],
     unfrozen: Iterable[Sequence[str]],
+    divisions: Divisions = NOT_DIVIDED,
 ) -> dict[str, Any]:
     """Describe a GossipDataParallel or VirtualWorkers as plain data for the manifest."""
     return {
         "module": describe_module(model.module),
         "optimizers": optimizers,
-        "buckets": describe_buckets(buckets),
+        "buckets": describe_buckets(buckets, divisions),
         "unfrozen": [list(names) for names in unfrozen],
         "topology": describe_topology(model.topology),
         "compression": model.compression.describe(),
@@ -38,10 +44,16 @@ def describe_model(
     }
 
 
-def describe_module(module: nn.Module) -> dict[str, str]:
-    """Describe parameters and persistent buffers, which must match for a checkpoint to be loaded."""
-    entries = {f"parameter {name!r}": describe_tensor(parameter) for name, parameter in named_parameters(module)}
-    entries |= {f"buffer {name!r}": describe_tensor(buffer) for name, buffer in persistent_buffers(module)}
+def describe_module(module: nn.Module, divisions: Divisions = NOT_DIVIDED) -> dict[str, str]:
+    """Describe parameters and persistent buffers, which must match for a checkpoint to be loaded.
+
+    ``divisions`` are those of a shard's parameters that have other shapes on other ranks, where the text is the same.
+    """
+    entries = {
+        f"parameter {name!r}": describe_part(parameter, divisions.get(name))
+        for name, parameter in named_parameters(module)
+    }
+    entries |= {f"buffer {name!r}": describe_part(buffer, None) for name, buffer in persistent_buffers(module)}
     return entries
 
 
@@ -62,20 +74,28 @@ def describe_optimizers(
     return entries
 
 
-def describe_buckets(buckets: Iterable[Bucket | BufferBucket]) -> list[str]:
-    """Describe where each value lies in each bucket: a message in flight fits no other arrangement."""
+def describe_buckets(buckets: Iterable[Bucket | BufferBucket], divisions: Divisions = NOT_DIVIDED) -> list[str]:
+    """Describe where each value lies in each bucket: a message in flight fits no other arrangement.
+
+    It follows from the order of the parameters where these are divided unequally, so that each rank has others.
+    """
     lines = []
     for bucket in buckets:
         kind = "trainable" if isinstance(bucket, Bucket) else "buffers"
+        if not divisions.keys().isdisjoint(bucket.names):
+            lines.append(f"{kind} {_name(bucket.block.dtype)}: {' '.join(bucket.names)}")
+            continue
         views = zip(bucket.names, bucket.shape.views, strict=False)  # of buffers one, over all
         places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
         lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
     return lines
 
 
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Describe dtype and shape of a tensor."""
-    return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+def describe_part(tensor: torch.Tensor, division: Division | None) -> str:
+    """Describe dtype and shape of a tensor; of a part, those of the whole, and where the parts begin."""
+    if division is None:
+        return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+    return f"{_name(tensor.dtype)} {division.whole_shape(tensor.shape)} divided at {list(division.starts)}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,13 +1,13 @@
 """The mean over the ranks of a distributed run, tensor by tensor and chunk by chunk, from whole ranks or shards."""
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from gossip.checkpoints.model_description import describe_tensor, exported_tensors
+from gossip.checkpoints.model_description import Divisions, describe_part, exported_tensors
 from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
 from gossip.communication.world import World
 from gossip.parameters import digests
@@ -17,6 +17,7 @@ from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_
 from gossip.parameters.global_average import shares
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.sharding.local_group import PartitionedGroup
+from gossip.sharding.shard_mesh import Division
 from gossip.step.engine import StepEngine
 
 
@@ -44,7 +45,7 @@ class Mean(NamedTuple):
         return result.view([self.tensor.shape[dim] for dim in order]).permute(inverse)
 
 
-def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> Iterator[Mean]:
+def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World, divisions: Divisions) -> Iterator[Mean]:
     """Return the mean of each exported tensor, to be taken in turn, every one completely. Collective.
 
     Raises ManifestError: the ranks' tensors differ in shape, dtype or strides.
@@ -54,7 +55,11 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     equal = engine.frozen.names_of_equal()
     digests = run_on_all_ranks(replicas, "gossip.export", lambda: _digest(module, equal))
     tensors, averaged = dict(exported_tensors(module)), _averaged(module)
-    entries = {name: f"{describe_tensor(tensor)} strides {list(tensor.stride())}" for name, tensor in tensors.items()}
+    uneven = {name: each for name, each in divisions.items() if not each.is_even}
+    entries = {
+        name: f"{describe_part(tensor, uneven.get(name))} strides {list(tensor.stride())}"
+        for name, tensor in tensors.items()
+    }
     compare(replicas, entries, "comparing what is exported")
     size = len(digests) // world.world_size  # how many ranks share a replica: theirs need not be equal to each other
     are_equal = all(digest == digests[number % size] for number, digest in enumerate(digests))
@@ -63,7 +68,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World) -> It
     def chunks(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         is_averaged, weight = not are_equal and name not in equal and name in averaged, weights.get(name, 1.0)
         for chunk in chunks_in_memory_order(tensor):
-            if not is_averaged:
+            if not is_averaged or not len(chunk):
                 yield chunk
                 continue
             wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)
@@ -88,49 +93,45 @@ def _averaged(module: nn.Module) -> set[str]:
     return names | {name for name, buffer in named_buffers(module) if is_averaged(buffer)}
 
 
-def whole_shape(shape: Sequence[int], dimension: int, length: int) -> list[int]:
-    """Return the shape of a tensor that is divided along ``dimension``, from that of a shard and its length there."""
-    return [length if place == dimension else size for place, size in enumerate(shape)]
-
-
-def gather_shards(mean: Mean, dimension: int, length: int, group: PartitionedGroup) -> torch.Tensor | None:
+def gather_shards(mean: Mean, division: Division, group: PartitionedGroup) -> torch.Tensor | None:
     """Return the shards as one, without what pads them, on the group's first rank. Collective over the group.
 
-    Every rank has the ``mean`` of its own shard, padded to the size of the first rank's. The tensor is divided along
-    ``dimension``, where it has this ``length``.
+    Every rank has the ``mean`` of its own shard.
     """
     num_shards, is_first = group.num_shards, group.rank == 0
-    shape = mean.tensor.shape
-    whole = torch.empty(whole_shape(shape, dimension, length) if is_first else [0], dtype=mean.tensor.dtype)
+    shape, dtype, dimension = mean.tensor.shape, mean.tensor.dtype, division.dimension
+    whole = torch.empty(division.whole_shape(shape) if is_first else [0], dtype=dtype)
     rows = whole.view(math.prod(shape[:dimension]), -1) if whole.numel() else whole
-    # All shards of a piece together are a chunk.
-    piece_numel = max(1, digests.CHUNK_BYTES // (num_shards * mean.tensor.element_size()))
-    start = 0
-    for chunk in mean.chunks:
-        for piece in chunk.split(piece_numel) if len(chunk) else ():
-            payload = bytes(piece.cpu().contiguous().view(torch.uint8).numpy())
-            payloads = group.world.gather_bytes(payload, f"gathering {mean.name!r}")
-            if is_first:
-                pieces = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in payloads]
-                _place_(rows, torch.stack(pieces).view(piece.dtype), start, math.prod(shape[dimension:]))
-            start += len(piece)
+    inner = math.prod(shape[dimension + 1 :])
+    chunk_numel = max(1, digests.CHUNK_BYTES // dtype.itemsize)
+    piece_numel = max(1, chunk_numel // num_shards)  # all shards of a piece together are a chunk
+    pieces = (piece for chunk in mean.chunks for piece in chunk.split(piece_numel) if len(piece))
+    longest = max(division.lengths) * math.prod(shape[:dimension]) * inner
+    chunks = (range(first, min(first + chunk_numel, longest)) for first in range(0, longest, chunk_numel))
+    for start in (start for chunk in chunks for start in chunk[::piece_numel]):
+        piece = next(pieces, torch.empty(0, dtype=dtype))
+        payload = bytes(piece.cpu().contiguous().view(torch.uint8).numpy())
+        payloads = group.world.gather_bytes(payload, f"gathering {mean.name!r}")
+        if is_first:
+            for place, each in enumerate(payloads):
+                if each:
+                    values = torch.frombuffer(bytearray(each), dtype=torch.uint8).view(dtype)
+                    _place_(rows, values, start, division.starts[place] * inner, division.lengths[place] * inner)
     return whole if is_first else None
 
 
-def _place_(rows: torch.Tensor, pieces: torch.Tensor, start: int, width: int) -> None:
-    """Write consecutive elements of each shard, from ``start`` on, where they belong in the whole tensor.
+def _place_(rows: torch.Tensor, values: torch.Tensor, start: int, begin: int, width: int) -> None:
+    """Write consecutive elements of a shard, from ``start`` on, where they belong in the whole tensor.
 
     Parameters
     ----------
-    rows : Tensor, [num_rows, num_shards * width or less]
+    rows : Tensor, [num_rows, numel]
         The whole, flattened before and after the dimension along which it is divided, without room for padding.
-    pieces : Tensor, [num_shards, numel]
-        Of shards that are flattened [num_rows, width].
+    begin : int
+        Where the part of the shard, which is flattened [num_rows, width], begins in each row.
     """
-    stop = start + pieces.shape[1]
+    stop = start + len(values)
     for row in range(start // width, -(-stop // width)):
         first, last = max(start, row * width), min(stop, (row + 1) * width)
-        for place, piece in enumerate(pieces):
-            begin = place * width - row * width
-            target = rows[row, begin + first : begin + last]
-            target.copy_(piece[first - start :][: len(target)])
+        target = rows[row, begin + first - row * width : begin + last - row * width]
+        target.copy_(values[first - start :][: len(target)])

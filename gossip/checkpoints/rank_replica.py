@@ -8,7 +8,7 @@ import torch
 
 from gossip.checkpoints.model_description import describe_model, describe_module, describe_optimizers, exported_tensors
 from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.rank_averages import Mean, gather_shards, means_over_ranks, whole_shape
+from gossip.checkpoints.rank_averages import Mean, gather_shards, means_over_ranks
 from gossip.checkpoints.replicas import Replicas
 from gossip.checkpoints.resizing import reshard
 from gossip.optimizers.schedule_free import check_evaluated
@@ -17,6 +17,7 @@ from gossip.parameters.extra_state import extra_states
 from gossip.parameters.names import named_parameters
 from gossip.parameters.serializable_state import compact
 from gossip.sharding.local_group import PartitionedGroup
+from gossip.sharding.shard_mesh import Division
 from gossip.step.collective_operations import settle
 from gossip.step.state.replica_state import module_state, optimizer_state, restore_replica
 from gossip.wrapper import GossipDataParallel
@@ -59,9 +60,11 @@ class RankReplica(Replicas):
             (type(optimizer).__name__, [group["params"] for group in optimizer.param_groups])
             for optimizer in self._optimizers
         ]
-        shard = {"shard": describe_module(self._engine.module)} if self._group.is_shared else {}
-        optimizers = describe_optimizers(groups, named_parameters(self._engine.module))
-        return describe_model(self._model, optimizers, self._engine.buckets, self._engine.unfrozen) | shard
+        engine = self._engine
+        uneven = {name: each for name, each in self._divisions().items() if not each.is_even}
+        shard = {"shard": describe_module(engine.module, uneven)} if self._group.is_shared else {}
+        optimizers = describe_optimizers(groups, named_parameters(engine.module))
+        return describe_model(self._model, optimizers, engine.buckets, engine.unfrozen, uneven) | shard
 
     @functools.cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:
@@ -89,9 +92,8 @@ class RankReplica(Replicas):
             "unreduced": {name: compact(gradient, name) for name, gradient in self._group.unreduced().items()},
         }
 
-    def _lengths(self) -> Mapping[str, tuple[int, int]]:
-        """By a divided parameter's name the dimension along which it is, and its length there."""
-        return self._group.lengths() if self.num_shards > 1 else {}
+    def _divisions(self) -> Mapping[str, Division]:
+        return self._group.divisions() if self.num_shards > 1 else {}
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in named_parameters(self._engine.module)}
@@ -100,7 +102,7 @@ class RankReplica(Replicas):
             for optimizer in self._optimizers
         ]
         shapes = {name: parameter.shape for name, parameter in named_parameters(self._model.module)}
-        return reshard(states, shapes, self._lengths(), of_optimizers, self.place, self.num_shards)
+        return reshard(states, shapes, self._divisions(), of_optimizers, self.place)
 
     def unfreeze(self, names: Sequence[str]) -> None:
         self._engine.unfreeze(names)
@@ -113,10 +115,10 @@ class RankReplica(Replicas):
         return left_out
 
     def exported(self) -> dict[str, torch.Tensor]:
-        lengths = self._lengths()
+        divisions = self._divisions()
         tensors = {name: tensor.to("meta") for name, tensor in exported_tensors(self._engine.module)}
         return {
-            name: tensor.new_empty(whole_shape(tensor.shape, *lengths[name])) if name in lengths else tensor
+            name: tensor.new_empty(divisions[name].whole_shape(tensor.shape)) if name in divisions else tensor
             for name, tensor in tensors.items()
         }
 
@@ -124,21 +126,22 @@ class RankReplica(Replicas):
         """Rank 0 holds the result; the others a chunk of their shard, and of all shards a chunk altogether."""
         check_evaluated(self._optimizers, "export()")
         settle(self._engine, self._world)
-        means, lengths = means_over_ranks(self, self._engine, self._world), self._lengths()
-        return ((mean.name, self._whole(mean, lengths.get(mean.name))) for mean in means)
+        divisions = self._divisions()
+        means = means_over_ranks(self, self._engine, self._world, divisions)
+        return ((mean.name, self._whole(mean, divisions.get(mean.name))) for mean in means)
 
-    def _whole(self, mean: Mean, divided: tuple[int, int] | None) -> torch.Tensor | None:
-        """Return the mean of a tensor, whole, on rank 0; ``divided`` says along which dimension it is, and its length.
+    def _whole(self, mean: Mean, division: Division | None) -> torch.Tensor | None:
+        """Return the mean of a tensor, whole, on rank 0.
 
         The ranks of the first group have the means of all shards together, and buffers of their own.
         """
         is_first, is_buffer = self.process == 0, mean.name in dict(persistent_buffers(self._engine.module))
-        if self._world.rank or not (self._group.is_shared and (divided or is_buffer)):
+        if self._world.rank or not (self._group.is_shared and (division or is_buffer)):
             return mean.assemble(is_kept=is_first)
         with self._engine.fatal():
-            if divided is not None:
+            if division is not None:
                 assert isinstance(self._group, PartitionedGroup)
-                return gather_shards(mean, *divided, self._group)
+                return gather_shards(mean, division, self._group)
             tensor = mean.assemble(is_kept=True)
             assert tensor is not None
             self._group.average_(mean.name, tensor)

@@ -9,7 +9,7 @@ import torch
 from gossip.errors import CheckpointError, reason
 from gossip.parameters.buckets import is_mixable
 from gossip.parameters.buffers import is_averaged
-from gossip.sharding.shard_mesh import chunk_length
+from gossip.sharding.shard_mesh import Division
 from gossip.step.state.algorithm_state import for_new_world, weight_of
 
 _Path = tuple[Any, ...]
@@ -100,12 +100,11 @@ def _map_floats(tree: Any, path: _Path, function: Callable[[_Path, torch.Tensor]
 def reshard(
     states: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, torch.Size],
-    lengths: Mapping[str, tuple[int, int]],
+    divisions: Mapping[str, Division],
     names: Sequence[Sequence[str]],
     place: int,
-    num_shards: int,
 ) -> dict[str, Any]:
-    """Return the state of one of ``num_shards`` shards. Local.
+    """Return the state of the shard of this place. Local.
 
     Raises CheckpointError: the shards do not make up a parameter of that length.
 
@@ -113,8 +112,8 @@ def reshard(
     ----------
     states : sequence of mapping
         The sections of the files of the old shards, in order. Rows that pad them are zeros.
-    lengths : mapping of str to (int, int)
-        By the name of a parameter that is divided now, the dimension along which it is, and its whole length there.
+    divisions : mapping of str to Division
+        By the name of a parameter that is divided now, how it is.
     names : sequence of sequence of str
         For each optimizer the names of its parameters, in the order of its groups.
 
@@ -122,51 +121,58 @@ def reshard(
     -------
     dict
         Parameters, and those tensors of the optimizers that have a parameter's shape, are divided anew. Float buffers
-        are the means over the old shards, all else is the first one's. Accumulated gradients, what was in flight and
-        what the algorithm keeps are left out.
+        are the means over the old shards, all else is that of the first one that has any of the parameter. Accumulated
+        gradients, what was in flight and what the algorithm keeps are left out.
     """
     first = states[0]
 
     def joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        shape, part = shapes[name], parts[0]
-        if part.shape == shape:  # every shard has it whole, or the first one all of it
-            return part
-        others = [index for index in range(len(shape)) if index >= part.dim() or part.shape[index] != shape[index]]
-        if part.dim() != len(shape) or len(others) != 1 or len(parts) * part.shape[others[0]] < shape[others[0]]:
+        shape, found = shapes[name], [part.shape for part in parts]
+        if all(each == shape for each in found):  # every shard has it whole, or the first one all of it
+            return parts[0]
+        others = [
+            index for index, size in enumerate(shape) if any(each[index : index + 1] != (size,) for each in found)
+        ]
+        is_alike = all(len(each) == len(shape) for each in found) and len(others) == 1
+        if not is_alike or sum(each[others[0]] for each in found) < shape[others[0]]:
             raise CheckpointError(
-                f"parameter {name!r} has the shape {list(shape)}, which {len(parts)} shards of {list(part.shape)} in "
+                f"parameter {name!r} has the shape {list(shape)}, which {len(parts)} shards of {list(found[0])} in "
                 "the checkpoint do not make up; build the model as it was when it was saved"
             )
         return torch.cat(list(parts), others[0]).narrow(others[0], 0, shape[others[0]])
 
     def divided(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = joined(name, parts)
-        if name not in lengths:
+        if (division := divisions.get(name)) is None:
             return whole
-        dimension, length = lengths[name]
-        chunk = chunk_length(length, num_shards)
-        own = whole.split(chunk, dimension)[place : place + 1]
+        own = division.part(whole, place)
         shape = list(whole.shape)
-        shape[dimension] = chunk
+        shape[division.dimension] = division.lengths[place]
         part = whole.new_zeros(shape)
-        for values in own:
-            part.narrow(dimension, 0, values.shape[dimension]).copy_(values)
+        part.narrow(division.dimension, 0, own.shape[division.dimension]).copy_(own)
         return part
+
+    def of_entry(name: str, values: Sequence[Any]) -> Any:
+        parts = [state["parameters"][name] for state in states]
+        tensors = [
+            part.new_zeros(part.shape) if each is None else each for part, each in zip(parts, values, strict=True)
+        ]
+        if all(
+            isinstance(each, torch.Tensor) and each.shape == part.shape
+            for part, each in zip(parts, tensors, strict=True)
+        ):
+            return divided(name, tensors)
+        return next(each for each in values if each is not None)
 
     def of_optimizer(number: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         numbers = [each for group in saved["param_groups"] for each in group["params"]]
-        name_of = dict(zip(numbers, names[number], strict=True))
         entries = {}
-        for key, entry in saved["state"].items():
-            name = name_of[key]
-            shape = first["parameters"][name].shape
-            entries[key] = {
-                field: divided(name, [state["optimizers"][number]["state"][key][field] for state in states])
-                if isinstance(value, torch.Tensor) and value.shape == shape
-                else value
-                for field, value in entry.items()
-            }
-        return {**saved, "state": entries}
+        for key, name in zip(numbers, names[number], strict=True):
+            held = [state["optimizers"][number]["state"].get(key, {}) for state in states]
+            fields = dict.fromkeys(field for entry in held for field in entry)
+            if name not in divisions or divisions[name].lengths[place]:
+                entries[key] = {field: of_entry(name, [entry.get(field) for entry in held]) for field in fields}
+        return {**saved, "state": {key: entry for key, entry in entries.items() if entry}}
 
     return {
         **first,

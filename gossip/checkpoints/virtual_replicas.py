@@ -12,6 +12,7 @@ from gossip.checkpoints.model_description import describe_model, describe_optimi
 from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
+from gossip.optimizers.scopes import IMPLEMENTATION, elementwise_keys, has_shape
 from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.serializable_state import compact
@@ -19,7 +20,6 @@ from gossip.private_torch import is_in_backward
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state
 from gossip.step.state.replica_state import optimizer_state
 from gossip.virtual.shards import Shard, average_of, deal_, written
-from gossip.virtual.stacked_optimizers import IMPLEMENTATION, elementwise_keys, has_shape
 from gossip.virtual.workers import VirtualWorkers
 from gossip.wrapper import DEFAULT_TIMEOUT
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -121,19 +122,23 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[tuple[str, nn.Parameter]], cap_bytes: int, first_index: int = 0
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    cap_bytes: int,
+    first_index: int = 0,
+    numels: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Bucket, ...]:
     """Move floating point parameters that do not overlap in memory into the blocks of buckets, in launch order.
 
     Buckets are filled in reverse order of registration, which is about the order in which gradients arrive, separately
-    per dtype and device. A parameter larger than ``cap_bytes`` gets a bucket of its own.
+    per dtype and device. A parameter larger than ``cap_bytes`` gets a bucket of its own. ``numels`` are those by which
+    buckets are filled where other ranks have more or less of a parameter.
     """
     plan: list[list[tuple[str, nn.Parameter]]] = []
     last_position: list[int] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for position, (name, parameter) in enumerate(reversed(list(parameters))):
         key = (parameter.dtype, parameter.device)
-        size = _slot_numel(parameter) * parameter.dtype.itemsize
+        size = numels.get(name, _slot_numel(parameter)) * parameter.dtype.itemsize
         bucket, filled = open_buckets.get(key, (-1, cap_bytes))
         if bucket < 0 or filled + size > cap_bytes:
             bucket, filled = len(plan), 0
@@ -261,8 +266,13 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    unit = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)
-    return -(-_span(parameter.shape, parameter.stride()) // unit) * unit
+    return aligned_numel(_span(parameter.shape, parameter.stride()), parameter.dtype)
+
+
+def aligned_numel(numel: int, dtype: torch.dtype) -> int:
+    """Return how many elements of a block a parameter takes that spans ``numel``."""
+    unit = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+    return -(-numel // unit) * unit
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

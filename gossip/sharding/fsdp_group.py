@@ -26,6 +26,7 @@ from gossip.private_torch import (
     sum_by,
 )
 from gossip.sharding.local_group import PartitionedGroup, Steps
+from gossip.sharding.shard_mesh import Division
 
 
 class FSDPShards(nn.Module):
@@ -79,9 +80,12 @@ class FSDPShards(nn.Module):
                     "assign=True, or module.to()); copy values in place, or close() the model and wrap the module again"
                 )
 
-    def lengths(self) -> dict[str, tuple[int, int]]:
-        """By a parameter's name the dimension along which it is divided, and its whole length there. Local."""
-        return {name: (each.dimension, each.sharded.shape[each.dimension]) for name, each, _ in self._shards}
+    def divisions(self, num_shards: int) -> dict[str, Division]:
+        """By a parameter's name how it is divided. Local."""
+        return {
+            name: Division.even(each.dimension, each.sharded.shape[each.dimension], num_shards)
+            for name, each, _ in self._shards
+        }
 
     def close(self) -> None:
         """Remove the hooks; the module keeps its values, in the memory that the plain parameters have now. Local."""
@@ -159,8 +163,8 @@ class FSDPGroup(PartitionedGroup):
     def changed(self) -> None:
         self.replica.reshard()
 
-    def lengths(self) -> Mapping[str, tuple[int, int]]:
-        return self.replica.lengths()
+    def divisions(self) -> Mapping[str, Division]:
+        return self.replica.divisions(self.num_shards)
 
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""

@@ -17,7 +17,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.names import named_buffers
-from gossip.sharding.shard_mesh import DIMENSIONS
+from gossip.sharding.shard_mesh import DIMENSIONS, Division, chunk_length
 
 
 class Steps(Protocol):
@@ -54,6 +54,8 @@ class LocalGroup:
 
     def __init__(self, module: nn.Module, replica: nn.Module) -> None:
         self.module, self.replica = module, replica
+        self.described = replica
+        """What must be alike on all ranks of all groups."""
 
     # ------------------------------------------------------------------ construction
 
@@ -134,9 +136,15 @@ class LocalGroup:
         del what
         return list(values)
 
-    def lengths(self) -> Mapping[str, tuple[int, int]]:
-        """Return by a divided parameter's name the dimension along which it is, and its length there. Local."""
+    def divisions(self) -> Mapping[str, Division]:
+        """Return by name how the parameters that are divided are. Local."""
         return {}
+
+    def numels_of_uneven(self) -> Mapping[str, int]:
+        """Return, of what is not divided evenly, how many elements each rank would have if it were. Local."""
+        wholes = dict(self.module.named_parameters())
+        uneven = (name for name, division in self.divisions().items() if not division.is_even)
+        return {name: chunk_length(wholes[name].numel(), self.num_shards) for name in uneven}
 
     def gather_json(self, content: Any, what: str) -> list[Any]:
         """Return the plain data of each rank of the group. Collective over the group."""

@@ -1,7 +1,12 @@
 """The mesh of shard groups: who shares a replica, and who gossips with whom."""
 
+from __future__ import annotations
+
 import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,3 +88,57 @@ def make_shard_mesh(local_size: int | None = None, device_type: str | None = Non
 def chunk_length(length: int, num_shards: int) -> int:
     """How many rows each shard has of ``length``, the last ones padded with zeros."""
     return -(-length // num_shards)
+
+
+class Division(NamedTuple):
+    """How a tensor is divided among the shards of a replica.
+
+    Attributes
+    ----------
+    dimension : int
+        Along which it is.
+    starts : tuple of int, [num_shards + 1]
+        Where each shard's part begins, and at last the whole length.
+    lengths : tuple of int, [num_shards]
+        How long the tensor is on each shard, padded with zeros.
+    """
+
+    dimension: int
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def even(cls, dimension: int, length: int, num_shards: int) -> Division:
+        """Equal parts, but for the padding."""
+        chunk = chunk_length(length, num_shards)
+        starts = (min(place * chunk, length) for place in range(num_shards + 1))
+        return cls(dimension, tuple(starts), (chunk,) * num_shards)
+
+    @classmethod
+    def owned(cls, length: int, owner: int, num_shards: int) -> Division:
+        """All rows on one shard."""
+        lengths = tuple(length * (place == owner) for place in range(num_shards))
+        return cls(0, (0, *itertools.accumulate(lengths)), lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the tensor has one shape on all shards."""
+        return len(set(self.lengths)) == 1
+
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the whole, from that of a shard's tensor."""
+        return [self.starts[-1] if place == self.dimension else size for place, size in enumerate(shape)]
+
+    def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
+        """Return a shard's part of the whole, without padding, as a view."""
+        return whole.narrow(self.dimension, self.starts[place], self.starts[place + 1] - self.starts[place])
+
+
+def owners_of(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
+    """Deal what cannot be divided to shards: the largest first, each to the shard that has least so far."""
+    held = [0] * num_shards
+    owners = {}
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        owners[name] = held.index(min(held))
+        held[owners[name]] += sizes[name]
+    return owners

@@ -1,7 +1,9 @@
 """Ranks that each have the whole module, and divide its gradients, optimizer state, updates and messages."""
 
+import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -10,29 +12,33 @@ from torch import nn
 from gossip.communication.world import World
 from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
-from gossip.parameters.buckets import Bucket, check_parameters, describe_tensor
+from gossip.parameters.buckets import Bucket, aligned_numel, check_parameters, describe_tensor
 from gossip.parameters.names import named_parameters
 from gossip.private_torch import call_gradient_hooks, mirror_module
 from gossip.sharding.local_group import PartitionedGroup, Steps
-from gossip.sharding.shard_mesh import chunk_length
+from gossip.sharding.shard_mesh import Division, owners_of
 
 
 class ZeroShards(nn.Module):
     """This rank's rows of the parameters that are trained, under the names of the module.
 
-    Its parameters are plain tensors, [rows of a rank, ...], padded with zeros to those of the first rank. Frozen
-    parameters and buffers are the module's own.
+    Its parameters are plain tensors, [rows of a rank, ...], padded with zeros to those of the first rank. Those that
+    are ``undivided`` are whole on one rank and empty on the others. Frozen parameters and buffers are the module's own.
 
-    ``wholes`` are the module's parameters that are trained, by name. ValueError if one cannot be divided.
+    ``wholes`` are the module's parameters that are trained, by name, and ``divisions`` how each is divided. ValueError
+    if one cannot be.
     """
 
     _module: nn.Module
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(self, module: nn.Module, world: World, undivided: Container[str]) -> None:
         super().__init__()
         object.__setattr__(self, "_module", module)
         self._world = world
         self.wholes: dict[str, nn.Parameter] = {}
+        self.divisions: dict[str, Division] = {}
+        sizes = {name: each.numel() for name, each in named_parameters(module) if name in undivided}
+        owners, size = owners_of(sizes, world.world_size), world.world_size
         replacements: dict[int, nn.Parameter] = {}
         for name, whole in named_parameters(module):
             if whole.dim() == 0 and whole.requires_grad:
@@ -43,7 +49,9 @@ class ZeroShards(nn.Module):
             replacements[id(whole)] = whole
             if whole.requires_grad:
                 self.wholes[name] = whole
-                num_rows = chunk_length(len(whole), world.world_size)
+                divides = partial(Division.owned, owner=owners[name]) if name in owners else partial(Division.even, 0)
+                self.divisions[name] = divides(len(whole), num_shards=size)
+                num_rows = self.divisions[name].lengths[world.rank]
                 replacements[id(whole)] = nn.Parameter(whole.new_zeros(num_rows, *whole.shape[1:]))
         mirror_module(module, self, replacements)
         self._locals = dict(named_parameters(self))
@@ -80,15 +88,37 @@ class ZeroShards(nn.Module):
                     f"parameter {name!r} was converted to {describe_tensor(whole)}, but this rank's rows of it are "
                     f"{describe_tensor(rows)}; close() the model and wrap the module again"
                 )
-            own = whole[self._world.rank * len(rows) :][: len(rows)]
+            own = self.divisions[name].part(whole, self._world.rank)
             rows[: len(own)].copy_(own)
             rows[len(own) :].zero_()
 
 
-def _by_rank(whole: torch.Tensor, stack: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the rows of each rank that has any: those of a whole tensor, and those in the stack, without padding."""
-    for part, rows in zip(whole.split(stack.shape[1]), stack, strict=False):
-        yield part, rows[: len(part)]
+class _RowLayout:
+    """Where the rows of a bucket's parameters are among those of each rank: for this one, as in the bucket's block."""
+
+    def __init__(self, bucket: Bucket, shards: ZeroShards) -> None:
+        self._names, self._shards = bucket.names, shards
+        self._places: list[list[int]] = []
+        ends = []
+        divisions = [shards.divisions[name] for name in bucket.names]
+        for rank in range(len(divisions[0].lengths)):
+            numels = [
+                aligned_numel(division.lengths[rank] * math.prod(parameter.shape[1:]), parameter.dtype)
+                for division, parameter in zip(divisions, bucket.parameters, strict=True)
+            ]
+            *places, end = itertools.accumulate(numels, initial=0)
+            self._places.append(places)
+            ends.append(end)
+        self.width = max(*ends, bucket.block.numel())
+
+    def parts(
+        self, number: int, whole: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, of a whole tensor of the bucket, the part of each rank, and where it is in ``rows``, [k, width]."""
+        division = self._shards.divisions[self._names[number]]
+        for rank, places in enumerate(self._places):
+            part = division.part(whole, rank)
+            yield part, rows[rank, places[number] : places[number] + part.numel()].view(part.shape)
 
 
 _MAX_PENDING = 1  # operations that run beside the backward pass; each holds the whole values of a bucket
@@ -106,9 +136,10 @@ class ZeroGroup(PartitionedGroup):
     replica: ZeroShards
     _steps: Steps
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(self, module: nn.Module, world: World, undivided: Container[str] = ()) -> None:
         check_parameters(module)
-        super().__init__(module, ZeroShards(module, world), world)
+        super().__init__(module, ZeroShards(module, world, undivided), world)
+        self.described = module  # ranks may have other shapes of it
         self._buckets: list[Bucket] = []
         self._reductions: deque[Callable[[], None]] = deque()
         self._gatherings: deque[Callable[[], None]] = deque()
@@ -121,6 +152,7 @@ class ZeroGroup(PartitionedGroup):
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         self._buckets, self._steps = list(buckets), steps
+        self._layouts = [_RowLayout(bucket, self.replica) for bucket in self._buckets]
         super().attach(self._buckets, steps)
         for bucket in self._buckets:
             for name in bucket.names:
@@ -174,18 +206,18 @@ class ZeroGroup(PartitionedGroup):
     def _reduce_next(self, where: str = "in the backward pass") -> None:
         bucket = self._buckets[self._num_begun]
         self._num_begun += 1
-        block = bucket.block
-        shape, dtype = (self.num_shards, block.numel() + len(bucket.names)), accumulation_dtype(block.dtype)
+        block, layout = bucket.block, self._layouts[bucket.index]
+        shape, dtype = (self.num_shards, layout.width + len(bucket.names)), accumulation_dtype(block.dtype)
         rows = torch.zeros(shape, dtype=dtype, device=block.device)
-        values, has_gradient = rows[:, : block.numel()], rows[:, block.numel() :]
+        has_gradient = rows[:, layout.width :]
         has_all = True
-        for number, (name, stack) in enumerate(zip(bucket.names, bucket.views(values), strict=True)):
+        for number, name in enumerate(bucket.names):
             whole = self.replica.wholes[name]
             if whole.grad is None:
                 has_all = False
                 continue
             has_gradient[:, number] = 1.0
-            for part, own in _by_rank(whole.grad, stack):
+            for part, own in layout.parts(number, whole.grad, rows):
                 own.copy_(part)
             whole.grad = None
         what = f"bucket {bucket.index}, {where}: averaging gradients over the ranks of the group"
@@ -194,8 +226,8 @@ class ZeroGroup(PartitionedGroup):
 
     @torch.no_grad()
     def _hand_over(self, bucket: Bucket, wait: Callable[[], torch.Tensor], has_all: bool) -> None:
-        row = wait()
-        mean, counts = row[: bucket.block.numel()].div(self.num_shards), row[bucket.block.numel() :]
+        row, width = wait(), self._layouts[bucket.index].width
+        mean, counts = row[: bucket.block.numel()].div(self.num_shards), row[width:]
         is_found = [True] * len(bucket.names) if has_all else (counts > 0).tolist()
         for parameter, gradient, found in zip(bucket.parameters, bucket.views(mean), is_found, strict=True):
             if not found:
@@ -210,8 +242,8 @@ class ZeroGroup(PartitionedGroup):
         if index >= len(self._buckets):
             return  # of buffers
         bucket = self._buckets[index]
-        rows = bucket.block.new_empty(self.num_shards, bucket.block.numel())
-        rows[self.place].copy_(bucket.block)
+        rows = bucket.block.new_empty(self.num_shards, self._layouts[index].width)
+        rows[self.place, : bucket.block.numel()].copy_(bucket.block)
         wait = self.rows.begin_gather(rows, f"bucket {index}: gathering parameters from the ranks of the group")
         self._gatherings.append(partial(self._push, bucket, rows, wait))
         _end(self._gatherings, _MAX_PENDING)
@@ -220,8 +252,8 @@ class ZeroGroup(PartitionedGroup):
     def _push(self, bucket: Bucket, rows: torch.Tensor, wait: Callable[[], None]) -> None:
         """Write gathered rows to the module's parameters."""
         wait()
-        for name, stack in zip(bucket.names, bucket.views(rows), strict=True):
-            for part, own in _by_rank(self.replica.wholes[name], stack):
+        for number, name in enumerate(bucket.names):
+            for part, own in self._layouts[bucket.index].parts(number, self.replica.wholes[name], rows):
                 part.copy_(own)
 
     def finish_step(self) -> None:
@@ -251,8 +283,8 @@ class ZeroGroup(PartitionedGroup):
             gradient = gradients.get(name)
             whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
 
-    def lengths(self) -> Mapping[str, tuple[int, int]]:
-        return {name: (0, len(whole)) for name, whole in self.replica.wholes.items()}
+    def divisions(self) -> Mapping[str, Division]:
+        return self.replica.divisions
 
 
 def _end(pending: deque[Callable[[], None]], most_left: int = 0) -> None:

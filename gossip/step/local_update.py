@@ -58,6 +58,7 @@ class Updater:
         self._num_held = num_held(self.optimizers)
         self._has_overflowed = False
         self._by_bucket: list[list[BucketOptimizer]] = []
+        self._empty: set[int] = set()  # the ids of parameters that another rank of the group has whole
         self.add(buckets)
 
     def add(self, buckets: Sequence[AnyBucket]) -> None:
@@ -66,6 +67,7 @@ class Updater:
         self._by_bucket += [
             [BucketOptimizer(optimizer, bucket.parameters) for optimizer in self.optimizers] for bucket in buckets
         ]
+        self._empty |= {id(each) for bucket in buckets for each in bucket.parameters if not each.numel()}
 
     def check_held(self) -> None:
         """Refuse a parameter that was added to an optimizer during training, but that the module does not have."""
@@ -92,9 +94,16 @@ class Updater:
                 if self._clip_grad_norm is not None:
                     _clip_(bucket.parameters, self._clip_grad_norm, norm)
                 direct()
+                self._leave_out_empty(bucket.parameters)
                 for optimizer in self._by_bucket[bucket.index]:
                     optimizer.step()
             for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _leave_out_empty(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take their gradients from parameters of which this rank has nothing: not every optimizer can step them."""
+        for parameter in parameters if self._empty else ():
+            if id(parameter) in self._empty:
                 parameter.grad = None
 
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
@@ -107,6 +116,7 @@ class Updater:
             if not overflowed and (not gradients or self._clip_all_if_finite_(gradients, step, meter)):
                 if gradients:
                     direct()
+                self._leave_out_empty(self._parameters)
                 for optimizer in self.optimizers:
                     optimizer.step()
             for parameter in self._parameters:
@@ -132,6 +142,7 @@ class Updater:
             if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
                 return None if evaluated is None else evaluated.loss
             direct()
+            self._leave_out_empty(parameter for group in optimizer.param_groups for parameter in group["params"])
             if evaluated is None:
                 return make_step(optimizer)
             evaluated.hand_over(f"rank {self._rank}: step {step}")

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,21 @@ from gossip.optimizers.bucket_optimizer import (
     step_of,
     view_of,
 )
+from gossip.optimizers.scopes import (
+    COUNTER,
+    Scope,
+    elementwise_keys,
+    has_rows,
+    has_shape,
+    scope_of,
+    state_of_other_shapes,
+)
 from gossip.private_torch import note_step_called
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]
 """The stacks of each of the module's parameters, by the parameter's id: one per device."""
-COUNTER = "step"
 _STEPS_BY_ROW = "_gossip_steps_by_row"
 """The attribute of optimizers that need a parameter as it is, not stacked: they step over one row after the other."""
-IMPLEMENTATION = {"capturable": False, "fused": None, "foreach": None}
-"""The constants of a group that choose an implementation; the default implementation runs anywhere."""
 
 
 def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, stacks: Stacks) -> tuple[Optimizer, ...]:
@@ -41,10 +47,26 @@ def build_stacked_optimizers(optimizer: OptimizerArgument, module: nn.Module, st
     """
     optimizers = build_optimizers(optimizer, module, in_backward=True, by_bucket=True)
     for optimizer in optimizers:
-        if not _is_elementwise(optimizer):
-            setattr(optimizer, _STEPS_BY_ROW, True)
+        _note_scope(optimizer)
         stack_groups(optimizer, stacks)
     return optimizers
+
+
+def _note_scope(optimizer: Optimizer) -> None:
+    """Let an optimizer step by rows if it needs them as they are; ValueError if replicas cannot be stacked for it."""
+    try:
+        scope = scope_of(optimizer)
+        other = "it looks at several parameters at once" * (scope is Scope.REPLICA)
+        if scope is Scope.PARAMETER:
+            setattr(optimizer, _STEPS_BY_ROW, True)
+            other = state_of_other_shapes(optimizer)
+    except Exception as error:
+        other = " ".join(str(error).split())
+    if other:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} cannot update replicas that are stacked: {other}; choose another "
+            "one, such as SGD, AdamW or Muon, or train in processes (GossipDataParallel)"
+        )
 
 
 def stack_groups(optimizer: Optimizer, stacks: Stacks) -> None:
@@ -96,7 +118,7 @@ def _step_by_row(optimizer: Optimizer) -> None:
                 row = nn.Parameter(values)
                 row.grad = gradient
                 own = {
-                    key: value[number] if _has_rows(key, value, stack) else copy.deepcopy(value)
+                    key: value[number] if has_rows(key, value, stack) else copy.deepcopy(value)
                     for key, value in entry.items()
                 }
                 view.param_groups, view.state = [{**group, "params": [row]}], defaultdict(dict, {row: own})
@@ -104,7 +126,7 @@ def _step_by_row(optimizer: Optimizer) -> None:
                 after.append((row, view.state[row]))
             for key in after[0][1]:
                 rows = [state[key] for _, state in after]
-                entry[key] = torch.stack(rows) if _has_rows(key, rows[0], after[0][0]) else rows[0]
+                entry[key] = torch.stack(rows) if has_rows(key, rows[0], after[0][0]) else rows[0]
 
 
 def step_counters(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
@@ -135,101 +157,6 @@ def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
             "a parameter was added to an optimizer that already holds it, and would be updated twice; add only "
             "parameters that no group holds"
         )
-
-
-def has_shape(value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether an entry of an optimizer's state has one value per element of the parameter."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
-
-
-def elementwise_keys(entries: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
-    """Return the keys of an optimizer's state, given by parameter, with one value per element of the parameter.
-
-    Parameters without dimensions are no evidence, because counters have none either.
-    """
-    entries = list(entries)
-    entries = [(parameter, entry) for parameter, entry in entries if parameter.dim()] or entries
-    return {key for parameter, entry in entries for key, value in entry.items() if _has_rows(key, value, parameter)}
-
-
-def _has_rows(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    return key != COUNTER and has_shape(value, parameter)
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer updates stacked replicas as it does separate ones, checked on two small matrices.
-
-    Raises ValueError: it does not, and not if it steps over one row of the stack after the other either.
-    """
-    source = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(4, 2, 3, 3, generator=source, dtype=torch.float64).unbind()
-    is_elementwise = True
-    for group in optimizer.param_groups:
-        try:
-            apart = _probe(optimizer, group, list(values), [gradient.unbind() for gradient in gradients])
-            stacked = [values], [[gradient] for gradient in gradients]
-            try:
-                together = _probe(optimizer, group, *stacked)
-            except Exception:
-                together = [torch.full_like(values, torch.nan)]
-            if not torch.allclose(torch.stack(apart), together[0]):
-                is_elementwise = False
-                together = _probe(optimizer, group, *stacked, step=_step_by_row)
-        except Exception as error:
-            raise ValueError(f"{_refusal(optimizer)} ({' '.join(str(error).split())})") from error
-        if not torch.allclose(torch.stack(apart), together[0]):
-            raise ValueError(_refusal(optimizer))
-    return is_elementwise
-
-
-def _refusal(optimizer: Optimizer) -> str:
-    return (
-        f"optimizer {type(optimizer).__name__} does not update each parameter by itself, or keeps of it what has "
-        "another shape, so stacked replicas would affect each other; choose one that does, such as SGD, AdamW or Muon, "
-        "or train in processes (GossipDataParallel)"
-    )
-
-
-def _probe(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    values: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    step: Callable[[Any], object] | None = None,
-) -> list[torch.Tensor]:
-    """Return ``values`` after steps of an optimizer with the same class, constants and counters.
-
-    ValueError if it keeps a tensor of another shape than a parameter's.
-    """
-    probe, parameters = view_of(optimizer), [nn.Parameter(each.clone()) for each in values]
-    constants = group | {key: value for key, value in IMPLEMENTATION.items() if key in group}
-    if "lr" in group:
-        constants["lr"] = 0.1  # a schedule may start at 0, where nothing would change
-    probe.param_groups = [constants | {"params": parameters}]
-    probe.state = defaultdict(dict)
-    known: dict[str, Any] = next(
-        (
-            optimizer.state[parameter]
-            for parameter in group["params"]
-            if parameter.numel() and parameter in optimizer.state
-        ),
-        {},
-    )
-    elementwise = elementwise_keys(optimizer.state.items())
-    for key, value in known.items():
-        for parameter in parameters:
-            if key in elementwise:
-                probe.state[parameter][key] = torch.full_like(parameter.detach(), float(value.flatten()[0]))
-            else:
-                probe.state[parameter][key] = copy.deepcopy(value)
-    for of_replica in gradients:
-        for parameter, gradient in zip(parameters, of_replica, strict=True):
-            parameter.grad = gradient.clone()
-        (step or step_of(optimizer))(probe)
-    for key, value in probe.state[parameters[0]].items() if step is not None else ():
-        if isinstance(value, torch.Tensor) and value.dim() and not has_shape(value, parameters[0]):
-            raise ValueError(f"its state has {key!r}, {list(value.shape)}, for a parameter {list(values[0].shape[1:])}")
-    return [parameter.detach() for parameter in parameters]
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from gossip.compression.conversation import accumulation_dtype
 from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 from gossip.optimizers.bucket_optimizer import num_held
+from gossip.optimizers.scopes import COUNTER
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_optimizers import (
-    COUNTER,
     Stacks,
     check_stacks_held,
     left_alone,

@@ -39,7 +39,11 @@ ALLOWED: Mapping[str, tuple[_Package, ...]] = {
     "wrapper": (_Package("gossip", "gossip.wrapper"),),
     "algorithm": (_Package("gossip", "gossip.algorithms"), _OPTIMIZERS),
     "compression": (_Package("gossip", "gossip.compression"),),
-    "optimizer": (_OPTIMIZERS, _Package("gossip", "gossip.optimizers.accum_adam")),
+    "optimizer": (
+        _OPTIMIZERS,
+        _Package("gossip", "gossip.optimizers.accum_adam"),
+        _Package("gossip", "gossip.optimizers.muon_adamw"),
+    ),
     "scheduler": (_Package("gossip", "gossip.lab.experiments.lr_schedules", functions=True), _OPTIMIZERS),
 }
 """The allowed definitions by config section, which apply to nested targets too."""

@@ -36,6 +36,7 @@ from gossip.exchange.transport_names import resolve_transport
 from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
 from gossip.optimizers.foreign_optimizers import OptimizerWatch
 from gossip.optimizers.loss_scale import SharedScaler
+from gossip.optimizers.scopes import names_needed_whole
 from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.double_wrapping import Outermost
@@ -94,7 +95,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
         check_not_wrapped(module, may_be_sharded=local is not None)
         group = LocalGroup(module, module) if local is None else _make_local_group(module, arguments, local)
         module = group.replica
-        topology, algorithm, compression, optimizers, manifest = _check(module, arguments, world)
+        topology, algorithm, compression, optimizers, manifest = _check(group, arguments, world)
         if local is not None:
             has_compared = True
             compare_manifests(local, manifest)
@@ -113,7 +114,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
     trained = [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in named_parameters(module) if not parameter.requires_grad]
     bucket_cap_bytes = arguments.bucket_cap_bytes // group.num_shards
-    buckets = make_buckets(trained, bucket_cap_bytes)
+    buckets = make_buckets(trained, bucket_cap_bytes, numels=group.numels_of_uneven())
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
     group.start_equal_()
     world.broadcast_(values, "broadcasting parameters and buffers from rank 0")
@@ -253,7 +254,9 @@ def _make_local_group(module: nn.Module, arguments: Arguments, world: World) -> 
             f'shard="{arguments.shard}" is for a module that is not sharded, but fully_shard was applied to it; leave '
             "out one of them"
         )
-    return ZeroGroup(module, world) if arguments.shard == "optimizer" else ReplicaGroup(module, world)
+    if arguments.shard == "none":
+        return ReplicaGroup(module, world)
+    return ZeroGroup(module, world, names_needed_whole(arguments.optimizer, module))
 
 
 def make_flag(world: World, what: str) -> Flag:
@@ -279,8 +282,9 @@ def give_back(engine: StepEngine, world: World, optimizers: tuple[Optimizer, ...
 
 
 def _check(
-    module: nn.Module, arguments: Arguments, world: World
+    group: LocalGroup, arguments: Arguments, world: World
 ) -> tuple[Topology, Algorithm, Compression, tuple[Optimizer, ...], Manifest]:
+    module = group.replica
     topology = resolve_topology(arguments.topology, world.world_size)
     algorithm = resolve_algorithm(arguments.algorithm)
     compression = resolve_compression(arguments.compression)
@@ -301,7 +305,8 @@ def _check(
         **arguments.describe(),
         **describe_optimizers(optimizers),
     }
-    return topology, algorithm, compression, optimizers, build_manifest(module, topology, settings, arguments.replica)
+    manifest = build_manifest(group.described, topology, settings, arguments.replica)
+    return topology, algorithm, compression, optimizers, manifest
 
 
 def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: Compression) -> TransportFactory:

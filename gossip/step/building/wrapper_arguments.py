@@ -27,6 +27,7 @@ from gossip.exchange.transport import SoftDeadline, TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
 from gossip.optimizers.closures import requires_closure
+from gossip.optimizers.scopes import Scope, known_scope_of
 from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters
 from topologies import Topology
@@ -379,7 +380,7 @@ def check_combination(
             }
         )
     elif arguments.mesh is not None:
-        _check_divided(optimizers)
+        _check_divided(optimizers, arguments.shard)
     if algorithm.is_asynchronous:
         _check_asynchronous(arguments, algorithm, compression, optimizers)
     elif arguments.soft_deadline_s is not None:
@@ -421,18 +422,16 @@ def _check_asynchronous(
     )
 
 
-_NEEDS_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
-
-
-def _check_divided(optimizers: tuple[Optimizer, ...]) -> None:
-    """Refuse optimizers that need whole parameters, where each rank has a part of every parameter."""
+def _check_divided(optimizers: tuple[Optimizer, ...], shard: str | None) -> None:
+    """Refuse optimizers that need more of a replica than a rank of a group has."""
     for optimizer in optimizers:
-        if isinstance(optimizer, _NEEDS_MATRICES) or requires_closure(optimizer):
-            needed = "whole matrices" if isinstance(optimizer, _NEEDS_MATRICES) else "all parameters of a replica"
+        scope = known_scope_of(optimizer)
+        if scope is Scope.REPLICA or (scope is Scope.PARAMETER and shard is None):
+            needed = "all parameters of a replica" if scope is Scope.REPLICA else "whole parameters"
             raise ValueError(
                 f"mesh: {type(optimizer).__name__} computes its update from {needed}, but each rank of a group has a "
-                "part of every parameter; choose an optimizer that updates each element by itself (SGD, AdamW), or "
-                'shard="none"'
+                "part; choose an optimizer that updates each element by itself (SGD, AdamW), or "
+                + ('shard="none"' if scope is Scope.REPLICA else 'shard="optimizer", which deals them whole')
             )
 
 

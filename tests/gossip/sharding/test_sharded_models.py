@@ -284,7 +284,12 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
     "of whole matrices": (
         whole,
         {"optimizer": torch.optim.Adafactor},
-        "Adafactor computes its update from whole matri",
+        'Adafactor computes its update from whole parameters, .* or shard="optimizer", which deals them whole',
+    ),
+    "of all parameters": (
+        lambda _: nn.Linear(4, 4),
+        {"optimizer": torch.optim.LBFGS, "shard": "optimizer", "step_in_backward": False},
+        'LBFGS computes its update from all parameters of a replica, .* or shard="none"',
     ),
     "gathered in fp8": (
         lambda mesh: whole(mesh, param_dtype=torch.float8_e4m3fn),
