@@ -9,6 +9,7 @@ from gossip.algorithms.base import VALUES as VALUES
 from gossip.algorithms.base import Algorithm, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.decentlam import DecentLaM
+from gossip.algorithms.desloc import DESLOC
 from gossip.algorithms.diloco import DiLoCo
 from gossip.algorithms.factored_gossip import FactoredGossip
 from gossip.algorithms.gasloc import GASLoC
@@ -28,10 +29,11 @@ from gossip.algorithms.streaming_diloco import StreamingDiLoCo
 from topologies.registry import Registry
 
 __all__ = [
-    "ALGORITHMS", "AdamTracking", "AdaptThenCombine", "AdaptWhileCommunicating", "Algorithm", "Arrived", "Asynchronous",
-    "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "FactoredGossip", "GASLoC", "GossipPGA",
-    "GradientTracking", "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo", "PushSum",
-    "QuasiGlobalIntegral", "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo", "StreamingDiLoCo",
+    "ALGORITHMS", "DESLOC", "AdamTracking", "AdaptThenCombine", "AdaptWhileCommunicating", "Algorithm", "Arrived",
+    "Asynchronous", "BucketView", "DecentLaM", "DiLoCo", "ExactDiffusion", "Extra", "FactoredGossip", "GASLoC",
+    "GossipPGA", "GradientTracking", "IntegralCorrection", "Kept", "MomentumExchange", "MomentumTracking", "NoLoCo",
+    "PushSum", "QuasiGlobalIntegral", "QuasiGlobalMomentum", "RelaySum", "Requires", "SlowMo", "SparseLoCo",
+    "StreamingDiLoCo",
 ]  # fmt: skip
 
 ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
@@ -44,6 +46,7 @@ ALGORITHMS: Registry[Callable[..., Algorithm]] = Registry(
         "atc": AdaptThenCombine,
         "asynchronous": Asynchronous,
         "decentlam": DecentLaM,
+        "desloc": DESLOC,
         "diloco": DiLoCo,
         "exact_diffusion": ExactDiffusion,
         "extra": Extra,

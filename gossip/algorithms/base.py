@@ -204,10 +204,9 @@ class Algorithm:
         """Return the rounds that end the steps, round t ending step t; by default those of the topology."""
         return topology
 
-    @property
-    def messages_per_edge(self) -> int:
-        """The number of tensors like the values that a bucket's exchange sends along an edge, not counting scalars."""
-        return len(self.sends)
+    def messages_per_edge(self, step: int) -> int:
+        """Return how many tensors like the values a bucket sends along an edge after ``step``, not counting scalars."""
+        return sum(self.is_sent(channel, step) for channel in self.sends)
 
     @property
     def compression(self) -> Compression | None:
@@ -227,6 +226,11 @@ class Algorithm:
         """
         del step
         return type(self).arrive is not Algorithm.arrive and not round_.is_identity
+
+    def is_sent(self, channel: str, step: int) -> bool:
+        """Return whether the exchange after ``step`` sends a channel, whose differences else are zero."""
+        del channel, step
+        return True
 
     def channel_round(self, channel: str, round_: Round) -> Round:
         """Return the edges, among the round's, and weights by which a channel is sent; by default the round itself."""

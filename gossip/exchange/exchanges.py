@@ -149,8 +149,15 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         algorithm = self.algorithm
         return (*algorithm.sends, *algorithm.numbers) if self.holds_parameters(index) else (VALUES,)
 
-    def _edges(self, index: int, channel: str, round_: Round) -> Round:
-        """Return the edges of one channel of a bucket."""
+    def _edges(self, index: int, channel: str, round_: Round, step: int) -> Round:
+        """Return the edges of one channel of a bucket, of which there are none if it is not sent after ``step``."""
+        is_tensor = self.holds_parameters(index) and channel not in self.algorithm.numbers
+        if is_tensor and not self.algorithm.is_sent(channel, step):
+            return Round.identity(round_.world_size)
+        return self._most_edges(index, channel, round_)
+
+    def _most_edges(self, index: int, channel: str, round_: Round) -> Round:
+        """Return the edges of one channel of a bucket whenever it is sent."""
         return self.algorithm.channel_round(channel, round_) if self.holds_parameters(index) else round_
 
     def _is_in(self, step: int, round_: Round, rank: int) -> bool:

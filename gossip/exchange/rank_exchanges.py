@@ -168,7 +168,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             in_flight.surplus = row_sum(round_, self._rank) - 1
         with fast_range("gossip::send"):
             for number, (channel, (message,)) in enumerate(messages.items()):
-                edges = self._edges(index, channel, round_)
+                edges = self._edges(index, channel, round_, step)
                 in_flight.kinds[channel] = message.shape, accumulation_dtype(message.dtype), message.device
                 if self.transport is None or not (edges.peers(self._rank) or self.algorithm.is_asynchronous):
                     nothing = torch.zeros_like(message, dtype=accumulation_dtype(message.dtype))
@@ -241,7 +241,8 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         """Return the channels that are compared with what is usual, with their edges: of each edge the first one."""
         if self._watch is None or not self.holds_parameters(index) or self.algorithm.is_asynchronous:
             return {}
-        by_channel = {channel: self._edges(index, channel, in_flight.round) for channel in self.algorithm.sends}
+        round_, step = in_flight.round, in_flight.round_index
+        by_channel = {channel: self._edges(index, channel, round_, step) for channel in self.algorithm.sends}
         return {
             channel: edges
             for channel, edges in by_channel.items()
@@ -342,7 +343,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         asked: dict[int, torch.Tensor] = {}
         codecs = self._codecs_of(bucket, lambda message, _: asked.setdefault(id(message), message))
         for channel, codec in codecs.items():
-            edges = (self._edges(bucket.index, channel, round_) for round_ in rounds)
+            edges = (self._most_edges(bucket.index, channel, round_) for round_ in rounds)
             most = max(edges, key=lambda each: len(each.neighbours(self._rank)))
             values = self._like(self._views[bucket.index], channel).detach().to("meta")
             if not most.peers(self._rank):

@@ -168,7 +168,8 @@ class GossipSteps(Steps):
         if plan is None:
             return
         self._posted_in[bucket] = step
-        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes * self._algorithm.messages_per_edge)
+        num_bytes *= self._algorithm.messages_per_edge(step)
+        sent_s, arrives_s = plan.run(np.maximum(clock, self._free_s), num_bytes)
         self._free_s = np.where(plan.takes_part, sent_s, self._free_s)
         self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
 

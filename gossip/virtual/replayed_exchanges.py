@@ -277,8 +277,8 @@ class ReplayedExchanges(StackedExchanges):
         """Return the number of a block's bucket on a rank."""
         return next(number for number, (_, indices) in enumerate(self._blocks) if index in indices)
 
-    def _edges(self, index: int, channel: str, round_: Round) -> Round:
-        edges = super()._edges(index, channel, round_)
+    def _edges(self, index: int, channel: str, round_: Round, step: int) -> Round:
+        edges = super()._edges(index, channel, round_, step)
         number = self._number_of(index) + CHANNEL_STRIDE * self._channels(index).index(channel)
         missed = {(each.rank, each.source) for each in self._missed[self._step, number]}
         return without(edges, missed) if missed else edges

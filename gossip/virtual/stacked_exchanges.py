@@ -152,7 +152,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     ) -> StackedInFlight:
         in_flight = StackedInFlight(round_, step)
         for channel, blocks in messages.items():
-            edges = self._edges(index, channel, round_)
+            edges = self._edges(index, channel, round_, step)
             if (index, channel) in self.codecs:
                 in_flight.stacks[channel], sent = self._converse(index, channel, blocks, edges, step, meter)
             else:

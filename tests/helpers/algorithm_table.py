@@ -80,6 +80,19 @@ ROWS: dict[str, Row] = {
     "gasloc(outer)": Row(
         recursions.GASLoCWithMomentum, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": HEAVY_BALL}
     ),
+    **in_both_forms(
+        "desloc",
+        "awc",
+        Row(
+            recursions.DESLOC,
+            CHANGING,
+            options={"period": 1, "moments": {"exp_avg": 2, "exp_avg_sq": 3}, "form": "atc"},
+            momentum=None,
+        ),
+    ),
+    "desloc(momentum)": Row(
+        recursions.DESLOCOfMomentum, CHANGING, options={"period": 1, "moments": {"momentum_buffer": 3}, "form": "awc"}
+    ),
     **in_both_forms("gossip_pga", "atc", Row(recursions.GossipPGA, CHANGING, options=EVERY_3)),
     **in_both_forms(
         "noloco", "awc", Row(recursions.NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)

@@ -2,6 +2,8 @@
 
 # ruff: noqa: ARG002 - the methods of a recursion are all called with the step, needed or not
 
+import math
+
 import networkx as nx
 import numpy as np
 from quadratics import BUCKETS, Array, Problem, Sgd
@@ -174,6 +176,43 @@ class MomentumExchange(Recursion):
     def combine(self, step: int) -> None:
         super().combine(step)
         self.sgd.velocity = self.matrix(step) @ self.sgd.velocity
+
+
+class DESLOC(Recursion):
+    """With torch.optim.Adam; in each step an exchange, in every other one first moments, in every third one second."""
+
+    PERIODS = (2, 3)
+
+    def begin(self) -> None:
+        self.moments, self.made = [self.zeros, self.zeros], np.zeros((len(self.x), 1))
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        decays, news = (0.9, 0.999), (gradients, gradients**2)
+        pairs = zip(decays, self.moments, news, strict=True)
+        self.moments = [np.where(updated, decay * old + (1 - decay) * new, old) for decay, old, new in pairs]
+        self.made = self.made + updated
+        first, second = (each / (1 - decay**self.made) for each, decay in zip(self.moments, decays, strict=True))
+        self.x = self.x - np.where(updated, self.sgd.rates(step) * first / (np.sqrt(second) + 1e-8), 0)
+
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        for place, every in enumerate(self.PERIODS):
+            if is_in_turn(self.topology, every, step):
+                self.moments[place] = self.matrix(step) @ self.moments[place]
+
+
+class DESLOCOfMomentum(Recursion):
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        if is_in_turn(self.topology, 3, step):
+            self.sgd.velocity = self.matrix(step) @ self.sgd.velocity
+
+
+def is_in_turn(topology: Topology, every: int, exchange: int) -> bool:
+    """Whether it is the exchange of its block, the last one; after each cycle of rounds that it meets one earlier."""
+    common = math.gcd(every, topology.period)
+    num_cycles = exchange // every // (topology.period // common)
+    return exchange % every == every - 1 - num_cycles % common
 
 
 class HeavyBall(Recursion):

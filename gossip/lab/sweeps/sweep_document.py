@@ -334,7 +334,7 @@ def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -
         for step in range(0 if is_plain else num_steps):
             share = statistics.fmean(algorithm.is_exchanged(bucket, step) for bucket in range(num_buckets))
             num_edges = len(schedule.round(step).edges()[0]) if share else 0
-            messages[step] = algorithm.messages_per_edge * share * num_edges / topology.world_size
+            messages[step] = algorithm.messages_per_edge(step) * share * num_edges / topology.world_size
         expected = _mean(messages, first, summary["steps"]) * summary["parameter_bytes"]
         # By the bytes that were sent, so that it holds for any codec.
         ratio = expected / summary["bytes_sent_per_step"] if expected and summary["bytes_sent_per_step"] else 1.0

@@ -4,11 +4,13 @@ import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gossip
+import topologies
 from gossip import Algorithm, VirtualWorkers
 from gossip.algorithms import AdaptWhileCommunicating, DiLoCo, NoLoCo, RelaySum, SlowMo, SparseLoCo, StreamingDiLoCo
 
@@ -51,8 +53,8 @@ def test_one_rank_makes_the_outer_steps_of_two_with_the_same_data(algorithm: Alg
 def small(*, bucket_cap_mb: float = 1e-6, **options: Any) -> VirtualWorkers:
     """Four workers of a linear map, with a bucket for each of its two parameters."""
     torch.manual_seed(0)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    return VirtualWorkers(nn.Linear(3, 2).double(), 4, sgd, devices=["cpu"], bucket_cap_mb=bucket_cap_mb, **options)
+    arguments = {"optimizer": partial(torch.optim.SGD, lr=0.1), "topology": "complete"} | options
+    return VirtualWorkers(nn.Linear(3, 2).double(), 4, devices=["cpu"], bucket_cap_mb=bucket_cap_mb, **arguments)
 
 
 def step(workers: VirtualWorkers, number: int) -> None:
@@ -109,6 +111,36 @@ def test_what_is_written_while_messages_are_on_their_way_is_kept(algorithm: Algo
         step(workers, number)
     for mean, stack in zip(before, workers.parameters(), strict=True):
         torch.testing.assert_close(stack.detach().mean(0), mean + 1.0, rtol=0, atol=1e-12)
+
+
+def test_factored_gossip_on_the_complete_graph_is_diloco() -> None:
+    found = []
+    for algorithm in (DiLoCo(period=3), gossip.FactoredGossip(period=3, form="atc", outer_lr=0.7, outer_momentum=0.9)):
+        workers = small(algorithm=algorithm)
+        for number in range(9):
+            step(workers, number)
+        found.append(torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
+def test_each_round_of_a_topology_mixes_moments_as_often_as_any_other() -> None:
+    """Also where their period and the topology's have a common divisor: all ranks have the mean after one cycle."""
+    algorithm = gossip.DESLOC(period=2).on(topology := topologies.build("one_peer_exponential", 8))
+    for moment, every in algorithm.moments.items():
+        sent = [number for number in range(6 * every) if algorithm.is_sent(moment, 2 * number + 1)]
+        assert len(sent) == 6
+        for cycle in (sent[:3], sent[3:]):
+            product = np.linalg.multi_dot([topology.round(number).matrix() for number in cycle])
+            np.testing.assert_allclose(product, 1 / 8, atol=1e-15)
+
+
+def test_moments_that_no_optimizer_keeps_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'exp_avg_sq'.*, but the optimizer SGD .* moments=..momentum_buffer.: 3"
+    ):
+        small(algorithm=gossip.DESLOC(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"moments must map .*, got \{'values': 1\}"):
+        gossip.DESLOC(moments={"values": 1})
 
 
 class Overtaking(AdaptWhileCommunicating):

@@ -259,6 +259,7 @@ ROWS = {
 OTHERS = {
     "adam_tracking": Row(gossip.AdamTracking(), topology="ring", optimizer=partial(torch.optim.Adam, lr=RATE)),
     "decentlam": Row(gossip.DecentLaM(beta=0.5), topology="ring"),
+    "desloc": Row(gossip.DESLOC(period=2), topology="ring", optimizer=partial(torch.optim.Adam, lr=RATE)),
     "gradient_tracking": Row(gossip.GradientTracking(), topology="ring"),
     "integral_correction": Row(gossip.IntegralCorrection(), topology="ring"),
     "momentum_tracking": Row(gossip.MomentumTracking(), topology="ring"),
