@@ -135,9 +135,7 @@ def test_each_round_of_a_topology_mixes_moments_as_often_as_any_other() -> None:
 
 
 def test_moments_that_no_optimizer_keeps_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"'exp_avg_sq'.*, but the optimizer SGD .* moments=..momentum_buffer.: 3"
-    ):
+    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*, but the optimizer SGD .* moments=..momentum_buffer.: 3"):
         small(algorithm=gossip.DESLOC(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match=r"moments must map .*, got \{'values': 1\}"):
         gossip.DESLOC(moments={"values": 1})
