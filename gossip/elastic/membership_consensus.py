@@ -80,6 +80,7 @@ class Consensus(MembershipProtocol):
         self._loaded_step: int | None = None  # by the current collective operation
         # The generation that this rank wants to join, and to whose members it is connected.
         self._asked_in: int | None = None
+        self._mates_asked_in: dict[int, int] = {}  # the same of the other ranks of its shard group
         self._returns = False
         self._is_leaving = False
         self._ended: set[int] = set()  # ranks that have closed their models, as others say
@@ -108,6 +109,7 @@ class Consensus(MembershipProtocol):
         mesh.on_failed = self.fail
         mesh.handlers[Kind.ALARM] = lambda _member, frame: self._on_alarm(frame.key.first)
         mesh.handlers[Kind.PREEMPTED] = lambda member, _frame: self._on_preempted(member)
+        mesh.handlers[Kind.ASKED_IN] = lambda member, frame: self._on_asked_in(member, frame.key.first)
         self._suspects = dict(mesh.lost)
         if mesh.member not in members:
             within(timeout, self._follow)
@@ -265,15 +267,18 @@ class Consensus(MembershipProtocol):
     def ask_in(self, number: int, *, returns: bool = False) -> None:
         """Propose that this rank, which is connected to all members of generation ``number``, joins them. Local.
 
-        If the members have changed in the meantime, the proposal has no effect. A rank that ``returns`` is within its
-        loop: what the others do together after the step before its first one, it does with them. CannotJoinError if all
-        are about to end together.
+        A shard group is proposed when each of its ranks has asked. If the members have changed in the meantime, the
+        proposal has no effect. A rank that ``returns`` is within its loop: what the others do together after the step
+        before its first one, it does with them. CannotJoinError if all are about to end together.
         """
         with self._changed:
             if self._is_ending:
                 raise CannotJoinError(f"rank {self._mesh.member}: joining: so many ranks were told to end that all do")
-            self._asked_in, self._returns = number, returns
+            is_told, self._returns = self._asked_in == number, returns
+            self._asked_in = number
             self._changed.notify_all()
+        if not is_told:
+            self._tell(self._own_group() - {self._mesh.member}, Key(Kind.ASKED_IN, number))
 
     def look_up(self) -> None:
         """Look for an attempt that no rank has reported to this rank, as it is not a member yet."""
@@ -381,6 +386,11 @@ class Consensus(MembershipProtocol):
             self._fail_with_group({member: reason})
         with self._changed:
             self._suspects.setdefault(member, reason)
+            self._changed.notify_all()
+
+    def _on_asked_in(self, mate: int, number: int) -> None:
+        with self._changed:
+            self._mates_asked_in[mate] = number
             self._changed.notify_all()
 
     def _fail_with_group(self, lost: Mapping[int, str]) -> None:

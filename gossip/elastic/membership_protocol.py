@@ -52,6 +52,7 @@ class MembershipProtocol(ABC):
     _min_ranks: int
     _absent_until: dict[int, int]
     _asked_in: int | None
+    _mates_asked_in: dict[int, int]
     _returns: bool
     _is_leaving: bool
     _leaves_at: int | None
@@ -94,7 +95,7 @@ class MembershipProtocol(ABC):
         latest = self._generations[-1]
         lost = set(latest.members) & self._suspects.keys()
         if self._mesh.member not in latest.members:
-            return self._asked_in == latest.number and not (lost or self._own_group() & self._suspects.keys())
+            return self._may_join(latest)
         is_changing = self._is_leaving or bool(lost - self._mesh.left) or bool(self._lost_leaving(latest))
         return is_changing or self._must_end(latest)
 
@@ -213,15 +214,24 @@ class MembershipProtocol(ABC):
         if self._error is not None or self._is_dropped:
             return None
         if member not in latest.members:
-            joined = {*latest.members, *self._own_group()}
-            is_asked = self._asked_in == latest.number and self._suspects.keys().isdisjoint(joined)
-            return Proposal(sorted(joined), returning=[member] * self._returns) if is_asked else None
+            joined = sorted({*latest.members, *self._own_group()})
+            return Proposal(joined, returning=[member] * self._returns) if self._may_join(latest) else None
         is_last = self._must_end(latest)
         leaving = sorted(self._own_group()) if self._is_leaving and not is_last else []
         members = self._of_whole_groups(latest.members, {*self._suspects, *leaving})
         have_ended = self._ended | self._mesh.farewells.keys()
         ended = [other for other in latest.members if other not in members and other in have_ended]
         return Proposal(members, leaving, ended=ended, is_last=is_last)
+
+    def _may_join(self, latest: Generation) -> bool:
+        """Return whether all ranks of this shard group are connected to all members of a generation, and ask to join.
+
+        The members would otherwise wait for one of them, and be given up by the others meanwhile.
+        """
+        own = self._own_group()
+        asked_in = {**self._mates_asked_in, self._mesh.member: self._asked_in}
+        have_asked = all(asked_in.get(mate) == latest.number for mate in own)
+        return have_asked and self._suspects.keys().isdisjoint({*latest.members, *own})
 
     def _group_of(self, member: int) -> int:
         """Return the number of a rank's shard group, which is its own number if it holds a replica alone."""

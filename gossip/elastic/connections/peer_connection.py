@@ -65,6 +65,7 @@ class Kind(IntEnum):
     STEPPED = 16
     READY = 17
     PREEMPTED = 18
+    ASKED_IN = 19
 
 
 _KINDS = frozenset(Kind)

@@ -116,6 +116,7 @@ FAULTS = (
         is_common=True,
         seeds=_OF_GROUPS,
     ),
+    PutBack(_PROTOCOL + "_may_join", "for mate in own", "for mate in {self._mesh.member}", True, True, (919455,)),
     PutBack(_DETECTOR + "exchange", "turn is None and not in_group", "turn is None", is_common=True, seeds=_OF_GROUPS),
     PutBack(
         _OPERATIONS + "collectively",
