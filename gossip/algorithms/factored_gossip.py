@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from gossip.algorithms.base import VALUES, Form, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
-from topologies.validation import check_real
+from topologies import Topology
+from topologies.validation import check_integer, check_real
 
 _MIXED = "mixed"
 
@@ -29,11 +32,12 @@ class FactoredGossip(OuterSteps):
         \text{awc:}\quad a_i \leftarrow \sum_j W_{ij}\, a_j + u_i, \qquad
         \text{atc:}\quad a_i \leftarrow \sum_j W_{ij}\, (a_j + u_j), \qquad x_i \leftarrow a_i
 
-    Each is one of the two mixes of the paper, with one round. The exchange that follows outer step s uses round s of
-    the topology. On "complete" the form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is
-    DiLoCo's.
+    Each is one of the two mixes of the paper. In the form "awc" there may be several rounds, one after the other, each
+    with its share of the local steps: three on "one_peer_exponential" give 8 ranks the exact average. The exchange that
+    follows outer step s uses round s of the topology, and with R rounds the next R from round s R on. On "complete" the
+    form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
 
-    Sends one message every H steps, and keeps two tensors per bucket, three in the form "awc". Works with any doubly
+    Sends R messages every H steps, and keeps two tensors per bucket, three in the form "awc". Works with any doubly
     stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
 
     Parameters
@@ -48,13 +52,15 @@ class FactoredGossip(OuterSteps):
         "awc": mixed beside the next H steps; "atc": awaited before the next forward pass.
     outer : callable, optional
         The outer optimizer in place of this one, as for :class:`DiLoCo`, with the gradient :math:`\Delta_i`.
+    rounds : int
+        R, the number of rounds by which the anchors are mixed, a divisor of H; 1 in the form "atc".
 
     References
     ----------
     Hewa Koneputugodage et al., 2026, arXiv 2606.22768.
     """
 
-    _constants = ("period", "outer_lr", "outer_momentum")
+    _constants = ("period", "rounds", "outer_lr", "outer_momentum")
 
     def __init__(
         self,
@@ -63,16 +69,38 @@ class FactoredGossip(OuterSteps):
         outer_momentum: float = 0.5,
         form: Form = "awc",
         outer: OuterFactory | None = None,
+        rounds: int = 1,
     ) -> None:
         super().__init__(period, form)
+        self.rounds = check_integer("rounds", rounds, minimum=1, maximum=period if form == "awc" else 1)
+        if period % rounds:
+            raise ValueError(f"rounds must divide the period of {period} steps, got {rounds}; each has as many of them")
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
         if form == "awc":
-            self.overlap = period
+            self.overlap = period // rounds
             # Of what has been mixed the sum over ranks is zero.
             self.keeps = {**self.keeps, _MIXED: Kept("zero", "joint")}
+
+    def schedule(self, topology: Topology) -> Topology:
+        return topology.every(self.period // self.rounds)
+
+    def is_exchanged(self, bucket: int, step: int) -> bool:
+        del bucket
+        return step + 1 >= self.period  # before, all anchors are equal
+
+    def averaged(self, bucket: BucketView) -> None:
+        super().averaged(bucket)
+        if _MIXED in bucket.kept:
+            bucket.kept[_MIXED].zero_()
+
+    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
+        if self._ends_period(bucket.round_index) or _MIXED not in bucket.kept:
+            return super().message(bucket)
+        mixed = bucket.kept[ANCHOR] + bucket.kept[_MIXED]
+        return {VALUES: mixed.to(bucket.values.dtype)}
 
     def updated(self, bucket: BucketView) -> None:
         if not self._ends_period(bucket.round_index):

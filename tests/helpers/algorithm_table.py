@@ -74,6 +74,9 @@ ROWS: dict[str, Row] = {
         "awc",
         Row(recursions.GASLoC, CHANGING, keeps_mean=False, options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3}),
     ),
+    "factored_gossip(rounds)": Row(
+        recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}
+    ),
     "factored_gossip(outer)": Row(
         recursions.FactoredGossipWithAdam, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
     ),

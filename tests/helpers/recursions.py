@@ -434,6 +434,7 @@ class FactoredGossip(Anchored):
     """In both forms an outer step ends with local ones, before anything reads the values."""
 
     form = "awc"
+    num_rounds = 1
 
     def begin(self) -> None:
         self.anchor, self.velocity, self.mixed = self.x, self.zeros, self.zeros
@@ -441,12 +442,15 @@ class FactoredGossip(Anchored):
     def update(self, step: int, gradients: Array, updated: Array) -> None:
         super().update(step, gradients, updated)
         if (step + 1) % PERIOD == 0:
-            matrix = self.matrix((step + 1) // PERIOD - 1)
+            first = (step + 1) // PERIOD * self.num_rounds - 1
             self.x = self.outer_step(self.anchor - self.x) + self.mixed
+            mixed = self.x
+            for number in range(first, first + self.num_rounds):
+                mixed = self.matrix(number) @ mixed
             if self.form == "atc":
-                self.x = matrix @ self.x
+                self.x = mixed
             else:
-                self.mixed = matrix @ self.x - self.x
+                self.mixed = mixed - self.x
             self.anchor = self.x
 
     def outer_step(self, delta: Array) -> Array:
@@ -455,6 +459,10 @@ class FactoredGossip(Anchored):
 
     def exchange(self, step: int) -> None:
         """Done already."""
+
+
+class FactoredGossipInRounds(FactoredGossip):
+    num_rounds = PERIOD
 
 
 class FactoredGossipWithAdam(FactoredGossip):

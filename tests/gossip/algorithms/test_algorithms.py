@@ -39,6 +39,8 @@ def test_mixing_factor_out_of_range_is_refused(gamma: object) -> None:
         (gossip.SlowMo, {"slow_momentum": -0.1}, r"slow_momentum must be at least 0 and below 1, got -0\.1"),
         (gossip.SlowMo, {"slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
         (gossip.FactoredGossip, {"period": 0}, "period must be at least 1, got 0"),
+        (gossip.FactoredGossip, {"period": 10, "rounds": 3}, "rounds must divide the period of 10 steps, got 3"),
+        (gossip.FactoredGossip, {"form": "atc", "rounds": 2}, "rounds must be at most 1, got 2"),
         (gossip.GASLoC, {"outer_lr": 0}, "outer_lr must be above 0 and finite, got 0"),
         (gossip.NoLoCo, {"pull": 0}, "pull must be above 0 and finite, got 0"),
         (gossip.StreamingDiLoCo, {"period": 3}, "parts must be at most 3, got 4"),
