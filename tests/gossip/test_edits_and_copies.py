@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, saved
 from torch import nn
 
@@ -60,7 +60,9 @@ def replace_parameters(model: GossipDataParallel, values: dict[str, torch.Tensor
 EDITS = [load_assigning, load_the_bare_module_assigning, replace_data, replace_parameters]
 
 
-def edit_between_steps(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2)
+def test_every_way_to_write_values_survives(algorithm: str) -> None:
     """Each way to write values is the same as an in-place write, and is not undone by what was in flight."""
     results = []
     for edit in (None, *EDITS):
@@ -85,11 +87,6 @@ def edit_between_steps(algorithm: str) -> None:
         assert_equal_states(other, results[0], edit.__name__)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_way_to_write_values_survives(algorithm: str) -> None:
-    run_ranks(edit_between_steps, algorithm, world_size=2)
-
-
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
@@ -110,7 +107,9 @@ def test_edit_that_cannot_be_taken_over_is_refused_by_name(edit: object, text: s
 # ------------------------------------------------------------------ copies
 
 
-def copy_and_go_on(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2)
+def test_copies_are_detached_and_the_model_trains_on(algorithm: str) -> None:
     model, undisturbed = wrap(algorithm=algorithm), wrap(algorithm=algorithm)
     train(model, range(2), model.rank)
     train(undisturbed, range(2), model.rank)
@@ -133,8 +132,3 @@ def copy_and_go_on(algorithm: str) -> None:
         with pytest.raises(GossipError, match="detached copy"):
             call()
     detached.close()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_copies_are_detached_and_the_model_trains_on(algorithm: str) -> None:
-    run_ranks(copy_and_go_on, algorithm, world_size=2)

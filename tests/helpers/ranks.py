@@ -6,6 +6,7 @@ or the state of a process is what is tested, :func:`gossip.launch` starts them a
 
 import atexit
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -27,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gossip import launch
 from gossip.communication import membership, training_store
 from gossip.launching import fork_server
 
@@ -84,6 +86,21 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int) -> list
     except BaseException:
         _end_all()
         raise
+
+
+def on_ranks(world_size: int, *, anew: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What the test does, each of so many ranks does, and asserts; they stand ready, or are started ``anew``."""
+
+    def made(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each(**given: Any) -> None:
+            run = launch if anew else run_ranks
+            run(functools.partial(test, **given), world_size=world_size)
+
+        test.__qualname__ += ".__wrapped__"  # by which it is pickled
+        return on_each
+
+    return made
 
 
 def error_of(kind: Any, call: Callable[..., Any], *args: Any, **options: Any) -> str:

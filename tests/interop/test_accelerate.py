@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from collectives import collectives_counted
 from loops_by_hand import BATCH_SIZE, Case, network, samples, train_by_hand
+from ranks import on_ranks
 from replicas import flat, gathered
 from safetensors.torch import load_file
 from torch import nn
@@ -94,7 +95,8 @@ def by_hand(case: Case) -> tuple[torch.Tensor, list[float], int]:
     return flat(model), norms, model.step
 
 
-def train_both_ways() -> None:
+@on_ranks(2, anew=True)
+def test_it_is_the_loop_by_hand() -> None:
     for name, case in CASES.items():
         parameters, norms, step, called = by_accelerate(case)
         expected, *others = by_hand(case)
@@ -104,10 +106,6 @@ def train_both_ways() -> None:
         assert len(norms) == (step if case.clip is not None else 0)
         assert called == [], "a step needs none of all ranks"
         assert not torch.equal(*gathered(parameters)), "replicas of their own, until they are averaged"
-
-
-def test_it_is_the_loop_by_hand() -> None:
-    launch(train_both_ways, world_size=2)
 
 
 # ---------------------------------------------------------------------- checkpoints, evaluation
@@ -223,11 +221,8 @@ def test_two_models_are_saved_beside_each_other_and_tied_weights_once(tmp_path: 
     assert len(load_file(tmp_path / "model_1.safetensors")) == 1
 
 
+@on_ranks(2, anew=True)
 def test_a_rank_loads_only_what_rank_0_has_written_to_the_end(tmp_path: Path) -> None:
-    launch(load_at_once, tmp_path, world_size=2)
-
-
-def load_at_once(folder: Path) -> None:
     """Rank 0 writes its files after the other one has left ``save_state``."""
     accelerator = accelerator_of()
     prepare(accelerator, network(), SGD, topology="ring")
@@ -240,10 +235,10 @@ def load_at_once(folder: Path) -> None:
         written(*args, **kwargs)
 
     with mock.patch.object(accelerate.checkpointing, "save", late):
-        accelerator.save_state(str(folder))
+        accelerator.save_state(str(tmp_path))
     if not accelerator.is_main_process:
         store.set("rank 1", "")
-    accelerator.load_state(str(folder))
+    accelerator.load_state(str(tmp_path))
 
 
 @pytest.mark.parametrize(

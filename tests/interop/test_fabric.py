@@ -15,12 +15,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning_modules import NUM_BATCHES, batches, batches_of, network, precision
 from loops_by_hand import Case, train_by_hand
+from ranks import on_ranks
 from replicas import SGD, flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 from gossip.integrations import pytorch_lightning as of_lightning_fabric
 from gossip.integrations.lightning import GossipFabricStrategy, replica
 
@@ -123,7 +124,8 @@ def check(case: FabricCase, found: tuple[torch.Tensor, int, torch.Tensor], expec
     assert torch.equal(*gathered(average))
 
 
-def train_both_ways() -> None:
+@on_ranks(2, anew=True)
+def test_fabric_is_the_loop_by_hand() -> None:
     for name, case in CASES.items():
         print(name)
         check(case, by_fabric(case, GossipFabricStrategy(**case.options)), by_hand(case))
@@ -133,13 +135,10 @@ def train_both_ways() -> None:
     check(fused, by_fabric(fused, "gossip"), by_hand(fused))
 
 
-def test_fabric_is_the_loop_by_hand() -> None:
-    launch(train_both_ways, world_size=2)
-
-
-def save_and_restore(folder: str) -> None:
+@on_ranks(2, anew=True)
+def test_what_is_saved_is_restored_bit_for_bit(tmp_path: Path) -> None:
     """Saved after three steps; gone on; restored, and gone on with the same batches."""
-    path = os.path.join(folder, "x.ckpt")
+    path = os.path.join(tmp_path, "x.ckpt")
     fabric = fabric_of(GossipFabricStrategy("ring", compression="int8"))
     module = nn.Sequential(network(), nn.Dropout(0.3))
     adam = torch.optim.AdamW(module.parameters(), lr=0.05)
@@ -174,11 +173,8 @@ def save_and_restore(folder: str) -> None:
     fabric.strategy.teardown()
 
 
-def test_what_is_saved_is_restored_bit_for_bit(tmp_path: Path) -> None:
-    launch(save_and_restore, str(tmp_path), world_size=2)
-
-
-def refuse() -> None:
+@on_ranks(2, anew=True)
+def test_what_cannot_work_is_refused_by_name() -> None:
     fabric = fabric_of("gossip")
     module = network()
     model, optimizer = fabric.setup(module, SGD(module.parameters()))
@@ -202,7 +198,3 @@ def refuse() -> None:
     with pytest.raises(ValueError, match=r'precision="16-mixed": one GradScaler.*"bf16-mixed"'):
         fabric.setup(second, SGD(second.parameters()))
     fabric.strategy.teardown()
-
-
-def test_what_cannot_work_is_refused_by_name() -> None:
-    launch(refuse, world_size=2)

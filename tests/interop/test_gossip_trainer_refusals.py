@@ -10,12 +10,13 @@ import pytest
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ParallelismConfig
+from ranks import on_ranks
 from tiny_gpt2 import Tokens, make_module
 from torch import nn
 from transformers import TrainingArguments
 
 import gossip.integrations.trainer_checks
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 from gossip.integrations.transformers import GossipTrainer
 
 
@@ -71,17 +72,14 @@ SURROUNDINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse(folder: Path) -> None:
+@on_ranks(1, anew=True)
+def test_what_cannot_train_by_gossip_is_refused_by_name(tmp_path: Path) -> None:
     for name, (_, text) in (CASES | SURROUNDINGS).items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
         module = make_module()
         changes = CASES[name][0](arguments, module) if name in CASES else {}
         surrounding = mock.patch.object(*SURROUNDINGS[name][0]) if name in SURROUNDINGS else contextlib.nullcontext()
         with surrounding, pytest.raises((ValueError, TypeError), match=text):
             GossipTrainer(**{"model": module, "args": arguments, "train_dataset": Tokens(2)} | changes)
-
-
-def test_what_cannot_train_by_gossip_is_refused_by_name(tmp_path: Path) -> None:
-    launch(refuse, tmp_path, world_size=1)

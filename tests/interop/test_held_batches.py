@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from replicas import flat
 from tiny_gpt2 import VOCABULARY, Tokens, make_module, make_trainer
 from torch import nn
@@ -61,21 +62,18 @@ def test_ranks_that_remain_divide_the_samples_of_each_step(tmp_path: Path) -> No
     assert sorted(itertools.chain(*steps[-NUM_SAMPLES // TOTAL :])) == list(range(NUM_SAMPLES))
 
 
-def resume(folder: Path) -> None:
+@on_ranks(1, anew=True)
+def test_training_that_goes_on_within_an_epoch_has_the_samples_left(tmp_path: Path) -> None:
     given: dict[str, Any] = {"train_dataset": Numbers(), "total_batch_size": TOTAL, "gradient_accumulation_steps": 2}
     whole = watched(module := make_module())
-    make_trainer(folder, module, TrainerCallback(), save_strategy="steps", save_steps=3, **given).train()
+    make_trainer(tmp_path, module, TrainerCallback(), save_strategy="steps", save_steps=3, **given).train()
     assert {len(batch) for batch in whole} == {TOTAL // 2}
     assert whole[:8] != whole[8:]
     rest = watched(resumed := make_module())
-    trainer = make_trainer(folder, resumed, TrainerCallback(), **given)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    trainer = make_trainer(tmp_path, resumed, TrainerCallback(), **given)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert rest == whole[6:]
     assert torch.equal(flat(resumed), flat(module))
-
-
-def test_training_that_goes_on_within_an_epoch_has_the_samples_left(tmp_path: Path) -> None:
-    launch(resume, tmp_path, world_size=1)
 
 
 @pytest.mark.parametrize(

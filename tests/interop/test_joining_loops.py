@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from elastic_ranks import steps_until
+from ranks import on_ranks
 from small_runs import SGD
 from torch import nn
 
@@ -70,7 +71,8 @@ def test_one_that_joins_has_the_rates_of_the_others(library: str, tmp_path: Path
     assert len(rates) >= NUM_MORE
 
 
-def prepare_in_one_that_joins() -> None:
+@on_ranks(1, anew=True)
+def test_what_the_accelerator_divides_among_ranks_is_refused_in_one_that_joins() -> None:
     optimizer = SGD((module := nn.Linear(4, 1)).parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     with (
@@ -78,7 +80,3 @@ def prepare_in_one_that_joins() -> None:
         pytest.raises(ValueError, match=r"ExponentialLR, but this process joins.*model\.keep\("),
     ):
         prepare(Accelerator(cpu=True), module, optimizer, scheduler)
-
-
-def test_what_the_accelerator_divides_among_ranks_is_refused_in_one_that_joins() -> None:
-    launch(prepare_in_one_that_joins, world_size=1)

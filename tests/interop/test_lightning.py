@@ -13,11 +13,12 @@ from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, batches_of, module_of, network, precision, trainer_of
 from loops_by_hand import Case, train_by_hand
+from ranks import on_ranks
 from replicas import SGD, flat, gathered
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 from gossip.integrations import lightning
 from gossip.integrations import pytorch_lightning as gossip_pytorch_lightning
 
@@ -183,7 +184,8 @@ def check(
     torch.testing.assert_close(average, replicas.mean(0))
 
 
-def train_both_ways() -> None:
+@on_ranks(2, anew=True)
+def test_trainer_is_the_loop_by_hand() -> None:
     for name, case in CASES.items():
         print(name)
         check(case, by_trainer(case, lightning.GossipStrategy(**case.options)), by_hand(case))
@@ -193,11 +195,8 @@ def train_both_ways() -> None:
     assert "broadcast" in by_trainer(FUSED, "ddp")[2]
 
 
-def test_trainer_is_the_loop_by_hand() -> None:
-    launch(train_both_ways, world_size=2)
-
-
-def optimize_in_other_ways() -> None:
+@on_ranks(2, anew=True)
+def test_manual_optimization_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
     (parameters, step), (expected, expected_step) = in_turn_by_trainer(), in_turn_by_hand()
     assert torch.equal(parameters, expected)
     assert step == expected_step == 2 * NUM_BATCHES
@@ -205,7 +204,3 @@ def optimize_in_other_ways() -> None:
     assert len(of_ddp) > 4 * NUM_EPOCHS * NUM_BATCHES
     for options in ({}, {"step_in_backward": False}):
         assert events(lightning.GossipStrategy(**options)) == of_ddp
-
-
-def test_manual_optimization_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
-    launch(optimize_in_other_ways, world_size=2)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, network, trainer_of
+from ranks import on_ranks
 from replicas import assert_equal_states, flat, gathered
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossip import launch
 from gossip.integrations.lightning import GossipStrategy
 
 NUM_EPOCHS = 4
@@ -79,19 +79,16 @@ RUNS = {
 }
 
 
-def interrupt(folder: str) -> None:
+@on_ranks(2, anew=True)
+def test_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for name, run in RUNS.items():
         whole = run.fit(1)
-        checkpoints = ModelCheckpoint(f"{folder}/{name}", "{epoch}", save_top_k=-1)
+        checkpoints = ModelCheckpoint(f"{tmp_path}/{name}", "{epoch}", save_top_k=-1)
         run.fit(1, enable_checkpointing=True, callbacks=[Killed(), checkpoints])
-        resumed = run.fit(7, f"{folder}/{name}/epoch=1.ckpt")
+        resumed = run.fit(7, f"{tmp_path}/{name}/epoch=1.ckpt")
         assert_equal_states(resumed, whole, name)
         assert not torch.equal(*gathered(whole["moments"])), "every rank has an optimizer of its own"
         assert torch.equal(*gathered(whole["in the end"]))
-
-
-def test_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    launch(interrupt, str(tmp_path), world_size=2)
 
 
 class Looking(Net):
@@ -145,28 +142,29 @@ def restored(path: str | Path) -> tuple[torch.Tensor, int]:
     return found.replica, found.step
 
 
-def save_and_restore(folder: Path) -> None:
-    best, trained = save_on_the_way(folder / "on the way")
+@on_ranks(2, anew=True)
+def test_what_is_saved_on_the_way_is_the_average_and_the_replicas_beside_it(tmp_path: Path) -> None:
+    best, trained = save_on_the_way(tmp_path / "on the way")
     replica, step = restored(best)
     assert torch.equal(replica, trained[step - 1])
     assert not torch.equal(*gathered(replica))
 
-    linked = ModelCheckpoint(folder / "linked", save_last="link")
+    linked = ModelCheckpoint(tmp_path / "linked", save_last="link")
     module = Net()
     trainer_of(GossipStrategy("ring"), max_epochs=1, enable_checkpointing=True, callbacks=[linked]).fit(
         module, batches()
     )
-    replica, step = restored(folder / "linked" / "last.ckpt")
+    replica, step = restored(tmp_path / "linked" / "last.ckpt")
     assert torch.equal(replica, module.trained[-1])
     assert step == NUM_BATCHES
 
     if dist.get_rank() == 0:
-        shutil.copy(best, folder / "alone.ckpt")
+        shutil.copy(best, tmp_path / "alone.ckpt")
     dist.barrier()
-    of_ddp = ModelCheckpoint(folder, "ddp")
+    of_ddp = ModelCheckpoint(tmp_path, "ddp")
     trainer_of("ddp", max_epochs=1, enable_checkpointing=True, callbacks=[of_ddp]).fit(Net(), batches())
     for name in ("alone.ckpt", "ddp.ckpt"):  # without replicas all ranks go on alike
-        replica, step = restored(folder / name)
+        replica, step = restored(tmp_path / name)
         assert torch.equal(*gathered(replica))
         assert step == 0
         assert not torch.equal(replica, flat(network()))
@@ -177,7 +175,3 @@ def save_and_restore(folder: Path) -> None:
                 self.trainer.save_checkpoint("memory://folder/x.ckpt")
 
     trainer_of(GossipStrategy("ring"), max_epochs=1).fit(Saves(), batches())
-
-
-def test_what_is_saved_on_the_way_is_the_average_and_the_replicas_beside_it(tmp_path: Path) -> None:
-    launch(save_and_restore, tmp_path, world_size=2)

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_modules import Net, batches, trainer_of
+from ranks import on_ranks
 
-from gossip import GossipError, launch
+from gossip import GossipError
 from gossip.communication import training_store
 from gossip.integrations.lightning import GossipStrategy
 
@@ -79,12 +80,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-def refuse(folder: str) -> None:
-    os.chdir(folder)  # a callback writes what the refusal leaves
+@on_ranks(1, anew=True)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
+    os.chdir(tmp_path)  # a callback writes what the refusal leaves
     for call, kind, text in REFUSED.values():
         with pytest.raises(kind, match=text):
             call()
-
-
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
-    launch(refuse, str(tmp_path), world_size=1)

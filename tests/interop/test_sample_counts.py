@@ -6,11 +6,12 @@ from typing import Any
 from unittest import mock
 
 from lightning_modules import BATCH_SIZE, Net, batches, trainer_of
+from ranks import on_ranks
 from tiny_gpt2 import make_module, make_trainer
 from transformers import TrainerCallback
 
 import gossip
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 from gossip.integrations.lightning import GossipStrategy
 from gossip.integrations.transformers import GossipTrainer
 
@@ -56,10 +57,7 @@ def train_lightning() -> None:
     assert spy.told == [(0, BATCH_SIZE), (0, 2 * BATCH_SIZE), (0, 3 * BATCH_SIZE), (1, BATCH_SIZE), (1, 2 * BATCH_SIZE)]
 
 
-def run(folder: Path) -> None:
-    train(folder)
-    train_lightning()
-
-
+@on_ranks(2, anew=True)
 def test_trainers_tell_the_model_of_its_samples(tmp_path: Path) -> None:
-    launch(run, tmp_path, world_size=2)
+    train(tmp_path)
+    train_lightning()

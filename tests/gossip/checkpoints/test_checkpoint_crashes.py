@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import assert_same, everything, log_of, make_model, names_in, one_step, undisturbed
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -27,7 +27,7 @@ from gossip.checkpoints.rank_replica import RankReplica
 from topologies import Round, Topology
 
 
-def saved_at(folder: str, *steps: int, **options: Any) -> gossip.GossipDataParallel:
+def saved_at(folder: Path | str, *steps: int, **options: Any) -> gossip.GossipDataParallel:
     model = make_model(**options)
     for step in range(max(steps) + 1):
         if step in steps:
@@ -192,49 +192,46 @@ def test_a_save_that_is_repeated_begins_anew(tmp_path: Path, monkeypatch: pytest
     assert gossip.load(model, tmp_path).step == 2
 
 
-def refuse_folders(folder: str) -> None:
-    model = saved_at(folder, 0)
-    where = f"{folder}/file"
+@on_ranks(2)
+def test_save_refuses_what_ranks_do_not_share(tmp_path: Path) -> None:
+    model = saved_at(tmp_path, 0)
+    where = f"{tmp_path}/file"
     if model.rank == 0:
         Path(where).touch()
     with pytest.raises(CheckpointError, match=r"preparing to save.*: rank 0: .*exists.* \(errno 17\): .*/file"):
         gossip.save(model, where)
     if model.rank == 0:
-        (Path(folder) / "step_0000000001").mkdir()
-        (Path(folder) / "step_0000000001" / "precious.txt").touch()
+        (tmp_path / "step_0000000001").mkdir()
+        (Path(tmp_path) / "step_0000000001" / "precious.txt").touch()
     with pytest.raises(
         CheckpointError, match="step_0000000001 exists and holds files that do not belong to a checkpoint; move it"
     ):
-        gossip.save(model, folder)
+        gossip.save(model, tmp_path)
     with pytest.raises(gossip.ManifestError, match=r"comparing what is saved: parts is .* on rank 0, but .*'b"):
-        gossip.save(model, f"{folder}/x", **({"a": 1} if model.rank == 0 else {"b": 1}))
+        gossip.save(model, f"{tmp_path}/x", **({"a": 1} if model.rank == 0 else {"b": 1}))
     with pytest.raises(gossip.ManifestError, match=r"folder is .*/x0 on rank 0, but .*/x1 on rank 1"):
-        gossip.save(model, f"{folder}/x{model.rank}")
+        gossip.save(model, f"{tmp_path}/x{model.rank}")
     with pytest.raises(TypeError if model.rank == 1 else CheckpointError, match=r"part is a builtins.object"):
-        gossip.save(model, f"{folder}/x", part=object() if model.rank == 1 else 1)
+        gossip.save(model, f"{tmp_path}/x", part=object() if model.rank == 1 else 1)
     buffer = model.module.level
     if model.rank == 1:
         model.module.level = torch.zeros(6, dtype=torch.bfloat16)
     for function in (gossip.save, gossip.export):
         with pytest.raises(gossip.ManifestError, match=r"level.*bfloat16 \[5\].* on rank 0, but bfloat16 \[6\]"):
-            function(model, f"{folder}/x")
+            function(model, f"{tmp_path}/x")
     model.module.level = buffer
-    assert not os.path.exists(f"{folder}/x")
+    assert not os.path.exists(f"{tmp_path}/x")
     if model.rank == 0:
-        with layout.locked(Path(folder)):
+        with layout.locked(tmp_path):
             torch.distributed.barrier()
             torch.distributed.barrier()
     else:
         torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match="another run is currently saving into"), layout.locked(Path(folder)):
+        with pytest.raises(CheckpointError, match="another run is currently saving into"), layout.locked(tmp_path):
             pass
         torch.distributed.barrier()
     one_step(model)
-    gossip.save(model, folder)  # the ranks are still in step
-
-
-def test_save_refuses_what_ranks_do_not_share(tmp_path: Path) -> None:
-    run_ranks(refuse_folders, str(tmp_path), world_size=2)
+    gossip.save(model, tmp_path)  # the ranks are still in step
 
 
 def save_at_different_steps(folder: str, topology: Topology, reason: str) -> None:
@@ -427,7 +424,8 @@ def test_ranks_agree_on_the_newest_that_is_valid_for_all(tmp_path: Path) -> None
     run_ranks(see_different_things, str(tmp_path / "run"), world_size=3)
 
 
-def fail_in_a_part(folder: str) -> None:
+@on_ranks(2)
+def test_part_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     class Part:
         def state_dict(self) -> dict[str, int]:
             return {}
@@ -437,12 +435,8 @@ def fail_in_a_part(folder: str) -> None:
                 raise KeyError("missing")
 
     model = make_model(module=lambda: nn.Linear(4, 2))
-    gossip.save(model, folder, part=Part())
+    gossip.save(model, tmp_path, part=Part())
     with pytest.raises(CheckpointError, match=r"the model is partly loaded.*: rank 1: KeyError: 'missing'"):
-        gossip.load(model, folder, part=Part())
-    gossip.load(model, folder)
+        gossip.load(model, tmp_path, part=Part())
+    gossip.load(model, tmp_path)
     one_step(model)
-
-
-def test_part_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(fail_in_a_part, str(tmp_path), world_size=2)

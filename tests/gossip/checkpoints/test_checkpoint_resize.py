@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import ADAMW, DroppingNet, assert_same, everything, log_of, make_model, one_step
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -117,11 +117,12 @@ def test_weights_are_not_rounded_as_the_parameters_are() -> None:
     assert mean["parameters"]["x"].dtype == torch.bfloat16
 
 
-def load_other_arrangement(folder: str) -> None:
+@on_ranks(3)
+def test_other_buckets_or_topology_drop_what_was_in_flight(tmp_path: Path) -> None:
     model = make_model(topology="ring")
     for _ in range(STEP):
         one_step(model)
-    gossip.save(model, folder)
+    gossip.save(model, tmp_path)
     wanted = everything(model)
     for options, reason in (
         ({"bucket_cap_mb": 25.0}, "the messages in flight: the buckets differ"),
@@ -130,7 +131,7 @@ def load_other_arrangement(folder: str) -> None:
         other = make_model(seed=2, **({"topology": "ring"} | options))
         one_step(other)
         with log_of() as lines:
-            gossip.load(other, folder)
+            gossip.load(other, tmp_path)
         assert len(lines) == (other.rank == 0)
         assert all(reason in line for line in lines)
         assert_same(everything(other), wanted)
@@ -138,10 +139,6 @@ def load_other_arrangement(folder: str) -> None:
         assert state["step"] == STEP
         assert state["exchanges"]["in_flight"] == [None] * len(other._buckets)
         one_step(other)
-
-
-def test_other_buckets_or_topology_drop_what_was_in_flight(tmp_path: Path) -> None:
-    run_ranks(load_other_arrangement, str(tmp_path), world_size=3)
 
 
 class Wider(DroppingNet):
@@ -167,16 +164,13 @@ MISFITS = {
 }
 
 
-def load_into_others(folder: str) -> None:
-    gossip.save(make_model(), folder)
+@on_ranks(2)
+def test_another_model_is_refused_naming_the_first_difference(tmp_path: Path) -> None:
+    gossip.save(make_model(), tmp_path)
     for options, reason in MISFITS.values():
         model = make_model(seed=1, **options)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with pytest.raises(CheckpointError, match=f"does not fit: .*{reason}"):
-            gossip.load(model, folder)
+            gossip.load(model, tmp_path)
         assert_same(model.state_dict(), before)
         one_step(model)  # the ranks are still in step
-
-
-def test_another_model_is_refused_naming_the_first_difference(tmp_path: Path) -> None:
-    run_ranks(load_into_others, str(tmp_path), world_size=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpointing import ADAMW, assert_same, everything, log_of, make_model, names_in, one_step
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from replicas import SGD
 from torch import nn
 
@@ -102,7 +102,7 @@ def test_scale_and_overflow_that_is_under_way_go_through_a_checkpoint(tmp_path: 
         assert_same(later_state, state)
 
 
-def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
+def odd_places(folder: Path, resume: bool) -> dict[str, torch.Tensor]:
     """After averaging, inside accumulation, in a world that is not a power of two."""
     model = make_model(topology="exponential")
     for step in range(6):
@@ -124,14 +124,11 @@ def odd_places(folder: str, resume: bool) -> dict[str, torch.Tensor]:
     return everything(model)
 
 
-def resume_in_odd_places(folder: str) -> None:
-    wanted = odd_places(folder, resume=False)
-    assert names_in(folder) == ["step_0000000002", "step_0000000004"]
-    assert_same(odd_places(folder, resume=True), wanted)
-
-
+@on_ranks(3)
 def test_save_between_backward_passes_after_averaging_and_twice(tmp_path: Path) -> None:
-    run_ranks(resume_in_odd_places, str(tmp_path), world_size=3)
+    wanted = odd_places(tmp_path, resume=False)
+    assert names_in(tmp_path) == ["step_0000000002", "step_0000000004"]
+    assert_same(odd_places(tmp_path, resume=True), wanted)
 
 
 def test_parts_keep_their_states_and_data(tmp_path: Path) -> None:

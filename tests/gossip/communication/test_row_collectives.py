@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 
 from gossip import ExchangeError, World
 from gossip.communication import row_collectives
@@ -26,8 +26,10 @@ def numels(dtype: torch.dtype) -> list[int]:
     return [1, 7, per_chunk, per_chunk + 1, 0, 4 * per_chunk + 3, 5, 5, 5, 5, 5]
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
+@on_ranks(3)
 @small_chunks
-def gather(shares_memory: bool) -> None:
+def test_rows_of_all_ranks_are_gathered(shares_memory: bool) -> None:
     """Of any size: below a chunk, just one, and several; more often than there are buffers."""
     world = World(TIMEOUT)
     collectives = RowCollectives(world, shares_memory=shares_memory)
@@ -42,11 +44,6 @@ def gather(shares_memory: bool) -> None:
         collectives.begin_gather(rows, f"turn {turn}")()
         assert torch.equal(rows, everyone)
     world.close()
-
-
-@pytest.mark.parametrize("shares_memory", [True, False])
-def test_rows_of_all_ranks_are_gathered(shares_memory: bool) -> None:
-    run_ranks(gather, shares_memory, world_size=3)
 
 
 @small_chunks

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from replicas import SGD, TINY_BUCKETS, rank_module
 from torch import nn
 
@@ -319,7 +319,8 @@ def test_arrivals_are_read_from_any_store(tmp_path: Path) -> None:
     assert wait_in_vain(first) == "rank 0 is tired (so rank 1 found)"
 
 
-def interrupt_a_construction() -> None:
+@on_ranks(2, anew=True)
+def test_ctrl_c_gets_through_to_a_construction_that_waits() -> None:
     def meet(_: ProgressMarkers, stop: threading.Event, __: timedelta) -> None:
         """In a thread of its own, for which the main one waits."""
         main = threading.main_thread().ident
@@ -331,7 +332,3 @@ def interrupt_a_construction() -> None:
         with mock.patch.object(ProgressMarkers, "_meet", meet), pytest.raises(KeyboardInterrupt):
             World(timedelta(minutes=5))
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-
-
-def test_ctrl_c_gets_through_to_a_construction_that_waits() -> None:
-    launch(interrupt_a_construction, world_size=2)

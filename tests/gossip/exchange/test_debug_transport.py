@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from compressions import COMPRESSIONS, PER_MECHANISM
 from exchanging import start
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, rank_module, snapshot, train
 
 from gossip import DebugTransport, Exchange, ExchangeError, GossipDataParallel, Transport, World
@@ -138,7 +138,9 @@ def test_each_fault_is_named() -> None:
     assert gone_on[0].endswith(f"; rank {AWAITED} was last seen in step 5, bucket 2")
 
 
-def train_over_both_transports(name: str) -> None:
+@pytest.mark.parametrize("name", PER_MECHANISM)
+@on_ranks(4)
+def test_compressed_training_is_the_same_under_debug(name: str) -> None:
     row, found = COMPRESSIONS[name], []
     topology = "one_peer_hypercube" if "one_peer_hypercube" in row.topologies else "ring"
     options = {"compression": row.make(0), "bucket_cap_mb": TINY_BUCKETS}
@@ -147,8 +149,3 @@ def train_over_both_transports(name: str) -> None:
             train(model, range(8))
             found.append(snapshot(model))
     assert_equal_states(*found)
-
-
-@pytest.mark.parametrize("name", PER_MECHANISM)
-def test_compressed_training_is_the_same_under_debug(name: str) -> None:
-    run_ranks(train_over_both_transports, name, world_size=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from listening import logged
 from loguru import logger
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from replicas import gathered
 from small_runs import MODES, finish, flat, loss_of, make_module, train, wrap
 from torch import nn
@@ -81,16 +81,13 @@ def check_every_step(topology: Topology, algorithm: str, mode: str) -> None:
             assert record["bytes_by_peer"] == {str(peer): number for peer, number in wanted.items()}
 
 
-def check_all(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(WORLD_SIZE)
+def test_every_step_is_counted_whatever_the_mode_algorithm_and_topology(mode: str) -> None:
     for name, topology in TOPOLOGIES.items():
         for algorithm in ALGORITHMS:
             if mode == "in backward" or name in ("complete", "every third"):
                 check_every_step(topology, algorithm, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_step_is_counted_whatever_the_mode_algorithm_and_topology(mode: str) -> None:
-    run_ranks(check_all, mode, world_size=WORLD_SIZE)
 
 
 def test_world_of_one_sends_nothing_and_waits_for_nobody() -> None:
@@ -122,7 +119,8 @@ def test_gradient_norm_is_that_of_all_micro_batches_and_none_without_gradients(m
     assert model.stats().gradient_norm is None
 
 
-def estimate_distance() -> None:
+@on_ranks(WORLD_SIZE)
+def test_consensus_distance_is_estimated_from_the_messages_alone() -> None:
     for name in ("ring", "directed", "complete"):
         for algorithm in ALGORITHMS:
             torch.manual_seed(7)  # the same module everywhere, other values on each rank below
@@ -141,10 +139,6 @@ def estimate_distance() -> None:
                 assert estimates.mean().item() == pytest.approx(distance, rel=0.05), (name, algorithm)
                 if name == "complete":
                     assert estimates.square().mean().sqrt().item() == pytest.approx(distance, rel=1e-12)
-
-
-def test_consensus_distance_is_estimated_from_the_messages_alone() -> None:
-    run_ranks(estimate_distance, world_size=WORLD_SIZE)
 
 
 class Wide(nn.Module):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import unsupervised
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from replicas import SGD, TINY_BUCKETS, assert_equal_states, gathered, rank_module, snapshot, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,8 @@ from gossip import ExchangeError, GossipDataParallel, GossipError, World
 from gossip.communication import staged_collectives
 
 
-def check_global_average() -> None:
+@on_ranks(4)
+def test_global_avg_makes_all_ranks_equal_and_drops_what_was_in_flight() -> None:
     model = GossipDataParallel(rank_module(), SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
     train(model, range(5))
     with torch.no_grad():
@@ -43,10 +44,6 @@ def check_global_average() -> None:
         if parameter.requires_grad:
             update = 0.1 * model.optimizer.state[parameter]["momentum_buffer"]
             torch.testing.assert_close(parameter, plain.get_parameter(name) - update)
-
-
-def test_global_avg_makes_all_ranks_equal_and_drops_what_was_in_flight() -> None:
-    run_ranks(check_global_average, world_size=4)
 
 
 def train_and_look(look: bool) -> dict[str, torch.Tensor]:
@@ -109,7 +106,8 @@ def test_averaged_copies_no_values_that_are_in_flight_as_they_are(on_peer_loss: 
         assert unchanged == changed
 
 
-def check_no_training_inside_averaged() -> None:
+@on_ranks(2)
+def test_averaged_refuses_training_inside() -> None:
     model = GossipDataParallel(rank_module(), SGD, "ring")
     train(model, range(1))
     with model.averaged():
@@ -117,10 +115,6 @@ def check_no_training_inside_averaged() -> None:
         for refused in (loss.backward, model.global_avg, model.idle_step):
             with pytest.raises(GossipError, match="leave the block first"):
                 refused()
-
-
-def test_averaged_refuses_training_inside() -> None:
-    run_ranks(check_no_training_inside_averaged, world_size=2)
 
 
 NUM_SUMS = 9
@@ -208,7 +202,8 @@ def test_average_that_fails_leaves_what_was_before_or_means_and_own_values_only(
             assert text.endswith("; on this rank parameters and buffers are as they were before")
 
 
-def average_in_pieces() -> None:
+@on_ranks(3)
+def test_average_in_pieces_has_the_bits_of_the_whole() -> None:
     for dtype, numel, staging_bytes in (
         (torch.float32, 1, 2**13),
         (torch.float32, 12345, 2**13),
@@ -225,7 +220,3 @@ def average_in_pieces() -> None:
         with mock.patch.object(staged_collectives, "STAGING_BYTES", staging_bytes):
             model.global_avg()
         assert torch.equal(module[0], whole[:numel].to(dtype))
-
-
-def test_average_in_pieces_has_the_bits_of_the_whole() -> None:
-    run_ranks(average_in_pieces, world_size=3)

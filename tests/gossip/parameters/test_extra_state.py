@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import log_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_models import make_sharded
 from small_runs import SGD
 from torch import nn
@@ -137,7 +137,15 @@ def odd_model() -> GossipDataParallel:
     return GossipDataParallel(nn.Sequential(Odd()), SGD)
 
 
-def average_odd() -> None:
+def test_an_object_is_refused_by_its_modules_name_where_it_would_be_kept(tmp_path: Path) -> None:
+    for model in (odd_model(), VirtualWorkers(nn.Sequential(Odd()), 2, SGD, devices=["cpu"])):
+        with pytest.raises(TypeError, match=r"^the extra state of module '0' is a functools\.partial, which a check"):
+            gossip.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@on_ranks(2)
+def test_an_object_stays_where_it_is_in_averages() -> None:
     model = odd_model()
     mine = model.module[0].held
     with log_of() as lines, model.averaged():
@@ -148,17 +156,6 @@ def average_odd() -> None:
     assert all("averaged: the extra state of module '0' is a functools.partial" in line for line in lines)
     model.global_avg()
     assert model.module[0].held.args == mine.args
-
-
-def test_an_object_is_refused_by_its_modules_name_where_it_would_be_kept(tmp_path: Path) -> None:
-    for model in (odd_model(), VirtualWorkers(nn.Sequential(Odd()), 2, SGD, devices=["cpu"])):
-        with pytest.raises(TypeError, match=r"^the extra state of module '0' is a functools\.partial, which a check"):
-            gossip.save(model, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_object_stays_where_it_is_in_averages() -> None:
-    run_ranks(average_odd, world_size=2)
 
 
 # ---------------------------------------------------------------------- virtual workers

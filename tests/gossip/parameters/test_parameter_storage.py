@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from replicas import Awkward, assert_equal_states, saved
 from torch import nn
 
@@ -118,25 +118,6 @@ def test_write_to_the_block_is_seen_by_autograd() -> None:
 # ------------------------------------------------------------------ files, at 1 and 2 ranks
 
 
-def check_files(when: str, folder: str) -> None:
-    """What is saved is as long as what an equal module that was never wrapped gives, and reads back the same."""
-    plain = make_module()
-    model = GossipDataParallel(make_module(), SGD, "complete")
-    train(model, range(2))
-    model.global_avg()
-    if when == "after close":
-        model.close()
-    module = model if when == "wrapped" else model.module
-    plain.load_state_dict(module.state_dict())
-    assert_own_storages(module)
-    _check_torch_files(module, plain)
-    _check_safetensors(module, plain, Path(folder) / f"{model.rank}.safetensors")
-    if when != "after close":
-        train(model, range(2, 4))
-        assert_own_storages(module)
-        model.close()
-
-
 def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
     for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.second, plain.second)):
         assert len(saved(ours)) == len(saved(theirs))
@@ -157,5 +138,21 @@ def _check_safetensors(module: nn.Module, plain: nn.Module, path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["wrapped", "bare", "after close"])
+@on_ranks(2)
 def test_files_hold_every_tensor_and_nothing_else(when: str, tmp_path: Path) -> None:
-    run_ranks(check_files, when, str(tmp_path), world_size=2)
+    """What is saved is as long as what an equal module that was never wrapped gives, and reads back the same."""
+    plain = make_module()
+    model = GossipDataParallel(make_module(), SGD, "complete")
+    train(model, range(2))
+    model.global_avg()
+    if when == "after close":
+        model.close()
+    module = model if when == "wrapped" else model.module
+    plain.load_state_dict(module.state_dict())
+    assert_own_storages(module)
+    _check_torch_files(module, plain)
+    _check_safetensors(module, plain, tmp_path / f"{model.rank}.safetensors")
+    if when != "after close":
+        train(model, range(2, 4))
+        assert_own_storages(module)
+        model.close()

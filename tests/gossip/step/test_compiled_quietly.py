@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
+from ranks import on_ranks
 from small_runs import SGD
 from tiers import rest_is_slow
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 
 NUM_LAYERS = 10  # more than torch._dynamo.config.recompile_limit
 
@@ -73,7 +74,9 @@ def train_listening(what: str, **arguments: object) -> tuple[list[str], int, int
     return said, graphs.frame_count, graphs.op_count, values
 
 
-def train_in_all_ways(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", rest_is_slow(["adapt_while_communicating", "adapt_then_combine"]))
+@on_ranks(2, anew=True)
+def test_compiled_training_leaves_no_warnings(algorithm: str) -> None:
     *_, eager = train_listening("nothing", algorithm=algorithm)
     for what in ("model", "model in place", "module", "module in place", "part", "step"):
         said, num_graphs, num_operations, values = train_listening(what, algorithm=algorithm)
@@ -84,8 +87,3 @@ def train_in_all_ways(algorithm: str) -> None:
             assert (num_graphs, num_operations) == (1, 2 * NUM_LAYERS), what
     said, *_ = train_listening("model", algorithm=algorithm, step_in_backward=False)
     assert said == []
-
-
-@pytest.mark.parametrize("algorithm", rest_is_slow(["adapt_while_communicating", "adapt_then_combine"]))
-def test_compiled_training_leaves_no_warnings(algorithm: str) -> None:
-    launch(train_in_all_ways, algorithm, world_size=2)

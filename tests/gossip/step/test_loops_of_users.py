@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from small_runs import (
     MODES,
     Branches,
@@ -62,7 +62,10 @@ def swap_values_in_and_out(model: GossipDataParallel) -> None:
     assert not torch.equal(halved, model.module(batch(model.rank, 9)))
 
 
-def train_after(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
+@on_ranks(3)
+def test_what_comes_before_a_step_and_leaves_no_trace(algorithm: str) -> None:
+    """Elsewhere nothing is trained after it, an update or an exchange is lost, or what was put back is overwritten."""
     for before in (forward_twice, forward_without_gradients, average_twice, drop_gradients, swap_values_in_and_out):
         for model in in_every_mode(algorithm=algorithm):
             for step in range(3):
@@ -73,12 +76,6 @@ def train_after(algorithm: str) -> None:
             assert_rows(model, rows_after(range(3), model.world_size, combines_first=combines_first))
 
 
-@pytest.mark.parametrize("algorithm", ["adapt_while_communicating", "adapt_then_combine"])
-def test_what_comes_before_a_step_and_leaves_no_trace(algorithm: str) -> None:
-    """Elsewhere nothing is trained after it, an update or an exchange is lost, or what was put back is overwritten."""
-    run_ranks(train_after, algorithm, world_size=3)
-
-
 # ------------------------------------------------------------------ what does leave a trace
 
 
@@ -87,7 +84,8 @@ def edited(rank: int, step: int, x: np.ndarray) -> np.ndarray:
     return np.full_like(x, 0.1 * (rank + 1)) if step == 4 else x.clip(-0.2, 0.2) if step else x
 
 
-def edit_and_average() -> None:
+@on_ranks(3)
+def test_edits_and_global_averages_between_steps_are_trained_on() -> None:
     for model in in_every_mode():
         for step in range(6):
             if step == 4:
@@ -111,10 +109,6 @@ def edit_and_average() -> None:
             assert_rows(model, rows_after(range(early, early + 3), model.world_size, start=rows.mean(0)))
 
 
-def test_edits_and_global_averages_between_steps_are_trained_on() -> None:
-    run_ranks(edit_and_average, world_size=3)
-
-
 # ------------------------------------------------------------------ parts that are not always used
 
 
@@ -130,7 +124,8 @@ def dynamic_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(batch(rank, step), chosen).square().mean()
 
 
-def train_branches() -> None:
+@on_ranks(3)
+def test_parts_unused_at_first_or_used_in_another_order_are_trained_and_mixed() -> None:
     for loss in (late_loss, dynamic_loss):
         for model in in_every_mode(Branches):
             for step in range(5):
@@ -139,11 +134,9 @@ def train_branches() -> None:
                 assert_rows(model, rows_after(range(step + 1), model.world_size, make=Branches, loss=loss))
 
 
-def test_parts_unused_at_first_or_used_in_another_order_are_trained_and_mixed() -> None:
-    run_ranks(train_branches, world_size=3)
-
-
-def overflow_in_one_bucket(outside: bool) -> None:
+@pytest.mark.parametrize("outside", [False, True])
+@on_ranks(2)
+def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> None:
     def skipping_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
         return loss_of(module, rank, step) * ((rank, step) not in ((1, 2), (1, 4)))
 
@@ -167,11 +160,6 @@ def overflow_in_one_bucket(outside: bool) -> None:
             assert_rows(model, rows_after(range(step + 1), model.world_size, loss=skipping_loss))
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_overflow_in_any_one_bucket_skips_the_update_of_all(outside: bool) -> None:
-    run_ranks(overflow_in_one_bucket, outside, world_size=2)
-
-
 # ------------------------------------------------------------------ different numbers of batches
 
 NUM_BATCHES = (3, 5, 2, 5)
@@ -183,7 +171,8 @@ def joined_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return loss_of(module, rank, step) * (step in counted)
 
 
-def join_twice() -> None:
+@on_ranks(4)
+def test_ranks_that_ended_exchange_until_all_have() -> None:
     for model in in_every_mode(topology="ring"):
         with model.join():
             train(model, range(NUM_BATCHES[model.rank]))
@@ -193,10 +182,6 @@ def join_twice() -> None:
             train(model, range(6, 6 + model.rank))
         assert model.step == 9
         assert_rows(model, rows_after(range(9), 4, loss=joined_loss, topology="ring"))
-
-
-def test_ranks_that_ended_exchange_until_all_have() -> None:
-    run_ranks(join_twice, world_size=4)
 
 
 def raise_inside() -> str:
@@ -254,7 +239,8 @@ def train_and_fail(model: GossipDataParallel) -> None:
         raise ZeroDivisionError
 
 
-def end_in_every_way() -> None:
+@on_ranks(2, anew=True)
+def test_nothing_of_the_wrapper_is_left_in_the_module_after_its_end() -> None:
     plain = make_module()
     loss_of(plain, 0, 0).backward()
     for mode in MODES.values():
@@ -284,7 +270,3 @@ def end_in_every_way() -> None:
                 optimizer.step()
                 assert not any(map(torch.equal, module.parameters(), plain.parameters()))
             dist.barrier()
-
-
-def test_nothing_of_the_wrapper_is_left_in_the_module_after_its_end() -> None:
-    launch(end_in_every_way, world_size=2)

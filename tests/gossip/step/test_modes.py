@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from small_runs import MODES, SGD, TOPOLOGY, assert_rows, flat, rows_after, train, wrap
 from torch import nn
 
@@ -54,29 +54,26 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(torch.randn(3, 2, 5, generator=generator, dtype=torch.float64), step).square().mean()
 
 
-def train_in_every_mode(name: str) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(WORLD_SIZE)
+def test_every_mode_equals_the_recursion_with_the_same_bits(algorithm: str) -> None:
     """x <- (1 - gamma) x + gamma W x before or after u, as rounds of their own."""
-    rounds, gamma = [], ALGORITHMS[name]().gamma
+    rounds, gamma = [], ALGORITHMS[algorithm]().gamma
     for t in range(NUM_STEPS):
         factor = gamma(t) if callable(gamma) else gamma
         matrix = build(TOPOLOGY, WORLD_SIZE).round(t).matrix()
         rounds.append(Round.from_matrix((1 - factor) * np.eye(WORLD_SIZE) + factor * matrix))
     dense = {"make": make_module, "loss": loss_of, "topology": Topology.from_rounds(rounds)}
-    wanted = rows_after(range(NUM_STEPS), WORLD_SIZE, combines_first=name.startswith("then"), **dense)
+    wanted = rows_after(range(NUM_STEPS), WORLD_SIZE, combines_first=algorithm.startswith("then"), **dense)
     results = []
     for mode in (*MODES.values(), {"clip_grad_norm": math.inf, "clip": "bucket"}):
-        with wrap(make_module(), algorithm=ALGORITHMS[name](), **mode) as model:
+        with wrap(make_module(), algorithm=ALGORITHMS[algorithm](), **mode) as model:
             train(model, range(NUM_STEPS), loss_of)
             model.state_dict()  # adapt-then-combine is awaited before it
             assert_rows(model, wanted)
             results.append(flat(model))
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_mode_equals_the_recursion_with_the_same_bits(algorithm: str) -> None:
-    run_ranks(train_in_every_mode, algorithm, world_size=WORLD_SIZE)
 
 
 def forward_waits() -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from replicas import SGD
 from small_runs import TINY_BUCKETS, assert_same, batch, finish
 from torch import nn
@@ -86,15 +86,12 @@ def train(mode: str, kind: str | None) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def train_watched_and_alone() -> None:
+@on_ranks(2)
+def test_forward_in_another_thread_while_backward_runs_changes_nothing() -> None:
     for mode in MODES:
         alone = train(mode, None)
         for kind in KINDS:
             assert all(map(torch.equal, train(mode, kind), alone)), (mode, kind)
-
-
-def test_forward_in_another_thread_while_backward_runs_changes_nothing() -> None:
-    run_ranks(train_watched_and_alone, world_size=2)
 
 
 def test_step_or_average_in_another_thread_while_backward_runs_is_refused() -> None:
@@ -151,7 +148,8 @@ def test_backward_that_died_before_anything_was_sent_is_forgotten() -> None:
     assert_same(model, plain)
 
 
-def combine_in_another_thread() -> None:
+@on_ranks(2)
+def test_forward_waits_for_values_that_another_thread_is_combining() -> None:
     """The other thread is awaiting messages, when this one's forward pass wants to read the parameters."""
     module, plain = Meanwhile(), Meanwhile()
     model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine")
@@ -189,7 +187,3 @@ def combine_in_another_thread() -> None:
         assert torch.equal(found, plain(batch(0, 0)))
     assert not all(map(torch.equal, before, module.parameters()))
     model.close()
-
-
-def test_forward_waits_for_values_that_another_thread_is_combining() -> None:
-    run_ranks(combine_in_another_thread, world_size=2)
