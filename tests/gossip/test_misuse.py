@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from replicas import SGD, TINY_BUCKETS
 from small_runs import batch, make_module
 from torch import nn
@@ -187,7 +187,8 @@ def test_compiled_autograd_is_refused() -> None:
 # ------------------------------------------------------------------ among ranks
 
 
-def usual_loop_under_adapt_then_combine() -> int:
+@on_ranks(3)
+def test_usual_loop_works_under_adapt_then_combine() -> None:
     """zero_grad() at the top leaves the last gradients there for join(), idle_step() and closures to stumble over."""
     arguments = {"algorithm": "adapt_then_combine", "step_in_backward": False}
     model = GossipDataParallel(make_module(), SGD, "ring", **arguments)
@@ -197,7 +198,7 @@ def usual_loop_under_adapt_then_combine() -> int:
             model(batch(0, step)).square().mean().backward()
             model.optimizer.step()
     model.idle_step()
-    steps = model.step
+    assert model.step == 5
     model.close()
 
     def lbfgs(named: list) -> torch.optim.Optimizer:
@@ -214,48 +215,33 @@ def usual_loop_under_adapt_then_combine() -> int:
     for _ in range(3):
         model.optimizer.step(closure)
     assert model.step == 3
-    return steps
 
 
-def test_usual_loop_works_under_adapt_then_combine() -> None:
-    assert run_ranks(usual_loop_under_adapt_then_combine, world_size=3) == [5, 5, 5]
-
-
-def average_at_bad_moments() -> tuple[str, str]:
+@on_ranks(2)
+def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
     module = make_module()
     parts = (SGD(module[0].parameters()), SGD(module[2].parameters()))
     model = GossipDataParallel(module, parts, "ring", step_in_backward=False)
     model(batch(0, 0)).sum().backward()
     parts[0].step()
-    with pytest.raises(GossipError) as half:
+    with pytest.raises(GossipError, match="step 0 is in progress: 1 of 2 optimizers have been stepped"):
         model.global_avg()
     parts[1].step()
-    with model.join(), pytest.raises(GossipError) as joined:
+    with model.join(), pytest.raises(GossipError, match=r"inside join\(\) the ranks are at different steps"):
         model.global_avg()
-    return str(half.value), str(joined.value)
 
 
-def test_averages_wait_for_the_end_of_a_step_and_of_join() -> None:
-    for half, joined in run_ranks(average_at_bad_moments, world_size=2):
-        assert "step 0 is in progress: 1 of 2 optimizers have been stepped" in half
-        assert "inside join() the ranks are at different steps" in joined
-
-
-def recalibrate_badly() -> str:
+@on_ranks(2)
+def test_recalibration_that_fails_on_one_rank_is_told_on_all() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     model = GossipDataParallel(module, SGD, "ring")
     batches = [{"input": batch(0, 0)}] if model.rank == 0 else [{"no such argument": batch(0, 0)}]
-    with pytest.raises(GossipError) as caught, model.averaged(recalibrate=batches):
+    refused = pytest.raises(GossipError, match="recalibrate failed on rank 1: TypeError")
+    with refused, model.averaged(recalibrate=batches):
         pass
     with model.averaged(recalibrate=[{"input": batch(0, 0)}]):
         pass
-    return str(caught.value)
-
-
-def test_recalibration_that_fails_on_one_rank_is_told_on_all() -> None:
-    for text in run_ranks(recalibrate_badly, world_size=2):
-        assert "recalibrate failed on rank 1: TypeError" in text
 
 
 def test_a_model_that_is_collected_while_an_optimizer_steps_disturbs_nobody() -> None:

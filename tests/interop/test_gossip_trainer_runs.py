@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from replicas import flat
 from safetensors.torch import load_file
 from tiny_gpt2 import LENGTH, VOCABULARY, Tokens, batch_of, make_module, make_trainer
@@ -150,7 +151,7 @@ def evaluate_and_save(folder: Path) -> None:
         assert torch.equal(flat(GPT2LMHeadModel.from_pretrained(folder / "final")), after)
 
 
-def keep_the_best(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def keep_the_best(folder: Path) -> None:
     class Hide(Watch):
         def on_log(self, _: Any, state: Any, *__: Any, logs: dict[str, float], **___: Any) -> None:
             if "train_loss" in logs and dist.get_rank() == 1:
@@ -173,7 +174,8 @@ def keep_the_best(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         trainer.train()
     best = trainer.state.best_model_checkpoint if dist.get_rank() == 0 else watch.best
     assert best.endswith("checkpoint-2")
-    return flat(trainer.model), flat(GPT2LMHeadModel.from_pretrained(best))
+    kept = flat(GPT2LMHeadModel.from_pretrained(best))
+    assert torch.equal(flat(trainer.model), kept), "also where the checkpoint cannot be seen"
 
 
 def schedule_free(folder: Path) -> None:
@@ -189,12 +191,8 @@ def schedule_free(folder: Path) -> None:
     assert trainer.state.log_history[-2]["eval_loss"] < trainer.state.log_history[3]["eval_loss"]
 
 
-def several(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    evaluate_and_save(folder / "first")
-    schedule_free(folder / "second")
-    return keep_the_best(folder / "fourth")
-
-
+@on_ranks(2, anew=True)
 def test_evaluating_saving_and_what_is_kept(tmp_path: Path) -> None:
-    for kept, best in launch(several, tmp_path, world_size=2):
-        assert torch.equal(kept, best), "also where the checkpoint cannot be seen"
+    evaluate_and_save(tmp_path / "first")
+    schedule_free(tmp_path / "second")
+    keep_the_best(tmp_path / "fourth")

@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import pytest
 from lab_hosts import RTO_MAX_MS, kernel_knows_rto_max
+from ranks import on_ranks
 from replicas import SGD, NormalisedNet
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 from gossip.communication.host import tcp_options
 from gossip.communication.host.tcp_options import longest_pause_ms, resending_soon, with_resending
 
@@ -73,22 +74,18 @@ def test_no_connection_is_given_up_before_the_timeout(seconds: float, num_attemp
         assert with_resending(timedelta(seconds=seconds)) >= timedelta(seconds=seconds, milliseconds=2 * bound_ms)
 
 
-def bounds_of_connections(seconds: float) -> list[int]:
-    """Of the TCP connections that a model's construction adds to this rank's."""
-    before = tcp_options.open_sockets()
-    with GossipDataParallel(NormalisedNet(), SGD, "complete", timeout=timedelta(seconds=seconds)):
+@needs_kernel
+@on_ranks(3, anew=True)
+def test_connections_between_ranks_resend_soon() -> None:
+    """The TCP connections that a model's construction adds to this rank's."""
+    before, timeout = tcp_options.open_sockets(), timedelta(seconds=60)
+    with GossipDataParallel(NormalisedNet(), SGD, "complete", timeout=timeout):
         found = []
         for number, _ in tcp_options.open_sockets() - before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:
                 if shared.type == socket.SOCK_STREAM and shared.family in (socket.AF_INET, socket.AF_INET6):
                     shared.getpeername()
                     found.append(bound_of(shared))
-        return found
-
-
-@needs_kernel
-def test_connections_between_ranks_resend_soon() -> None:
-    for bounds in launch(bounds_of_connections, 60.0, world_size=3):
-        assert len(bounds) >= 3  # one to each of the others, and one to the store
-        told = longest_pause_ms(timedelta(seconds=60), 15)
-        assert all(told <= bound <= told + 10 for bound in bounds)  # the kernel counts in ticks of up to 10 ms
+    assert len(found) >= 3  # one to each of the others, and one to the store
+    told = longest_pause_ms(timeout, 15)
+    assert all(told <= bound <= told + 10 for bound in found)  # the kernel counts in ticks of up to 10 ms

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks, run_ranks
+from ranks import error_of, on_ranks
 from replicas import SGD, TINY_BUCKETS, rank_module
 from torch import nn
 
@@ -27,48 +27,31 @@ SHORT = timedelta(seconds=2)
 # ---------------------------------------------------------------------- process groups
 
 
-def meet_in(groups: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, list[bytes], float]]:
-    """One world in each of the groups that this rank belongs to, all open at once, used in turn."""
-    made = [dist.new_group(list(ranks)) for ranks in groups]
-    mine = [group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
-    worlds = [World(timedelta(seconds=60), process_group=group) for group in mine]
-    found = []
-    for world in (*worlds, *reversed(worlds)):
-        total = torch.tensor([float(dist.get_rank())])
-        world.average_(total, "averaging")
-        found.append(
-            (world.rank, world.world_size, world.gather_bytes(b"%d" % dist.get_rank(), "asking"), float(total))
-        )
-    for world in worlds:
-        world.close()
-    return found
-
-
+@on_ranks(5)
 def test_ranks_of_overlapping_groups_never_meet_each_other() -> None:
+    """One world in each of the groups that a rank belongs to, all open at once, used in turn."""
     # Rank 1 is in three groups, rank 4 in none, and two groups have the same members.
-    groups = ((1, 3), (0, 1), (1, 2, 3), (1, 3))
-    by_rank = run_ranks(meet_in, groups, world_size=5)
-    for rank, found in enumerate(by_rank):
-        mine = [ranks for ranks in groups if rank in ranks]
-        assert found == [
-            (ranks.index(rank), len(ranks), [b"%d" % each for each in ranks], sum(ranks) / len(ranks))
-            for ranks in (*mine, *reversed(mine))
-        ]
+    groups, own = ((1, 3), (0, 1), (1, 2, 3), (1, 3)), dist.get_rank()
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    mine = [(group, ranks) for group, ranks in zip(made, groups, strict=True) if own in ranks]
+    worlds = [(World(timedelta(seconds=60), process_group=group), ranks) for group, ranks in mine]
+    for world, ranks in (*worlds, *reversed(worlds)):
+        total = torch.tensor([float(own)])
+        world.average_(total, "averaging")
+        assert world.gather_bytes(b"%d" % own, "asking") == [b"%d" % each for each in ranks]
+        assert (world.rank, world.world_size, float(total)) == (ranks.index(own), len(ranks), sum(ranks) / len(ranks))
+    for world, _ in worlds:
+        world.close()
 
 
-def outsiders() -> list[str]:
-    group = dist.new_group([0, 1])
-    texts = []
-    for given in (group, object()):
-        if dist.get_rank() == 2 or given is not group:
-            texts.append(error_of(ValueError, GossipDataParallel, nn.Linear(2, 1), None, process_group=given))
-    return texts
-
-
+@on_ranks(3)
 def test_rank_outside_the_process_group_is_refused() -> None:
-    first, _, third = run_ranks(outsiders, world_size=3)
-    assert first[0].startswith("process_group must be a group that torch.distributed.new_group returned")
-    assert third[0].startswith("rank 2 of the default process group is not a member of process_group")
+    group = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match=r"^process_group must be a group that torch\.distributed\.new_group returned"):
+        GossipDataParallel(nn.Linear(2, 1), None, process_group=object())
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match=r"^rank 2 of the default process group is not a member of process_group"):
+            GossipDataParallel(nn.Linear(2, 1), None, process_group=group)
 
 
 def test_process_group_without_torch_distributed_is_refused() -> None:
@@ -114,21 +97,20 @@ def test_wrapping_and_closing_or_dropping_leaves_no_thread_file_or_group(world_s
 # ---------------------------------------------------------------------- few messages
 
 
-def num_collectives(num_layers: int) -> int:
-    """Of a construction with many buckets, frozen parameters and buffers."""
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(num_layers)))
-    for layer in module:
-        layer[0].bias.requires_grad_(False)
-    model = GossipDataParallel(module, SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
-    return model._world.progress_markers.sequence
-
-
+@on_ranks(3)
 def test_construction_takes_as_many_collectives_for_many_tensors_as_for_one() -> None:
-    # The manifests; the values of rank 0; who is on this machine; and whose memory they can read.
-    assert [run_ranks(num_collectives, layers, world_size=3) for layers in (1, 20)] == [[4] * 3] * 2
+    """With many buckets, frozen parameters and buffers."""
+    for num_layers in (1, 20):
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(num_layers)))
+        for layer in module:
+            layer[0].bias.requires_grad_(False)
+        model = GossipDataParallel(module, SGD, "one_peer_exponential", bucket_cap_mb=TINY_BUCKETS)
+        # The manifests; the values of rank 0; who is on this machine; and whose memory they can read.
+        assert model._world.progress_markers.sequence == 4
 
 
-def broadcast_all_kinds() -> bool:
+@on_ranks(3)
+def test_tensors_of_all_sizes_and_dtypes_are_broadcast_at_once() -> None:
     world = World(timedelta(seconds=60))
     dtypes = (torch.bool, torch.float64, torch.int8, torch.float16, torch.complex64, torch.float32, torch.int16)
     dtypes += (torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.float8_e4m3fn)
@@ -143,94 +125,67 @@ def broadcast_all_kinds() -> bool:
     own[3 * len(dtypes)] = own[3 * len(dtypes)].t().contiguous().t()
     world.broadcast_(own, "broadcasting")
     world.close()
-    return all(torch.equal(bytes_of(one), bytes_of(other)) for one, other in zip(own, wanted, strict=True))
-
-
-def test_tensors_of_all_sizes_and_dtypes_are_broadcast_at_once() -> None:
-    assert all(run_ranks(broadcast_all_kinds, world_size=3))
+    assert all(torch.equal(bytes_of(one), bytes_of(other)) for one, other in zip(own, wanted, strict=True))
 
 
 # ---------------------------------------------------------------------- who is absent
 
 
-def construct_without(absent: tuple[int, ...]) -> str:
-    text = "absent"
-    dist.barrier()
-    if dist.get_rank() not in absent:
-        text = error_of(ExchangeError, World, SHORT)
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
-
-
+@on_ranks(4)
 def test_ranks_absent_at_construction_are_named() -> None:
-    names = "ranks 0 and 3 are absent; rank 0 was never seen; rank 3 was never seen"
-    for rank, text in enumerate(run_ranks(construct_without, (0, 3), world_size=4)):
-        if rank not in (0, 3):
-            assert text.startswith(
-                f"rank {rank}: constructing the model: not all of the 4 ranks took part within 2 s: {names}; every"
-            )
+    rank, names = dist.get_rank(), "ranks 0 and 3 are absent; rank 0 was never seen; rank 3 was never seen"
+    dist.barrier()
+    if rank not in (0, 3):
+        assert error_of(ExchangeError, World, SHORT).startswith(
+            f"rank {rank}: constructing the model: not all of the 4 ranks took part within 2 s: {names}; every"
+        )
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
 
 
-def construct_late() -> str:
+@on_ranks(2)
+def test_rank_that_comes_too_late_is_told_who_gave_up() -> None:
+    text = "rank 1 is absent; rank 1 was never seen"
     if dist.get_rank() == 1:
+        text = "rank 0 is absent; rank 0 has given up waiting in 'constructing the model'"
         dist.monitored_barrier(timeout=timedelta(seconds=60))
-    with pytest.raises(ExchangeError) as caught:
-        World(SHORT)
+    assert text in error_of(ExchangeError, World, SHORT)
     if dist.get_rank() == 0:
         dist.monitored_barrier(timeout=timedelta(seconds=60))
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return str(caught.value)
 
 
-def test_rank_that_comes_too_late_is_told_who_gave_up() -> None:
-    first, second = run_ranks(construct_late, world_size=2)
-    assert "rank 1 is absent; rank 1 was never seen" in first
-    assert "rank 0 is absent; rank 0 has given up waiting in 'constructing the model'" in second
-
-
-def absent_from_collectives() -> list[str]:
+@on_ranks(3)
+def test_rank_absent_from_a_collective_is_named() -> None:
     """Rank 1 stays away from one collective of each model; it was last seen in the collective before."""
     calls: list[Callable[[GossipDataParallel], object]] = [
         lambda model: model.global_avg(),
         lambda model: model.averaged().__enter__(),
         lambda model: model.consensus_distance(),
     ]
-    texts = []
     for call in calls:
         model = GossipDataParallel(rank_module(), SGD, "ring", bucket_cap_mb=1)
         model.world.timeout = SHORT  # once all are there
         if model.rank != 1:
-            texts.append(error_of(ExchangeError, call, model))
+            # Whoever gives up second may learn it from the first.
+            text = error_of(ExchangeError, call, model).replace(f" (so rank {2 - model.rank} found)", "")
+            assert text == (
+                f"rank {model.rank}: comparing frozen parameters: every rank must call it, after the same number of "
+                "steps; not all of the 3 ranks took part within 2 s: rank 1 is absent (dead, frozen, cut off or busy); "
+                "it was last seen in 'finding neighbours'"
+            )
         dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return texts
 
 
-def test_rank_absent_from_a_collective_is_named() -> None:
-    by_rank = run_ranks(absent_from_collectives, world_size=3)
-    for rank in (0, 2):
-        # Whoever gives up second may learn it from the first.
-        assert [text.replace(f" (so rank {2 - rank} found)", "") for text in by_rank[rank]] == [
-            f"rank {rank}: comparing frozen parameters: every rank must call it, after the same number of steps; not "
-            "all of the 3 ranks took part within 2 s: rank 1 is absent (dead, frozen, cut off or busy); it was last "
-            "seen in 'finding neighbours'"
-        ] * 3
-
-
-def survive_a_peer() -> str:
+@on_ranks(2)
+def test_closed_connection_names_who_is_absent() -> None:
     world = World(timedelta(seconds=30))
     world.sum_(torch.ones(1), "the first sum")
-    text = "gone"
     if world.rank == 0:
         text = error_of(ExchangeError, world.sum_, torch.ones(1), "the second sum")
+        assert text.startswith("rank 0: the second sum: ")
+        assert text.endswith(": rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'the first sum'")
     world.close()
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-    return text
-
-
-def test_closed_connection_names_who_is_absent() -> None:
-    survivor, _ = run_ranks(survive_a_peer, world_size=2)
-    assert survivor.startswith("rank 0: the second sum: ")
-    assert survivor.endswith(": rank 1 is absent (dead, frozen, cut off or busy); it was last seen in 'the first sum'")
 
 
 class BrokenStore(dist.Store):

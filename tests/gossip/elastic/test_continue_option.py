@@ -16,7 +16,7 @@ import unsupervised
 from elastic_ranks import flat, make_model, make_steps, targets
 from fault_places import injected
 from free_ports import free_port
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from small_runs import SGD
 from torch import nn
 
@@ -85,20 +85,18 @@ def test_a_store_that_dies_with_a_rank_is_refused() -> None:
         assert "but it is served by the process of rank 0; start the ranks with gossip.launch or torchrun" in text
 
 
-def error_on_two_machines(path: str) -> str:
+@on_ranks(2)
+def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
     def make_group(rank: int) -> None:
-        dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
     from gossip.elastic import elastic_world  # another test shows that it is not loaded by default
 
     with mock.patch.object(elastic_world, "own_network", return_value=["a machine", dist.get_rank()]):
-        return error_with(make_group)
-
-
-def test_ranks_that_listen_for_their_own_machine_alone_must_be_on_one(tmp_path: Path) -> None:
-    for text in run_ranks(error_on_two_machines, str(tmp_path / "store"), world_size=2):
-        assert "is on a different machine than rank" in text
-        assert "because its key-value store, FileStore, has no host" in text
+        text = error_with(make_group)
+    assert "is on a different machine than rank" in text
+    assert "because its key-value store, FileStore, has no host" in text
 
 
 def gammas_around_a_death() -> list[float]:

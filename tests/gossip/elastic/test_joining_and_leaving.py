@@ -30,7 +30,7 @@ from elastic_ranks import (
     targets,
     train_until,
 )
-from ranks import error_of
+from ranks import error_of, on_ranks
 from tiers import rest_is_slow
 
 import gossip
@@ -256,16 +256,13 @@ def test_there_must_be_a_store() -> None:
         gossip.join_training("127.0.0.1:1", timeout=timedelta(seconds=1))
 
 
-def handlers_of_sigterm() -> list[Any]:
-    found = [signal.getsignal(signal.SIGTERM)]
-    model = make_model(4, {"topology": "ring"})
-    found.append(signal.getsignal(signal.SIGTERM))
-    model.close()
-    return [each is signal.SIG_DFL for each in (*found, signal.getsignal(signal.SIGTERM))]
-
-
+@on_ranks(2, anew=True)
 def test_sigterm_is_handled_until_the_model_is_closed() -> None:
-    assert gossip.launch(handlers_of_sigterm, world_size=2) == [[True, False, True]] * 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    model = make_model(4, {"topology": "ring"})
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    model.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def unfreeze(folder: str) -> list[float]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from elastic_ranks import make_model
 from meshes import await_that, connected, message
+from ranks import on_ranks
 
-from gossip import launch
 from gossip.communication.host.worker_threads import WINDOW_BYTES
 from gossip.elastic.connections import send_queue
 from gossip.elastic.connections.mesh import Mesh
@@ -81,7 +81,9 @@ def test_what_a_peer_is_ready_to_send_goes_before_what_is_sent_after_it(
         await_that(receiver, lambda: receiver.has(0, later))
 
 
-def numbers_by_exchange() -> dict[tuple[int, int], set[int]]:
+@on_ranks(2, anew=True)
+def test_all_turns_of_an_exchange_are_sent_with_the_number_of_the_first() -> None:
+    """Those of compressed exchanges would wait behind the next buckets' openings, and the next step for them."""
     sent: dict[tuple[int, int], set[int]] = {}
     turns: set[int] = set()
     send = Mesh.send
@@ -99,11 +101,5 @@ def numbers_by_exchange() -> dict[tuple[int, int], set[int]]:
             model(torch.ones(2, 4, dtype=torch.float64)).backward()
         model.close()
     assert turns > {0}
-    return sent
-
-
-def test_all_turns_of_an_exchange_are_sent_with_the_number_of_the_first() -> None:
-    """Those of compressed exchanges would wait behind the next buckets' openings, and the next step for them."""
-    for sent in launch(numbers_by_exchange, world_size=2):
-        numbers = [number for numbers in sent.values() for number in numbers]
-        assert len(sent) == len(numbers) == len(set(numbers)) >= 3
+    numbers = [number for numbers in sent.values() for number in numbers]
+    assert len(sent) == len(numbers) == len(set(numbers)) >= 3

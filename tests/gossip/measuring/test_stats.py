@@ -11,7 +11,7 @@ import pytest
 import torch
 from listening import logged
 from loguru import logger
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from replicas import gathered
 from small_runs import MODES, finish, flat, loss_of, make_module, train, wrap
 from torch import nn
@@ -205,18 +205,13 @@ def test_many_buckets_are_listed_in_one_short_line() -> None:
     assert len(lines) == 2  # nothing is sent: there is no transport to describe
 
 
+@on_ranks(2)
 def test_every_phase_has_a_range_in_the_profiler() -> None:
-    for names in run_ranks(profiled_ranges, world_size=2):
-        assert names == {f"gossip::{phase}": 3 for phase in ("forward", "backward", "update", "send")} | {
-            "gossip::wait": 2,
-            "gossip::mix": 2,
-        }
-
-
-def profiled_ranges() -> dict[str, int]:
     model = GossipDataParallel(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), "ring")
     with torch.profiler.profile() as profiler:
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
     model.close()
-    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("gossip::")}
+    counts = {"forward": 3, "backward": 3, "update": 3, "send": 3, "wait": 2, "mix": 2}
+    found = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("gossip::")}
+    assert found == {f"gossip::{phase}": count for phase, count in counts.items()}

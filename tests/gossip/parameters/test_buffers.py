@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from replicas import assert_equal_states, gathered
 from small_runs import SGD
 from torch import nn
@@ -70,22 +70,18 @@ def test_buffers_are_mixed_in_every_step_if_so_wished(algorithm: str) -> None:
     assert [values["calls"].item() for values in by_rank] == [3, 6, 9, 12]  # integers are never mixed
 
 
-def lose_a_buffer(how: str) -> str:
+@pytest.mark.parametrize(
+    ("how", "text"), [("gone", "buffer 'of_float64' is gone"), ("size", "is now torch.float64 [7]")]
+)
+@on_ranks(2)
+def test_mixed_buffer_that_changed_is_named(how: str, text: str) -> None:
     model = GossipDataParallel(Counting(), SGD, "ring", buffers="average")
     model(torch.ones(1, 3)).sum().backward()
     if how == "gone":
         del model.module.of_float64
     else:
         model.module.of_float64 = torch.zeros(7, dtype=torch.float64)
-    return error_of(GossipError, model.idle_step)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"), [("gone", "buffer 'of_float64' is gone"), ("size", "is now torch.float64 [7]")]
-)
-def test_mixed_buffer_that_changed_is_named(how: str, text: str) -> None:
-    for found in run_ranks(lose_a_buffer, how, world_size=2):
-        assert text in found
+    assert text in error_of(GossipError, model.idle_step)
 
 
 # ------------------------------------------------------------------ batch norm
@@ -102,7 +98,8 @@ def batches(rank: int) -> list[torch.Tensor]:
     return [torch.randn(8, 3, generator=generator) * (1 + rank) + rank for _ in range((2, 3, 0)[rank])]
 
 
-def recalibrate() -> None:
+@on_ranks(3)
+def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:
     model = GossipDataParallel(make_norm(), SGD, "complete")
     for step in range(3):
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(50 + model.rank + step))).sum().backward()
@@ -124,7 +121,3 @@ def recalibrate() -> None:
         pass
     assert_equal_states(model.state_dict(), before)
     model(torch.ones(4, 3)).sum().backward()
-
-
-def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:
-    run_ranks(recalibrate, world_size=3)

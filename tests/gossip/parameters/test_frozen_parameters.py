@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpointing import log_of
 from covering import covering
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from replicas import SGD, gathered
 from separate import Separate, mean_square
 from small_runs import MODES, finish
@@ -131,19 +131,16 @@ def test_a_rank_that_is_idle_as_parameters_are_unfrozen_counts_by_its_samples() 
     assert [view.numbers[model.algorithm.weighs_by].item() for view in views] == [8.0, 8.0]
 
 
-def unfreezing_what_the_others_do_not() -> str:
+@on_ranks(2)
+def test_ranks_that_unfreeze_different_parameters_are_refused_everywhere() -> None:
     model = make_model(topology="ring")
     step_of(model, 0)
     model.module[2].weight.requires_grad_(True)
     if model.rank == 1:
         model.module[2].bias.requires_grad_(True)
-    return error_of(ManifestError, step_of, model, 1)
-
-
-def test_ranks_that_unfreeze_different_parameters_are_refused_everywhere() -> None:
-    for text in run_ranks(unfreezing_what_the_others_do_not, world_size=2):
-        assert "unfrozen is '2.weight' on rank 0, but '2.weight', '2.bias' on rank 1" in text
-        assert "unfreeze the same parameters on every rank before the same step" in text
+    text = error_of(ManifestError, step_of, model, 1)
+    assert "unfrozen is '2.weight' on rank 0, but '2.weight', '2.bias' on rank 1" in text
+    assert "unfreeze the same parameters on every rank before the same step" in text
 
 
 # ---------------------------------------------------------------- edits
@@ -168,8 +165,12 @@ EDITS: dict[str, Callable[[nn.Parameter], None]] = {
 }
 
 
+@pytest.mark.parametrize("edit", EDITS)
+@on_ranks(3)
 @mock.patch.object(frozen_parameters, "digest_of", side_effect=frozen_parameters.digest_of)
-def edit_on_one_rank(edit: str, folder: str, digest_of: mock.Mock) -> None:
+def test_an_edit_on_one_rank_is_told_at_the_next_collective_and_compared_there(
+    digest_of: mock.Mock, edit: str, tmp_path: Path
+) -> None:
     model = make_model(topology="ring")
     weight = model.module[2].weight
     start = make_module()[2].weight.detach()
@@ -177,7 +178,7 @@ def edit_on_one_rank(edit: str, folder: str, digest_of: mock.Mock) -> None:
         step_of(model, step)
         with model.averaged():
             assert torch.equal(weight, start)
-    gossip.save(model, folder)
+    gossip.save(model, tmp_path)
     model.consensus_distance()
     assert not digest_of.called, "what nobody has touched is not hashed"
     if model.rank == 2:
@@ -198,37 +199,29 @@ def edit_on_one_rank(edit: str, folder: str, digest_of: mock.Mock) -> None:
     rows = [gathered(parameter.detach()) for parameter in (*trained, weight)]
     wanted = sum(float((row - row.mean(0)).square().sum()) for row in rows) / model.world_size
     assert distance == pytest.approx(wanted**0.5)
-    gossip.export(model, f"{folder}/model.safetensors")
+    gossip.export(model, tmp_path / "model.safetensors")
     if model.rank == 0:
         from safetensors.torch import load_file
 
-        torch.testing.assert_close(load_file(f"{folder}/model.safetensors")["2.weight"], mean)
-    gossip.save(model, folder)
+        torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["2.weight"], mean)
+    gossip.save(model, tmp_path)
     model.global_avg()
     torch.testing.assert_close(weight, mean)
     assert torch.equal(gathered(weight.detach()), weight.detach().expand(3, *weight.shape))
     assert digest_of.call_count == 1
-    gossip.load(model, folder)
+    gossip.load(model, tmp_path)
     torch.testing.assert_close(weight, start + (2.0 if model.rank == 2 else 0.0))
     with model.averaged():
         torch.testing.assert_close(weight, mean)
     assert digest_of.call_count == 1, "a checkpoint knows which differ"
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_on_one_rank_is_told_at_the_next_collective_and_compared_there(edit: str, tmp_path: Path) -> None:
-    run_ranks(edit_on_one_rank, edit, str(tmp_path), world_size=3)
-
-
-def converting_on_one_rank() -> str:
+@on_ranks(2)
+def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:
     model = make_model(topology="ring")
     if model.rank == 1:
         model.module[2].weight.data = model.module[2].weight.data.float()
-    return error_of(ManifestError, model.global_avg)
-
-
-def test_a_frozen_parameter_of_another_dtype_on_one_rank_is_named() -> None:
-    for text in run_ranks(converting_on_one_rank, world_size=2):
-        assert "frozen parameter '2.weight' is float64 [4, 8]" in text
-        assert "but float32 [4, 8]" in text
-        assert "on rank 1" in text
+    text = error_of(ManifestError, model.global_avg)
+    assert "frozen parameter '2.weight' is float64 [4, 8]" in text
+    assert "but float32 [4, 8]" in text
+    assert "on rank 1" in text

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ranks import error_of, on_ranks
 from small_runs import SGD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 CPU = torch.device("cpu")
 
@@ -41,30 +42,24 @@ AROUND: dict[str, tuple[Callable[[GossipDataParallel], nn.Module], str]] = {
 }
 
 
-def forward_inside(way: str) -> tuple[str, int]:
+@pytest.mark.parametrize("way", AROUND)
+@on_ranks(2, anew=True)
+def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) -> None:
     model = wrap(make_module())
     before = [parameter.detach().clone() for parameter in make_module().parameters()]
-    around, _ = AROUND[way]
-    outer = around(model)
-    with pytest.raises(GossipError) as caught:
-        outer(torch.ones(5, 3))
-    if "shard" in str(caught.value).lower():  # which leaves nothing to go on with
+    around, name = AROUND[way]
+    text = error_of(GossipError, around(model), torch.ones(5, 3))
+    assert name in text
+    assert "gossip.integrations.accelerate.prepare" in text
+    assert "gossip.integrations.transformers.GossipTrainer" in text
+    if "shard" in text.lower():  # which leaves nothing to go on with
         model.__exit__(GossipError)
-        return str(caught.value), 0
+        return
     if way == "DDP":  # nothing has been broken
         model(torch.ones(5, 3)).sum().backward()
         assert model.step == 1
         assert not torch.equal(model.module[2].weight, before[2])
     model.close()
-    return str(caught.value), model.step
-
-
-@pytest.mark.parametrize("way", AROUND)
-def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) -> None:
-    for text, _ in launch(forward_inside, way, world_size=2):
-        assert AROUND[way][1] in text
-        assert "gossip.integrations.accelerate.prepare" in text
-        assert "gossip.integrations.transformers.GossipTrainer" in text
 
 
 def test_model_replicated_by_data_parallel_is_refused() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks
 from small_runs import SGD, TINY_BUCKETS, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -144,13 +144,10 @@ def test_model_that_is_dropped_is_freed() -> None:
 # ------------------------------------------------------------------ buffers
 
 
-def average_buffers_that_differ() -> str:
+@on_ranks(2)
+def test_buffers_that_came_to_differ_are_named_on_every_rank() -> None:
     module = nn.Linear(1, 1)
     model = GossipDataParallel(module, SGD, "ring")
     module.register_buffer("cache", torch.zeros(4 + model.rank))
-    return error_of(ManifestError, model.global_avg)
-
-
-def test_buffers_that_came_to_differ_are_named_on_every_rank() -> None:
-    for text in run_ranks(average_buffers_that_differ, world_size=2):
-        assert "buffer 'cache' is torch.float32 [4] on rank 0, but torch.float32 [5] on rank 1" in text
+    text = "buffer 'cache' is torch.float32 [4] on rank 0, but torch.float32 [5] on rank 1"
+    assert text in error_of(ManifestError, model.global_avg)

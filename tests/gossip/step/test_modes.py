@@ -1,6 +1,5 @@
 """Every way of making steps against the dense recursion and against each other, with real processes."""
 
-import contextlib
 import functools
 import math
 from unittest import mock
@@ -8,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from small_runs import MODES, SGD, TOPOLOGY, assert_rows, flat, rows_after, train, wrap
 from torch import nn
 
-from gossip import AdaptThenCombine, AdaptWhileCommunicating, GossipDataParallel, launch
+from gossip import AdaptThenCombine, AdaptWhileCommunicating, GossipDataParallel, GossipError
 from topologies import Round, Topology, build
 
 NUM_STEPS = 8
@@ -76,27 +75,23 @@ def test_every_mode_equals_the_recursion_with_the_same_bits(algorithm: str) -> N
         np.testing.assert_array_equal(other, results[0])
 
 
-def forward_waits() -> dict[str, list[int]]:
-    """Which buckets each module of the model awaits, once a training forward has been seen."""
+@on_ranks(2)
+def test_buckets_are_awaited_by_the_lowest_module_that_holds_every_user() -> None:
+    """Once a training forward has been seen."""
     module = make_module()
     model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine", bucket_cap_mb=1 / 2**20)
     loss_of(model, model.rank, 0).backward()
-    awaited: dict[str, list[int]] = {}
+    awaited: dict[str, list[str]] = {}
     for name, part in module.named_modules():
         for hook in part._forward_pre_hooks.values():
             for index in hook._buckets:
                 awaited.setdefault(model._buckets[index].names[0], []).append(name)
-    return awaited
-
-
-def test_buckets_are_awaited_by_the_lowest_module_that_holds_every_user() -> None:
-    for awaited in run_ranks(forward_waits, world_size=2):
-        assert awaited["attention.out_proj.weight"] == ["attention", "attention.out_proj"]
-        assert awaited["norm.weight"] == ["norm"]
-        assert awaited["embed.weight"] == ["embed"]
-        assert awaited["extra"] == [""]
-        assert awaited["head.weight"] == ["", "head"]  # read by the model itself
-        assert awaited["sometimes.weight"] == ["", "sometimes"]  # not seen in the first forward
+    assert awaited["attention.out_proj.weight"] == ["attention", "attention.out_proj"]
+    assert awaited["norm.weight"] == ["norm"]
+    assert awaited["embed.weight"] == ["embed"]
+    assert awaited["extra"] == [""]
+    assert awaited["head.weight"] == ["", "head"]  # read by the model itself
+    assert awaited["sometimes.weight"] == ["", "sometimes"]  # not seen in the first forward
 
 
 class ReadLate(nn.Module):
@@ -111,21 +106,16 @@ class ReadLate(nn.Module):
         return x @ self.layer.weight if self.peeks else self.layer(x)
 
 
-def read_before_combined() -> str:
+@on_ranks(2, anew=True)
+def test_parameter_read_before_it_is_combined_is_refused_by_name() -> None:
     module = ReadLate()
     model = GossipDataParallel(module, SGD, "ring", algorithm="adapt_then_combine")
-    for step in range(4):
-        module.peeks = step == 2
-        with pytest.raises(Exception, match="was read before") if step == 2 else contextlib.nullcontext() as caught:
-            model(torch.ones(2, 3)).sum().backward()
-        if caught:
-            return str(caught.value)
-    return "not noticed"
-
-
-def test_parameter_read_before_it_is_combined_is_refused_by_name() -> None:
-    for text in launch(read_before_combined, world_size=2):
-        assert "step 2, bucket 0: parameter 'layer.weight' was read before its exchange was combined" in text
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    module.peeks = True
+    text = "step 2, bucket 0: parameter 'layer.weight' was read before its exchange was combined"
+    with pytest.raises(GossipError, match=text):
+        model(torch.ones(2, 3)).sum().backward()
 
 
 def test_zero_grad_waits_for_nobody() -> None:
