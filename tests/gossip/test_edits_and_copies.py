@@ -14,11 +14,6 @@ from gossip import GossipDataParallel, GossipError
 ALGORITHMS = ["adapt_while_communicating", "adapt_then_combine"]
 
 
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
-
-
 def batch(step: int, rank: int = 0) -> torch.Tensor:
     return torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * rank + step))
 
@@ -29,7 +24,9 @@ def train(model: nn.Module, steps: range, rank: int = 0) -> None:
 
 
 def wrap(**arguments: object) -> GossipDataParallel:
-    return GossipDataParallel(make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    return GossipDataParallel(module, SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **arguments)
 
 
 # ------------------------------------------------------------------ edits, with what is in flight

@@ -10,6 +10,7 @@ from algorithm_table import ROWS, make_algorithm, optimizer_for
 from compressions import COMPRESSIONS, TOPOLOGIES
 from devices import NUM_GPUS, choose_device, needs_a_gpu, needs_nccl
 from exchanging import Ranks, StackedRanks
+from ranks import on_ranks
 from replicas import SGD, TINY_BUCKETS, NormalisedNet, saved
 from separate import stacked
 
@@ -121,20 +122,14 @@ def test_parameters_on_a_gpu_have_storages_of_their_own() -> None:
             assert {bucket.parameters[0].data_ptr() for bucket in model._buckets} == set(held)
 
 
-def wrap_on_the_cpu() -> str:
+@needs_nccl
+@on_ranks(WORLD_SIZE, anew=True, backend="nccl")
+def test_module_on_the_cpu_is_refused_by_nccl() -> None:
     choose_device("cuda")
     model = GossipDataParallel(torch.nn.Linear(2, 1), SGD, "complete")
-    with pytest.raises(ExchangeError) as caught:
+    text = f"^rank {model.rank}: step 0, bucket 0: its parameters are on cpu, but the process group only has a"
+    with pytest.raises(ExchangeError, match=text):
         model(torch.ones(1, 2)).sum().backward()
-    return str(caught.value)
-
-
-@needs_nccl
-def test_module_on_the_cpu_is_refused_by_nccl() -> None:
-    for rank, text in enumerate(launch(wrap_on_the_cpu, world_size=WORLD_SIZE, backend="nccl")):
-        assert text.startswith(
-            f"rank {rank}: step 0, bucket 0: its parameters are on cpu, but the process group only has a"
-        )
 
 
 # ---------------------------------------------------------------------- compression, streams, synchronisation
@@ -194,7 +189,11 @@ def test_compressed_training_on_gpus_is_near_that_on_cpus(backend: str, name: st
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-def steps_without_synchronisation(compression: str | None) -> int:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
+@needs_nccl
+@on_ranks(anew=True, backend="nccl")
+def test_a_step_does_not_hold_the_host(world_size: int, compression: str | None) -> None:
     """NCCL's exchange, a fused optimizer, and no moment at which the host waits for the device."""
     device = choose_device("cuda")
     torch.manual_seed(0)
@@ -211,15 +210,7 @@ def steps_without_synchronisation(compression: str | None) -> int:
             model(inputs).square().mean().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return model.step
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
-@needs_nccl
-def test_a_step_does_not_hold_the_host(world_size: int, compression: str | None) -> None:
-    steps = launch(steps_without_synchronisation, compression, world_size=world_size, backend="nccl")
-    assert steps == [8] * world_size
+    assert (model.world_size, model.step) == (world_size, 8)
 
 
 @needs_a_gpu

@@ -77,15 +77,6 @@ def test_training_in_an_existing_group(ranks: tuple[int, ...]) -> None:
 # ---------------------------------------------------------------------- backends
 
 
-def train_over(in_group: bool, topology: str) -> tuple[list[torch.Tensor], int]:
-    group = dist.new_group(list(range(dist.get_world_size()))) if in_group else None
-    GossipDataParallel(torch.nn.Linear(2, 1), SGD, topology, compression="int8", process_group=group).close()
-    made_before = toy_backend.num_made
-    state = trained_state(group, topology)
-    dist.barrier()
-    return state, toy_backend.num_made - made_before
-
-
 BACKENDS = ("toy", "cpu:gloo", "cpu:toy,cuda:gloo")
 TOPOLOGIES = ("complete", "one_peer_exponential", "star")
 ROWS = list(covering(itertools.product(BACKENDS, (False, True), TOPOLOGIES)))
@@ -93,7 +84,15 @@ Reports = list[tuple[list[torch.Tensor], int]]
 
 
 def train_over_each(rows: list[tuple[bool, str]]) -> Reports:
-    return [train_over(*row) for row in rows]
+    reports: Reports = []
+    for in_group, topology in rows:
+        group = dist.new_group(list(range(dist.get_world_size()))) if in_group else None
+        GossipDataParallel(torch.nn.Linear(2, 1), SGD, topology, compression="int8", process_group=group).close()
+        made_before = toy_backend.num_made
+        state = trained_state(group, topology)
+        dist.barrier()
+        reports.append((state, toy_backend.num_made - made_before))
+    return reports
 
 
 @functools.cache

@@ -88,14 +88,19 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int) -> list
         raise
 
 
-def on_ranks(world_size: int, *, anew: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """What the test does, each of so many ranks does, and asserts; they stand ready, or are started ``anew``."""
+def on_ranks(
+    world_size: int | None = None, *, anew: bool = False, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What the test does, each of so many ranks does, and asserts; else its own ``world_size`` says how many.
+
+    They stand ready, or are launched ``anew``, with these options.
+    """
 
     def made(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def on_each(**given: Any) -> None:
-            run = launch if anew else run_ranks
-            run(functools.partial(test, **given), world_size=world_size)
+            run = functools.partial(launch, **options) if anew else run_ranks
+            run(functools.partial(test, **given), world_size=world_size or given["world_size"])
 
         test.__qualname__ += ".__wrapped__"  # by which it is pickled
         return on_each

@@ -131,12 +131,6 @@ class InTurn(pl.LightningModule):  # type: ignore[misc]
         self.num_steps = self.trainer.model.step
 
 
-def in_turn_by_trainer() -> tuple[torch.Tensor, int]:
-    module = InTurn()
-    trainer_of(lightning.GossipStrategy(), max_epochs=1).fit(module, batches())
-    return module.trained, module.num_steps
-
-
 def in_turn_by_hand() -> tuple[torch.Tensor, int]:
     module = InTurn()
     model = GossipDataParallel(module, module.configure_optimizers())
@@ -197,9 +191,10 @@ def test_trainer_is_the_loop_by_hand() -> None:
 
 @on_ranks(2, anew=True)
 def test_manual_optimization_hooks_and_rates_are_those_of_the_loop_and_of_ddp() -> None:
-    (parameters, step), (expected, expected_step) = in_turn_by_trainer(), in_turn_by_hand()
-    assert torch.equal(parameters, expected)
-    assert step == expected_step == 2 * NUM_BATCHES
+    module, (expected, step) = InTurn(), in_turn_by_hand()
+    trainer_of(lightning.GossipStrategy(), max_epochs=1).fit(module, batches())
+    assert torch.equal(module.trained, expected)
+    assert module.num_steps == step == 2 * NUM_BATCHES
     of_ddp = events("ddp")
     assert len(of_ddp) > 4 * NUM_EPOCHS * NUM_BATCHES
     for options in ({}, {"step_in_backward": False}):

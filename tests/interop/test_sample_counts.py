@@ -49,15 +49,11 @@ def train(folder: Path) -> None:
     assert len(spy.told) == 10  # before the first batch of each step: with those of the others
 
 
-def train_lightning() -> None:
+@on_ranks(2, anew=True)
+def test_trainers_tell_the_model_of_its_samples(tmp_path: Path) -> None:
+    train(tmp_path)
     spy = Spy()
     with mock.patch.object(GossipDataParallel, "weigh", lambda *args: spy(*args)):
         trainer = trainer_of(GossipStrategy(**WEIGHED), accumulate_grad_batches=3, max_epochs=1)
         trainer.fit(Net(), batches())
     assert spy.told == [(0, BATCH_SIZE), (0, 2 * BATCH_SIZE), (0, 3 * BATCH_SIZE), (1, BATCH_SIZE), (1, 2 * BATCH_SIZE)]
-
-
-@on_ranks(2, anew=True)
-def test_trainers_tell_the_model_of_its_samples(tmp_path: Path) -> None:
-    train(tmp_path)
-    train_lightning()

@@ -20,14 +20,6 @@ OPTIMIZERS = {
 }
 
 
-def make_model(name: str) -> GossipDataParallel:
-    torch.manual_seed(0)
-    module = nn.Linear(3, 2).double()
-    return GossipDataParallel(
-        module, OPTIMIZERS[name], "one_peer_exponential", step_in_backward=False, bucket_cap_mb=1e-5
-    )
-
-
 def step(model: GossipDataParallel, number: int) -> None:
     generator = torch.Generator().manual_seed(10 * model.rank + number)
     x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
@@ -37,7 +29,10 @@ def step(model: GossipDataParallel, number: int) -> None:
 
 
 def trained(name: str, looks: bool, folder: str) -> dict[str, Any]:
-    model = make_model(name)
+    torch.manual_seed(0)
+    model = GossipDataParallel(
+        nn.Linear(3, 2).double(), OPTIMIZERS[name], "one_peer_exponential", step_in_backward=False, bucket_cap_mb=1e-5
+    )
     model.optimizer.train()
     seen = {}
     for number in range(8):

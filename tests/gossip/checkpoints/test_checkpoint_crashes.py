@@ -121,40 +121,37 @@ def test_killed_between_two_renames_of_one_step(tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------------- a disk that takes no more
 
 
-def fail_and_go_on(folder: str, reason: str, background: bool) -> None:
-    wanted = undisturbed(5)
-
-    model = saved_at(folder, 1)
-    one_step(model)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if model.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
-    if background:
-        gossip.save(model, folder, background=True)  # the next call says that it has failed
-    with pytest.raises(CheckpointError, match=reason):
-        gossip.save(model, folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    torch.distributed.barrier()
-    if model.rank == 0:
-        assert names_in(folder) == ["step_0000000001"]
-    one_step(model)
-    gossip.save(model, folder)
-    one_step(model)
-    assert_same(everything(model), wanted)
-    resumed = make_model(seed=1)
-    assert gossip.load(resumed, Path(folder) / "step_0000000001").step == 1
-    assert gossip.load(resumed, folder).step == 4
-    one_step(resumed)
-    assert_same(everything(resumed), wanted)
-
-
 @pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
 def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(
     background: bool, tmp_path: Path
 ) -> None:
     where = r"the checkpoint of step 3, saved in the background, is not complete: " if background else "saving step 3: "
     reason = where + r"(.*rank 1: |rank 1: )?File too large \(errno 27\): .*\.step_0000000003\.partial/rank1\.pt"
-    run_ranks(fail_and_go_on, str(tmp_path), reason, background, world_size=2)
+    wanted = undisturbed(5)
+
+    model = saved_at(tmp_path, 1)
+    one_step(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if model.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    if background:
+        gossip.save(model, tmp_path, background=True)  # the next call says that it has failed
+    with pytest.raises(CheckpointError, match=reason):
+        gossip.save(model, tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    if model.rank == 0:
+        assert names_in(tmp_path) == ["step_0000000001"]
+    one_step(model)
+    gossip.save(model, tmp_path)
+    one_step(model)
+    assert_same(everything(model), wanted)
+    resumed = make_model(seed=1)
+    assert gossip.load(resumed, tmp_path / "step_0000000001").step == 1
+    assert gossip.load(resumed, tmp_path).step == 4
+    one_step(resumed)
+    assert_same(everything(resumed), wanted)
 
 
 def test_copies_for_which_there_is_no_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,11 +379,13 @@ def test_only_checkpoints_beyond_keep_are_removed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- ranks that see different things
 
 
-def see_different_things(folder: str) -> None:
+@on_ranks(3)
+def test_ranks_agree_on_the_newest_that_is_valid_for_all(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     model = saved_at(folder, 1, 2, 3, topology="ring", optimizer=SGD)
     rank = model.rank
     if rank == 0:
-        flip(Path(folder) / "step_0000000003" / "rank1.pt")
+        flip(folder / "step_0000000003" / "rank1.pt")
     torch.distributed.barrier()
     with log_of() as lines:
         assert gossip.load(model, folder).step == 2
@@ -396,7 +395,7 @@ def see_different_things(folder: str) -> None:
         assert "step_0000000003" in lines[0]
         assert "rank 1: " in lines[0]
     with pytest.raises(CheckpointError, match=reason):
-        gossip.load(model, Path(folder) / "step_0000000003")
+        gossip.load(model, folder / "step_0000000003")
 
     # A rank whose view of the folder lags behind: it does not see the newest, nor the one after.
     mine = Path(f"{folder}-{rank}")
@@ -418,10 +417,6 @@ def see_different_things(folder: str) -> None:
         gossip.load(model, mine / "step_0000000001")
     assert gossip.load(model, folder).step == 2
     one_step(model)
-
-
-def test_ranks_agree_on_the_newest_that_is_valid_for_all(tmp_path: Path) -> None:
-    run_ranks(see_different_things, str(tmp_path / "run"), world_size=3)
 
 
 @on_ranks(2)

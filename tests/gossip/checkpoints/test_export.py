@@ -36,8 +36,9 @@ class Everything(DroppingNet):
         self.register_buffer("column", torch.arange(12.0).view(4, 3)[:, 1])
 
 
+@on_ranks(3)
 @mock.patch.object(digests, "CHUNK_BYTES", 40)  # several chunks, which do not end where rows do
-def export_while_training(folder: str) -> None:
+def test_export_is_the_average_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     wanted = undisturbed(5, module=Everything, topology="exponential")
 
     model = make_model(module=Everything, topology="exponential")
@@ -50,7 +51,7 @@ def export_while_training(folder: str) -> None:
             model.module.phase.fill_(complex(model.rank, step))
             model.module.conv.weight.add_(model.rank * torch.arange(54.0).view(3, 2, 3, 3))
             model.module.sliced.add_(model.rank)
-        path = gossip.export(model, f"{folder}/step{step}.safetensors")
+        path = gossip.export(model, f"{tmp_path}/step{step}.safetensors")
         rows = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
         assert max(chunks) <= 20
         if model.rank == 0:
@@ -73,24 +74,20 @@ def export_while_training(folder: str) -> None:
     model = make_model(module=Everything, topology="exponential")
     for _ in range(5):
         one_step(model)
-        gossip.export(model, f"{folder}/last.safetensors")
+        gossip.export(model, tmp_path / "last.safetensors")
     assert_same(everything(model), wanted)
 
     with model.averaged():
-        gossip.export(model, f"{folder}/averaged.safetensors")
+        gossip.export(model, tmp_path / "averaged.safetensors")
     model.global_avg()
-    path = gossip.export(model, f"{folder}/global.safetensors")
+    path = gossip.export(model, tmp_path / "global.safetensors")
     if model.rank == 0:
         exported, average = load_file(path), model.state_dict()
         assert_same(exported, {name: average[name] for name in exported})
-        assert_same(load_file(f"{folder}/averaged.safetensors"), exported)
-        for name, tensor in load_file(f"{folder}/last.safetensors").items():
+        assert_same(load_file(tmp_path / "averaged.safetensors"), exported)
+        for name, tensor in load_file(tmp_path / "last.safetensors").items():
             torch.testing.assert_close(tensor, exported[name])
-
-
-def test_export_is_the_average_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    run_ranks(export_while_training, str(tmp_path), world_size=3)
-    assert all(name.endswith(".safetensors") for name in names_in(tmp_path))
+        assert all(name.endswith(".safetensors") for name in names_in(tmp_path))
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from ranks import error_of, on_ranks, run_ranks
+from ranks import error_of, on_ranks
 
 from gossip import ExchangeError, World
 from gossip.communication import row_collectives
@@ -46,19 +46,20 @@ def test_rows_of_all_ranks_are_gathered(shares_memory: bool) -> None:
     world.close()
 
 
+@pytest.mark.parametrize(("shares_memory", "world_size"), [(True, 2), (True, 3), (False, 2)])
+@on_ranks()
 @small_chunks
-def add_up(shares_memory: bool) -> None:
+def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(shares_memory: bool, world_size: int) -> None:
     world = World(TIMEOUT)
-    size = world.world_size
     collectives = RowCollectives(world, shares_memory=shares_memory)
-    assert collectives.sums_in_memory == (shares_memory and size == 2)
+    assert collectives.sums_in_memory == (shares_memory and world_size == 2)
     cases = ((dtype, numel, has_out) for dtype in DTYPES for has_out in (False, True) for numel in numels(dtype))
     for turn, (dtype, numel, has_out) in enumerate(cases):
         if numel == 0:
             continue
         everyone = [
-            torch.randn(size, numel, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
-            for rank in range(size)
+            torch.randn(world_size, numel, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
+            for rank in range(world_size)
         ]
         out = torch.full([numel], -1.0, dtype=dtype) if has_out else None
         total = collectives.begin_sum(everyone[world.rank].clone(), f"turn {turn}", out=out)()
@@ -70,11 +71,6 @@ def add_up(shares_memory: bool) -> None:
         expected = sum(rows[world.rank] for rows in everyone)
         torch.testing.assert_close(total, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
     world.close()
-
-
-@pytest.mark.parametrize(("shares_memory", "world_size"), [(True, 2), (True, 3), (False, 2)])
-def test_rows_for_this_rank_are_summed_to_the_bit_as_by_the_process_group(shares_memory: bool, world_size: int) -> None:
-    run_ranks(add_up, shares_memory, world_size=world_size)
 
 
 @small_chunks

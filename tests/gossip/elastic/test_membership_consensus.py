@@ -107,7 +107,13 @@ class Members:
 
 @pytest.fixture(params=["tcp", "file", "hash"])
 def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Members]:
-    made = Members(stores_of(request.param, SIZE, tmp_path))
+    stores: list[dist.Store] = [dist.HashStore()] * SIZE
+    if request.param == "file":
+        stores = [dist.FileStore(str(tmp_path / "store"), SIZE) for _ in range(SIZE)]
+    elif request.param == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(SIZE - 1))]
+    made = Members(stores)
     yield made
     made.close()
 
@@ -117,15 +123,6 @@ def in_memory(size: int = SIZE, **arguments: Any) -> Iterator[Members]:
     made = Members([dist.HashStore()] * size, **arguments)
     yield made
     made.close()
-
-
-def stores_of(kind: str, size: int, folder: Path) -> list[dist.Store]:
-    if kind == "hash":
-        return [dist.HashStore()] * size
-    if kind == "file":
-        return [dist.FileStore(str(folder / "store"), size) for _ in range(size)]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size - 1))]
 
 
 def test_all_who_are_left_agree(members: Members) -> None:

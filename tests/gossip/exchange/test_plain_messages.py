@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
 
-import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
 from repository import REPOSITORY
 
 from gossip.communication.world import World
@@ -56,11 +55,8 @@ def test_no_file_pickles_between_ranks() -> None:
     assert {path: names for path, names in found.items() if names} == BETWEEN_A_PARENT_AND_ITS_CHILDREN
 
 
-def gather_from(rank_dependent: list[object]) -> list[object]:
-    with closing(World(timedelta(seconds=60))) as world:
-        return world.gather_json(rank_dependent[dist.get_rank()], "gathering")
-
-
+@on_ranks(3)
 def test_plain_data_arrives_as_it_was_sent() -> None:
     sent = [{"times": [0.1, 1e-300, 2**53], "name": "wörter", "none": None}, [[], {}, "x" * 10_000], 3]
-    assert run_ranks(gather_from, sent, world_size=3) == [sent] * 3
+    with closing(World(timedelta(seconds=60))) as world:
+        assert world.gather_json(sent[world.rank], "gathering") == sent

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compressions import COMPRESSIONS
-from ranks import run_ranks
+from ranks import on_ranks
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -75,7 +75,9 @@ PER_PARAMETER: dict[str, dict[str, float | None]] = {
 }
 
 
-def check(*names: str) -> None:
+@pytest.mark.parametrize("names", rest_is_slow([QUICK, *(list(ROWS)[part::4] for part in range(4))]), ids=len)
+@on_ranks(4)
+def test_what_is_predicted_is_what_training_holds(names: list[str]) -> None:
     for name in names:
         options = {"optimizer": ADAMW, "topology": "ring", **ROWS[name]()}
         module = nn.Linear(400, 400)
@@ -106,11 +108,6 @@ def check(*names: str) -> None:
                 purpose,
             )
             assert ("known after the first steps" if num_bytes is None else f"{num_bytes:,}") in str(before)
-
-
-@pytest.mark.parametrize("names", rest_is_slow([QUICK, *(list(ROWS)[part::4] for part in range(4))]), ids=len)
-def test_what_is_predicted_is_what_training_holds(names: list[str]) -> None:
-    run_ranks(check, *names, world_size=4)
 
 
 @pytest.mark.parametrize(("num_buffers", "num_bytes"), [(1, 0), (3, 40)])

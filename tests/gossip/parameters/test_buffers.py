@@ -87,11 +87,6 @@ def test_mixed_buffer_that_changed_is_named(how: str, text: str) -> None:
 # ------------------------------------------------------------------ batch norm
 
 
-def make_norm() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def batches(rank: int) -> list[torch.Tensor]:
     """A different number on each rank; rank 2 has none."""
     generator = torch.Generator().manual_seed(rank)
@@ -100,7 +95,9 @@ def batches(rank: int) -> list[torch.Tensor]:
 
 @on_ranks(3)
 def test_statistics_are_estimated_for_the_average_from_all_ranks_batches() -> None:
-    model = GossipDataParallel(make_norm(), SGD, "complete")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    model = GossipDataParallel(module, SGD, "complete")
     for step in range(3):
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(50 + model.rank + step))).sum().backward()
     before = copy.deepcopy(model.state_dict())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointing import log_of
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_models import make_sharded
 from small_runs import SGD
 from torch import nn
@@ -71,29 +71,30 @@ def train(model: Any, num_steps: int, rows: int = 1) -> None:
         model(torch.ones(rows, 2)).sum().backward()
 
 
-def save_and_load(folder: str, shard: str | None) -> None:
+@pytest.mark.parametrize(("shard", "world_size"), [(None, 2), ("fsdp", 4), ("none", 4)])
+@on_ranks()
+def test_it_is_each_ranks_own_in_a_checkpoint_and_rank_0s_in_averages(
+    tmp_path: Path, shard: str | None, world_size: int
+) -> None:
     model = make_model(shard=shard)
     train(model, 2)
     mine = states(model.module)
-    gossip.save(model, folder)
+    gossip.save(model, tmp_path)
     assert mine[0][0] == 102 + dist.get_rank()
     train(model, 1)
-    gossip.load(model, folder)
+    gossip.load(model, tmp_path)
     assert states(model.module) == mine, "in place"
     model = make_model(start=0, shard=shard)
     with log_of() as lines:
-        gossip.load(model, folder)
+        gossip.load(model, tmp_path)
     assert lines == []
     assert states(model.module) == mine, "every rank's own"
-    gossip.export(model, f"{folder}/exported.safetensors")
+    gossip.export(model, tmp_path / "exported.safetensors")
 
-
-def save_load_and_average(folder: str, shard: str | None) -> None:
-    save_and_load(folder, shard)
     model = make_model(shard=shard)
     train(model, 2)
     mine = states(model.module)
-    everyone = [torch.zeros(8, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    everyone = [torch.zeros(8, dtype=torch.float64) for _ in range(world_size)]
     dist.all_gather(everyone, torch.tensor([mine[0][0], *mine[0][1], mine[1][0], *mine[1][1]]).double())
     first = everyone[0].tolist()
     firsts = [(int(first[0]), first[1:4]), (int(first[4]), first[5:])]
@@ -105,11 +106,6 @@ def save_load_and_average(folder: str, shard: str | None) -> None:
     train(model, 1)
     model.global_avg()
     assert model.module[0].seen == 103, "rank 0's, of which there is one now"
-
-
-@pytest.mark.parametrize("shard", [None, "fsdp", "none"])
-def test_it_is_each_ranks_own_in_a_checkpoint_and_rank_0s_in_averages(tmp_path: Path, shard: str | None) -> None:
-    run_ranks(save_load_and_average, str(tmp_path), shard, world_size=2 if shard is None else 4)
 
 
 def test_a_checkpoint_without_it_loads_with_a_warning(tmp_path: Path) -> None:

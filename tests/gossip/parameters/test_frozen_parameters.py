@@ -51,7 +51,9 @@ def step_of(model: GossipDataParallel, step: int) -> None:
 # ---------------------------------------------------------------- nothing is sent
 
 
-def bytes_per_step(compression: str | None) -> tuple[list[int], list[int], list[int]]:
+@pytest.mark.parametrize(("compression", "divisor"), [(None, 1), ("bf16", 4)])
+@on_ranks(2)
+def test_bytes_per_step_are_those_of_trainable_parameters(compression: str | None, divisor: int) -> None:
     module = make_module()
     places = [parameter.data_ptr() for parameter in (*module[0].parameters(), *module[2].parameters())]
     model = GossipDataParallel(module, SGD, "ring", compression=compression)
@@ -63,17 +65,12 @@ def bytes_per_step(compression: str | None) -> tuple[list[int], list[int], list[
         sent.append(model.stats().bytes_sent)  # type: ignore[union-attr]
         sizes.append(sum(each.nbytes for bucket in model._buckets for each in bucket.parameters))
     same = [parameter.data_ptr() for parameter in (*module[0].parameters(), *module[2].parameters())]
-    return sent, sizes, [one == other for one, other in zip(places, same, strict=True)]
-
-
-@pytest.mark.parametrize(("compression", "divisor"), [(None, 1), ("bf16", 4)])
-def test_bytes_per_step_are_those_of_trainable_parameters(compression: str | None, divisor: int) -> None:
     trained = (4 * 2 + 2) * 8
     unfrozen = trained + 8 * 4 * 8
-    for sent, sizes, stayed in run_ranks(bytes_per_step, compression, world_size=2):
-        assert sent == [trained // divisor] * 3 + [unfrozen // divisor] * 2
-        assert sizes == [trained] * 3 + [unfrozen] * 2
-        assert stayed == [True, True, False, True]  # frozen ones lie where they lay: there is no second copy
+    assert sent == [trained // divisor] * 3 + [unfrozen // divisor] * 2
+    assert sizes == [trained] * 3 + [unfrozen] * 2
+    stayed = [one == other for one, other in zip(places, same, strict=True)]
+    assert stayed == [True, True, False, True]  # frozen ones lie where they lay: there is no second copy
 
 
 # ---------------------------------------------------------------- unfreezing

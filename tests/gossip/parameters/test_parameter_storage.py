@@ -16,7 +16,7 @@ from replicas import Awkward, assert_equal_states, saved
 from torch import nn
 
 from gossip import GossipDataParallel
-from gossip.parameters.buckets import Bucket, make_buckets
+from gossip.parameters.buckets import make_buckets
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
 
@@ -45,16 +45,12 @@ def assert_own_storages(module: nn.Module) -> None:
 # ------------------------------------------------------------------ in one process
 
 
-def bucket_of(*tensors: torch.Tensor) -> Bucket:
-    (bucket,) = make_buckets([(f"p{i}", nn.Parameter(each)) for i, each in enumerate(tensors)], cap_bytes=10**9)
-    return bucket
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_storage_is_the_parameters_part_of_the_block(dtype: torch.dtype) -> None:
     pictures = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     shapes = [torch.randn(3), pictures, torch.randn(6, 4).t(), torch.tensor(2.0), torch.zeros(2, 0), torch.randn(5, 7)]
-    bucket = bucket_of(*(each.to(dtype) for each in shapes))
+    parameters = [(f"p{i}", nn.Parameter(each.to(dtype))) for i, each in enumerate(shapes)]
+    (bucket,) = make_buckets(parameters, cap_bytes=10**9)
     start = bucket.block.data_ptr()
     for parameter, (_, _, offset) in zip(bucket.parameters, bucket.shape.views, strict=True):
         storage = parameter.untyped_storage()
@@ -118,25 +114,6 @@ def test_write_to_the_block_is_seen_by_autograd() -> None:
 # ------------------------------------------------------------------ files, at 1 and 2 ranks
 
 
-def _check_torch_files(module: nn.Module, plain: nn.Module) -> None:
-    for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.second, plain.second)):
-        assert len(saved(ours)) == len(saved(theirs))
-    state = torch.load(io.BytesIO(saved(module.state_dict())))
-    assert_equal_states(state, plain.state_dict())
-    assert state["third.weight"].data_ptr() == state["second.weight"].data_ptr()
-
-
-def _check_safetensors(module: nn.Module, plain: nn.Module, path: Path) -> None:
-    values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "third.weight"}
-    safetensors.torch.save_file(values, path)
-    assert_equal_states(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
-    path.unlink()
-    safetensors.torch.save_model(module, str(path))
-    found = make_module()
-    assert safetensors.torch.load_model(found, path) == (set(), [])
-    assert_equal_states(found.state_dict(), plain.state_dict())
-
-
 @pytest.mark.parametrize("when", ["wrapped", "bare", "after close"])
 @on_ranks(2)
 def test_files_hold_every_tensor_and_nothing_else(when: str, tmp_path: Path) -> None:
@@ -150,8 +127,20 @@ def test_files_hold_every_tensor_and_nothing_else(when: str, tmp_path: Path) -> 
     module = model if when == "wrapped" else model.module
     plain.load_state_dict(module.state_dict())
     assert_own_storages(module)
-    _check_torch_files(module, plain)
-    _check_safetensors(module, plain, tmp_path / f"{model.rank}.safetensors")
+    for ours, theirs in ((module.state_dict(), plain.state_dict()), (module.second, plain.second)):
+        assert len(saved(ours)) == len(saved(theirs))
+    state = torch.load(io.BytesIO(saved(module.state_dict())))
+    assert_equal_states(state, plain.state_dict())
+    assert state["third.weight"].data_ptr() == state["second.weight"].data_ptr()
+    path = tmp_path / f"{model.rank}.safetensors"
+    values = {name: each.contiguous() for name, each in module.state_dict().items() if name != "third.weight"}
+    safetensors.torch.save_file(values, path)
+    assert_equal_states(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
+    path.unlink()
+    safetensors.torch.save_model(module, str(path))
+    found = make_module()
+    assert safetensors.torch.load_model(found, path) == (set(), [])
+    assert_equal_states(found.state_dict(), plain.state_dict())
     if when != "after close":
         train(model, range(2, 4))
         assert_own_storages(module)

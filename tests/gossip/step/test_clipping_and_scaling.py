@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from replicas import SGD
 from small_runs import TINY_BUCKETS, assert_same, batch, finish, make_module
 from torch import nn
@@ -127,7 +127,9 @@ def test_scaler_with_half_precision_parameters_is_refused() -> None:
 # ------------------------------------------------------------------ not finite
 
 
-def spoil_one_gradient(mode: dict) -> tuple[list[int], bool]:
+@pytest.mark.parametrize("mode", [{}, {"clip_grad_norm": 1.0}, {"step_in_backward": False}])
+@on_ranks(4)
+def test_gradient_that_is_not_finite_stays_on_its_rank(mode: dict) -> None:
     model = GossipDataParallel(make_module(), SGD, "ring", bucket_cap_mb=TINY_BUCKETS, **mode)
     skipped = []
     for step in range(5):
@@ -138,19 +140,13 @@ def spoil_one_gradient(mode: dict) -> tuple[list[int], bool]:
         skipped.append(model.stats().num_skipped)
         if model.rank == 0 and step == 0:
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    return skipped, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert list(map(bool, skipped)) == [model.rank == 0 and step in (0, 3) for step in range(5)]
 
 
-@pytest.mark.parametrize("mode", [{}, {"clip_grad_norm": 1.0}, {"step_in_backward": False}])
-def test_gradient_that_is_not_finite_stays_on_its_rank(mode: dict) -> None:
-    (spoilt, finite), *others = run_ranks(spoil_one_gradient, mode, world_size=4)
-    assert finite
-    assert [bool(count) for count in spoilt] == [True, False, False, True, False]
-    assert others == [([0] * 5, True)] * 3
-
-
-def spoil_parameters() -> str:
-    model = GossipDataParallel(make_module(), SGD, "ring")
+@on_ranks(3)
+def test_message_that_is_not_finite_is_refused_by_its_peers() -> None:
+    model, told = GossipDataParallel(make_module(), SGD, "ring"), ""
     for step in range(4):
         if model.rank == 1 and step == 1:
             with torch.no_grad():
@@ -158,18 +154,14 @@ def spoil_parameters() -> str:
         try:
             model(batch(model.rank, step)).square().mean().backward()
         except GossipError as error:
-            return str(error)
+            told = str(error)
+            break
         if model.rank != 1:
             assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
             if model.stats().num_refused:
-                return "refused"
-    return "unnoticed"
-
-
-def test_message_that_is_not_finite_is_refused_by_its_peers() -> None:
-    found = run_ranks(spoil_parameters, world_size=3)
-    assert found[0] == found[2] == "refused"
-    assert "what this rank sent in round 1 is not finite" in found[1]
+                break
+    assert ("what this rank sent in round 1 is not finite" in told) == (model.rank == 1)
+    assert model.rank == 1 or model.stats().num_refused
 
 
 def test_many_steps_that_are_not_finite_end_the_training() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from small_runs import (
     MODES,
     Branches,
@@ -24,7 +24,7 @@ from small_runs import (
 )
 from torch import nn
 
-from gossip import ExchangeError, GossipDataParallel, GossipError, launch
+from gossip import ExchangeError, GossipDataParallel, GossipError
 
 # ------------------------------------------------------------------ what comes before a step and leaves no trace
 
@@ -184,37 +184,29 @@ def test_ranks_that_ended_exchange_until_all_have() -> None:
         assert_rows(model, rows_after(range(9), 4, loss=joined_loss, topology="ring"))
 
 
-def raise_inside() -> str:
+@on_ranks(2, anew=True)
+def test_exception_inside_join_leaves_it_at_once() -> None:
     model = wrap(topology="ring")
     model.world.timeout = timedelta(seconds=2)  # once both are there
-    try:
-        with model.join():
-            if model.rank == 1:
-                raise ZeroDivisionError
+    if model.rank == 1:
+        with pytest.raises(ZeroDivisionError), model.join():
+            raise ZeroDivisionError
+    else:
+        with pytest.raises(ExchangeError, match=r"rank 0: waiting in join\(\).*rank 1"), model.join():
             train(model, range(1))
-    except ZeroDivisionError:
-        return "left"
-    except ExchangeError as error:
-        return str(error)
-    return "ended"
-
-
-def test_exception_inside_join_leaves_it_at_once() -> None:
-    waiting, left = launch(raise_inside, world_size=2)
-    assert left == "left"
-    assert "rank 0: waiting in join()" in waiting
-    assert "rank 1" in waiting
 
 
 # ------------------------------------------------------------------ sizes
 
 
-def every_feature() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_one_rank_and_odd_numbers_of_ranks_have_every_feature(world_size: int) -> None:
     for name in ("one_peer_exponential", "complete", "ring", "random_matching"):
         for model in in_every_mode(topology=name):
             with model.join():
                 train(model, range(2))
-            rows = rows_after(range(2), model.world_size, topology=name)
+            rows = rows_after(range(2), world_size, topology=name)
             np.testing.assert_allclose(flat(model), rows[model.rank], rtol=0, atol=1e-12)
             distance = np.sqrt(np.square(rows - rows.mean(0)).sum(1).mean())
             assert model.consensus_distance()[0] == pytest.approx(distance, abs=1e-12)
@@ -223,11 +215,6 @@ def every_feature() -> None:
             model.idle_step()
             model.global_avg()
             np.testing.assert_allclose(flat(model), rows.mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_rank_and_odd_numbers_of_ranks_have_every_feature(world_size: int) -> None:
-    run_ranks(every_feature, world_size=world_size)
 
 
 # ------------------------------------------------------------------ the end

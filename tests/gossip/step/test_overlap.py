@@ -49,11 +49,6 @@ class HeldExchange(Exchange):
         return self.inner.wait()
 
 
-def make_module() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
 def record_events() -> list[Event]:
     events: list[Event] = []
     topology = build("one_peer_exponential", 2)
@@ -63,7 +58,7 @@ def record_events() -> list[Event]:
         held.append(HeldTransport(DistributedTransport(world, topology), events))
         return held[-1]
 
-    module = make_module()
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     model = GossipDataParallel(module, optimizer, topology, bucket_cap_mb=300 / 2**20, transport=transport)
     module.register_forward_pre_hook(lambda *_: events.append(("forward begins", model.step, -1)))

@@ -147,17 +147,13 @@ def test_settings_of_the_user_change_nothing(tmp_path: Path) -> None:
     assert before.read_bytes() == after.read_bytes()
 
 
-def distances(places: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(places[:, None] - places, axis=2)
-    return lengths[~np.eye(len(places), dtype=bool)]
-
-
 @pytest.mark.parametrize("topology", [t for t in WHOLE if 1 < t.world_size <= 80], ids=str)
 def test_ranks_stand_apart_inside_the_panel(topology: Topology) -> None:
     layout = layout_of(topology)
     assert layout.places.shape == (topology.world_size, 2)
     assert np.abs(layout.places).max() + layout.radius <= round_pictures.EXTENT
-    assert distances(layout.places).min() > 2 * layout.radius
+    lengths = np.linalg.norm(layout.places[:, None] - layout.places, axis=2)
+    assert lengths[~np.eye(topology.world_size, dtype=bool)].min() > 2 * layout.radius
 
 
 def test_layouts_of_families() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 
 from gossip.lab.probe import link_probe
 from gossip.lab.probe.cluster_measuring import cluster_of, local_size_of, workload_of
@@ -47,7 +47,8 @@ class Clock:
         self._now += 0.01
 
 
-def contention_beside_a_thread_that_is_done_at_once() -> float:
+@on_ranks(2)
+def test_messages_that_are_there_before_a_step_begins_were_taken_nothing_from() -> None:
     def start(name: str, run: Callable[[], None], **_: Any) -> threading.Thread:
         run()
         thread = threading.Thread(name=name)
@@ -59,12 +60,7 @@ def contention_beside_a_thread_that_is_done_at_once() -> float:
         mock.patch.object(link_probe, "daemon_threads", SimpleNamespace(start=start)),
         mock.patch.object(link_probe, "time", clock),
     ):
-        return measure_contention(clock.compute, 0.01, 1000, torch.device("cpu"))
-
-
-def test_messages_that_are_there_before_a_step_begins_were_taken_nothing_from() -> None:
-    first, second = run_ranks(contention_beside_a_thread_that_is_done_at_once, world_size=2)
-    assert first == second == pytest.approx(0, abs=1e-9)
+        assert measure_contention(clock.compute, 0.01, 1000, torch.device("cpu")) == pytest.approx(0, abs=1e-9)
 
 
 def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
