@@ -198,19 +198,6 @@ def test_who_is_admitted_just_before_a_loss_begins_where_the_others_wait_for_it(
         assert (admitted.number, admitted.first_step, members[3].enter_step(8).number) == (1, 8, 1)
 
 
-@pytest.mark.parametrize("returns", [False, True])
-def test_who_returns_takes_part_in_what_follows_the_step_that_it_ends(returns: bool) -> None:
-    with in_memory(3, num_initial=2) as members:
-        for member in range(2):
-            members[member].enter_step(7)
-        members[2].ask_in(0, returns=returns)
-        members.generations_after(0, [0, 1, 2])
-        assert members[0].begin_together()[1] == (0, 1)
-        for member in range(3):
-            members[member].enter_step(8)
-        assert members[0].begin_together()[1] == ((0, 1, 2) if returns else (0, 1))
-
-
 def test_who_is_lost_because_of_a_frozen_rank_of_its_shard_group_does_not_have_the_others_dropped_first() -> None:
     with in_memory(6, min_ranks=1, group_size=2) as members:
         members.wires[3].silent.add(2)

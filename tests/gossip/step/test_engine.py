@@ -28,17 +28,6 @@ def wrap(module: nn.Module | None = None) -> GossipDataParallel:
 # ------------------------------------------------------------------ what is a step
 
 
-def test_gradient_of_the_inputs_alone_is_no_step() -> None:
-    model = wrap()
-    inputs = torch.ones(2, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs)
-    model(inputs).sum().backward(inputs=[inputs])
-    assert gradient.shape == inputs.shape
-    assert model.step == 0
-    model(inputs).sum().backward()
-    assert model.step == 1
-
-
 def test_gradient_penalty_is_one_step_and_equals_plain_torch() -> None:
     model, plain = wrap(), make_module()
     optimizer = SGD(plain.parameters())
