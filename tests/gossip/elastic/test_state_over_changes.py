@@ -93,25 +93,6 @@ class Outcome(NamedTuple):
     dropped: dict[int, Dropped]
 
 
-def run(changes: Changes, **options: Any) -> Outcome:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        unsupervised.started(train, folder, changes, options, world_size=4) as ranks,
-    ):
-        if changes.joins:
-            ranks.join(train, folder, changes, options)
-        told = [story for story in ranks.results() if story is not None]
-        recording = gossip.Recording.load(folder)
-    algorithm = options["algorithm"]
-    if algorithm.compression is None and not algorithm.requires.tree:
-        stories = {member: {step: moment.values for step, moment in story.items()} for member, story in told}
-        weigh = samples_of if algorithm.weighted else None
-        frozen = [rank for rank, fault in changes.faults.items() if fault.kind == "freeze"]
-        returned = dict(enumerate(frozen, start=4))
-        assert_repeated(recording, stories, NUMEL, weigh=weigh, returned=returned, **{"topology": "complete"} | options)
-    return Outcome(dict(told), dropped_of(recording))
-
-
 class Dense:
     """Ranks in numpy, an algorithm being a subclass: its parameters, its anchors and velocities, [ranks, 2, numel]."""
 
@@ -285,7 +266,23 @@ CASES = [("diloco", death) for death in DEATHS] + [
 
 
 def outcome_of(row: Row, changes: Changes, **options: Any) -> Outcome:
-    return run(changes, algorithm=row.algorithm, topology=row.topology, optimizer=row.optimizer, **options)
+    algorithm = row.algorithm
+    options |= {"algorithm": algorithm, "topology": row.topology, "optimizer": row.optimizer}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        unsupervised.started(train, folder, changes, options, world_size=4) as ranks,
+    ):
+        if changes.joins:
+            ranks.join(train, folder, changes, options)
+        told = [story for story in ranks.results() if story is not None]
+        recording = gossip.Recording.load(folder)
+    if algorithm.compression is None and not algorithm.requires.tree:
+        stories = {member: {step: moment.values for step, moment in story.items()} for member, story in told}
+        weigh = samples_of if algorithm.weighted else None
+        frozen = [rank for rank, fault in changes.faults.items() if fault.kind == "freeze"]
+        returned = dict(enumerate(frozen, start=4))
+        assert_repeated(recording, stories, NUMEL, weigh=weigh, returned=returned, **options)
+    return Outcome(dict(told), dropped_of(recording))
 
 
 def samples_of(member: int) -> int:

@@ -114,7 +114,12 @@ def test_lab_ends_with_its_controller(controller: Running) -> None:
     while not (records.exists() and records.read_bytes()):  # until the ranks are on their hosts, and measure
         assert process.poll() is None, controller.finished()
         time.sleep(0.05)
-    hosts = namespaces_of(process.pid)
+    found = {}  # the namespaces of the processes of its group
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(path.name)) == process.pid:
+                found[int(path.name)] = os.readlink(path / "ns" / "net")
+    hosts = {pid: namespace for pid, namespace in found.items() if namespace != here()}
     assert len(hosts) == 2
     assert len({*hosts.values(), here()}) == 3
     bridge = os.open(f"/proc/{process.pid}/fd/{file}", os.O_RDONLY)
@@ -126,16 +131,6 @@ def test_lab_ends_with_its_controller(controller: Running) -> None:
         wait_until(lambda: not ports(bridge) and not any(map(is_alive, hosts)))
     finally:
         os.close(bridge)
-
-
-def namespaces_of(leader: int) -> dict[int, str]:
-    """The namespaces of the processes of a group that are in another than this one."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(path.name)) == leader:
-                found[int(path.name)] = os.readlink(path / "ns" / "net")
-    return {pid: namespace for pid, namespace in found.items() if namespace != here()}
 
 
 def is_alive(pid: int) -> bool:

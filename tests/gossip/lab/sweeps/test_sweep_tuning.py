@@ -17,8 +17,8 @@ AXES = {"topology": ["topology=ring"], "seed": ["seed=0", "seed=1", "seed=2"]}
 SETTING = Setting(label="ring", method="gossip", topology="ring", world_size=4, partition="iid", engine="virtual")
 
 
-def leave_trials(folder: Path, *trials: tuple[float, float | None] | str) -> list[Job]:
-    """A trial for each value of the grid: accuracy and loss, or the reason why it failed."""
+def chosen(folder: Path, metric: Metric, *trials: tuple[float, float | None] | str) -> Choice:
+    """After a trial for each value of the grid: accuracy and loss, or the reason why it failed."""
     jobs = []
     for value, trial in zip(TUNING.values, trials, strict=True):
         run = Run(("topology=ring", "seed=0", f"optimizer.lr={value}"), ())
@@ -30,11 +30,7 @@ def leave_trials(folder: Path, *trials: tuple[float, float | None] | str) -> lis
         (folder / job.name).mkdir(parents=True)
         (folder / job.name / "summary.json").write_text(json.dumps(summary))
         jobs.append(job)
-    return jobs
-
-
-def chosen(folder: Path, metric: Metric, *trials: tuple[float, float | None] | str) -> Choice:
-    choose = TUNING.choose(leave_trials(folder, *trials), folder, metric)
+    choose = TUNING.choose(jobs, folder, metric)
     choice = choose(Run(("topology=ring", "seed=2"), ()))
     assert choice is not None
     assert choose(Run(("topology=star", "seed=2"), ())) is None
