@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 from unittest import mock
 
-import torch
-
 from gossip.checkpoints import saving
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Kind, Outgoing
@@ -81,30 +79,23 @@ def _telling(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     return send_and_happen
 
 
-def _giving(send: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def happen_or_send(self: Any, member: int, piece: int, content: torch.Tensor, part: int) -> None:
-        if (piece, part) == (1, 0):
-            happen()
-        send(self, member, piece, content, part)
-
-    return happen_or_send
-
-
-def _given(forget: Any, _: Fault, happen: Callable[[], None]) -> Any:
-    def happen_or_forget(self: Any, member: int, part: int) -> None:
-        if part == 0:
-            happen()
-        forget(self, member, part)
-
-    return happen_or_forget
-
-
-def _before(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
+def _before(
+    call: Any, _: Fault, happen: Callable[[], None], is_meant: Callable[..., bool] = lambda *_, **__: True
+) -> Any:
     def happen_and_call(*args: Any, **keywords: Any) -> Any:
-        happen()
+        if is_meant(*args, **keywords):
+            happen()
         return call(*args, **keywords)
 
     return happen_and_call
+
+
+def _giving(send: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    return _before(send, fault, happen, lambda _, __, piece, ___, part: (piece, part) == (1, 0))
+
+
+def _given(forget: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    return _before(forget, fault, happen, lambda _, __, part: part == 0)
 
 
 def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:

@@ -1,7 +1,6 @@
 """GossipTrainer on ranks of different numbers of batches."""
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from replicas import flat
 from tiny_gpt2 import Tokens, batch_of, make_module, make_trainer, sample
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, get_linear_schedule_with_warmup
 
-from gossip import GossipDataParallel, launch
+from gossip import GossipDataParallel
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.integrations.transformers import GossipTrainer
 
@@ -108,10 +108,10 @@ def train(folder: Path, options: dict[str, Any]) -> None:
         refused.train()
 
 
-def resume(folder: Path, options: dict[str, Any]) -> None:
+def resume(folder: Path) -> None:
     """From the end of an epoch, where each rank begins its own batches anew, shuffled as without the interruption."""
     data = Tokens(2 * num_batches(), first_sample())
-    given = {"learning_rate": LR, "train_dataset": data, "gossip": options, "join": True, "num_train_epochs": 3}
+    given = {"learning_rate": LR, "train_dataset": data, "join": True, "num_train_epochs": 3}
     saving = {"save_strategy": "epoch"}
     whole = make_trainer(folder, make_module(), TrainerCallback(), Shuffled, **given, **saving)
     whole.train()
@@ -136,7 +136,7 @@ def do_not_resume_within_an_epoch(folder: Path) -> None:
         again.train(resume_from_checkpoint=True)
 
 
-def train_on_streams(folder: Path, options: dict[str, Any]) -> None:
+def train_on_streams(folder: Path) -> None:
     """3 batches and 10, two to a step and four to an epoch: one rank has none from the second epoch on."""
     trainer = make_trainer(
         folder,
@@ -150,22 +150,18 @@ def train_on_streams(folder: Path, options: dict[str, Any]) -> None:
         eval_strategy="epoch",
         gradient_accumulation_steps=2,
         join=True,
-        gossip=options,
     )
     trainer.train()
     assert trainer.state.global_step == 5
 
 
-def both(folder: Path) -> None:
-    with contextlib.redirect_stdout(None):
-        train(folder / "whole", {"step_in_backward": False})
-        train_on_streams(folder / "streams", {})
-        resume(folder / "resumed", {})
-        do_not_resume_within_an_epoch(folder / "stopped")
-
-
+@on_ranks(2, anew=True)
 def test_ranks_of_different_lengths_join(tmp_path: Path) -> None:
-    launch(functools.partial(both, tmp_path), world_size=2)
+    with contextlib.redirect_stdout(None):
+        train(tmp_path / "whole", {"step_in_backward": False})
+        train_on_streams(tmp_path / "streams")
+        resume(tmp_path / "resumed")
+        do_not_resume_within_an_epoch(tmp_path / "stopped")
 
 
 @pytest.mark.parametrize(("made", "own", "stops"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, True)])

@@ -16,14 +16,14 @@ from topologies.standard_output import CUT, ends_quietly
 PROGRAMS = {"train": [str(TRAIN), "--cfg", "job"], "topologies": ["-m", "topologies", "list"]}
 
 
-def run_into_a_closed_pipe(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """The reader has gone before the program writes anything."""
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_whose_output_is_cut_ends_quietly(name: str, tmp_path: Path) -> None:
     read, write = os.pipe()
-    os.close(read)
+    os.close(read)  # the reader has gone before the program writes anything
     try:
         run = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
+            [sys.executable, *PROGRAMS[name]],
+            cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             stdout=write,
             stderr=subprocess.PIPE,
@@ -33,14 +33,8 @@ def run_into_a_closed_pipe(arguments: list[str], folder: Path) -> tuple[int, str
         )
     finally:
         os.close(write)
-    return run.returncode, run.stderr
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_whose_output_is_cut_ends_quietly(name: str, tmp_path: Path) -> None:
-    status, stderr = run_into_a_closed_pipe(PROGRAMS[name], tmp_path)
-    assert stderr == ""
-    assert status in (0, CUT)  # argparse passes over the error when it prints help
+    assert run.stderr == ""
+    assert run.returncode in (0, CUT)  # argparse passes over the error when it prints help
     assert not list(tmp_path.iterdir())
 
 

@@ -62,12 +62,6 @@ def test_process_group_without_torch_distributed_is_refused() -> None:
 # ---------------------------------------------------------------------- nothing is left
 
 
-def held() -> tuple[int, int, int, int]:
-    """Threads of Python, threads, open files and registered groups."""
-    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    return len(threading.enumerate()), threads, files, len(dist.distributed_c10d._world.pg_map)
-
-
 @pytest.mark.parametrize(("world_size", "transport"), [(4, "distributed"), (2, "debug")])
 @on_ranks(anew=True)
 def test_wrapping_and_closing_or_dropping_leaves_no_thread_file_or_group(world_size: int, transport: str) -> None:
@@ -87,7 +81,8 @@ def test_wrapping_and_closing_or_dropping_leaves_no_thread_file_or_group(world_s
         else:  # a closed model that is still referenced holds nothing either
             model.close()
         dist.barrier()
-        left.append(held())
+        threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+        left.append((len(threading.enumerate()), threads, files, len(dist.distributed_c10d._world.pg_map)))
     assert left[-2:] == left[2:4]
 
 

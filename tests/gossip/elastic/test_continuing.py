@@ -108,9 +108,11 @@ def test_those_who_are_left_reach_the_optimum_of_their_own_data() -> None:
         np.testing.assert_allclose(one.values[-1], optimum, atol=1e-4)
 
 
-def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
-    """Number of ranks, topology, and one rank, or now and then two, that end somewhere: half of them in mid-message."""
-    random = np.random.default_rng(seed)
+@pytest.mark.slow
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_end_anywhere(shares_memory: bool) -> None:
+    """One rank, or now and then two: half of them in mid-message."""
+    random = np.random.default_rng(int(shares_memory))
     world_size = int(random.integers(4, 9))
     topology = str(random.choice(["ring", "one_peer_exponential", "complete", "base", "exponential"]))
     victims = random.permutation(world_size)[: 1 + (random.random() < 0.25)]
@@ -122,13 +124,6 @@ def random_deaths(seed: int) -> tuple[int, str, dict[int, Fault]]:
         )
         for victim in victims
     }
-    return world_size, topology, deaths
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shares_memory", [True, False])
-def test_ranks_end_anywhere(shares_memory: bool) -> None:
-    world_size, topology, deaths = random_deaths(int(shares_memory))
     options = {"topology": topology, "min_ranks": 2, "shares_memory": shares_memory}
     outcome = run(16, ends=deaths, world_size=world_size, numel=2**16, **options)
     assert_follow_the_recursion(outcome, topology)

@@ -93,23 +93,18 @@ def test_what_follows_up_an_older_exchange_goes_before_newer_ones(ends: tuple[Pe
     assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
 
 
-def test_a_sign_of_life_goes_before_what_waits(ends: tuple[PeerConnection, ...]) -> None:
+@pytest.mark.parametrize("wanted", [[Kind.BEAT, Kind.MESSAGE], [Kind.MESSAGE]], ids=["waits", "has begun"])
+def test_a_sign_of_life_goes_before_what_waits_and_not_into_a_frame(
+    ends: tuple[PeerConnection, ...], wanted: list[Kind]
+) -> None:
     sender, receiver = ends
     sender.enqueue(Outgoing(Key(Kind.MESSAGE, 1), LARGE))
+    if len(wanted) == 1:
+        assert not sender.send(), "the kernel does not take all of it"
     sender.beat(Key(Kind.BEAT))
-    frames = carried(sender, receiver, 2)
-    assert kinds(frames) == [Kind.BEAT, Kind.MESSAGE]
-    assert torch.equal(frames[1].payload.view(torch.float32), LARGE)
-
-
-def test_a_sign_of_life_is_not_sent_into_a_frame(ends: tuple[PeerConnection, ...]) -> None:
-    sender, receiver = ends
-    sender.enqueue(Outgoing(Key(Kind.MESSAGE, 1), LARGE))
-    assert not sender.send(), "the kernel does not take all of it"
-    sender.beat(Key(Kind.BEAT))
-    frames = carried(sender, receiver, 1)
-    assert kinds(frames) == [Kind.MESSAGE]
-    assert torch.equal(frames[0].payload.view(torch.float32), LARGE)
+    frames = carried(sender, receiver, len(wanted))
+    assert kinds(frames) == wanted
+    assert torch.equal(frames[-1].payload.view(torch.float32), LARGE)
     sender.beat(Key(Kind.BEAT))
     assert kinds(carried(sender, receiver, 1)) == [Kind.BEAT]
 

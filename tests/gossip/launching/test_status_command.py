@@ -30,14 +30,6 @@ def status_of(address: str, key: str = KEY) -> str:
     return printed.getvalue()
 
 
-def page_of(address: str, folder: Path) -> str:
-    with running(folder, "status", address, "--page", "0", script=lone_ranks.COMMAND) as serving:
-        where = serving.first_line()
-        while "<pre></pre>" in (page := urllib.request.urlopen(where).read().decode()):
-            time.sleep(0.1)
-    return page
-
-
 def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOSSIP_KEY", KEY)
     path = lone_ranks.script(tmp_path, "train.py", "gossip.launch(train)")
@@ -53,7 +45,10 @@ def test_training_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
         lone_ranks.wait_until(lambda: lone_ranks.trained_by(tmp_path, 0, 2))
         while not re.search(RATE, shown := status_of(address), re.MULTILINE):
             pass  # each look takes some seconds
-        page = page_of(address, tmp_path)
+        with running(tmp_path, "status", address, "--page", "0", script=lone_ranks.COMMAND) as serving:
+            where = serving.first_line()
+            while "<pre></pre>" in (page := urllib.request.urlopen(where).read().decode()):
+                time.sleep(0.1)
         refused = status_of(address, "another key of at least 32 characters")
     assert shown.startswith("generation 1: 2 ranks train (ranks 0, 2)\nnewest checkpoint: none\n")
     assert "lost: rank 1: " in shown

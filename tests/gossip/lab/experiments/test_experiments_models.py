@@ -18,20 +18,16 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], int]] = {
 }
 
 
-def make_batch(input_shape: tuple[int, ...], num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    if len(input_shape) == 1:
-        tokens = torch.randint(num_classes, (6, input_shape[0] + 1), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-    return torch.randn(6, *input_shape, generator=generator), torch.randint(num_classes, (6,), generator=generator)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_model_fits_one_batch_with_the_common_loss(name: str) -> None:
     build, input_shape, num_classes = MODELS[name]
     torch.manual_seed(0)
     model = build(input_shape, num_classes)
-    inputs, targets = make_batch(input_shape, num_classes)
+    if len(input_shape) == 1:
+        tokens = torch.randint(num_classes, (6, input_shape[0] + 1))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    else:
+        inputs, targets = torch.randn(6, *input_shape), torch.randint(num_classes, (6,))
     assert model(inputs).shape == (*targets.shape, num_classes)
     losses = []
     for _ in range(25):

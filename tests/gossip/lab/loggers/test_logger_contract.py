@@ -68,24 +68,19 @@ def first_attempts(folders: dict[str, Path]) -> None:
 
 
 def second_attempts(folders: dict[str, Path], figure: Path, model: Path) -> list[int]:
+    """W&B is not to tell of them on the terminal."""
     firsts = []
-    for name, folder in folders.items():
-        os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
-        logger = LOGGERS.get(name)()
-        firsts.append(first := logger.begin(beginning(folder, RESUMED_AT)))
-        for step in range(first, NUM_STEPS - 2):
-            logger.log(step, values_of(step))
-        logger.flush()
-        for step in range(logger.begin(beginning(folder, NUM_STEPS - 2)), NUM_STEPS):  # as after a failure
-            logger.log(step, values_of(step))
-        logger.end(Ending("completed", SUMMARY, (figure,), model))
-    return firsts
-
-
-def silently(*arguments: Any) -> list[int]:
-    """Make second attempts, of which W&B is not to tell on the terminal."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
-        firsts = second_attempts(*arguments)
+        for name, folder in folders.items():
+            os.environ["WANDB_DATA_DIR"] = str(folder)  # where it stages artifacts
+            logger = LOGGERS.get(name)()
+            firsts.append(first := logger.begin(beginning(folder, RESUMED_AT)))
+            for step in range(first, NUM_STEPS - 2):
+                logger.log(step, values_of(step))
+            logger.flush()
+            for step in range(logger.begin(beginning(folder, NUM_STEPS - 2)), NUM_STEPS):  # as after a failure
+                logger.log(step, values_of(step))
+            logger.end(Ending("completed", SUMMARY, (figure,), model))
     assert "wandb: " not in told.getvalue()
     return firsts
 
@@ -102,7 +97,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         folder.mkdir()
     with pytest.raises(LaunchError, match="SIGKILL"):
         launch(first_attempts, folders, world_size=1)
-    (firsts,) = launch(silently, folders, figure, model, world_size=1)
+    (firsts,) = launch(second_attempts, folders, figure, model, world_size=1)
     return {name: (folder, first) for (name, folder), first in zip(folders.items(), firsts, strict=True)}
 
 
