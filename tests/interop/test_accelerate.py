@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 from gossip.integrations.accelerate import prepare
 
 NUM_STEPS = 10
@@ -141,25 +141,19 @@ def train(accelerator: Accelerator, folder: Path, steps: range, *, resumes: bool
     }
 
 
-def interrupted(folder: str) -> tuple[dict[str, Any], ...]:
-    whole = train(accelerator_of(), Path(folder), range(NUM_STEPS), resumes=False)
-    half = train(accelerator_of(), Path(folder), range(NUM_STEPS // 2), resumes=False)
-    rest = train(accelerator_of(), Path(folder), range(NUM_STEPS // 2, NUM_STEPS), resumes=True)
-    return whole, half, rest
-
-
+@on_ranks(2, anew=True)
 def test_what_is_saved_and_resumed(tmp_path: Path) -> None:
-    outcomes = launch(interrupted, str(tmp_path), world_size=2)
-    for whole, half, rest in outcomes:
-        assert torch.equal(rest["average"], whole["average"])
-        assert all(map(torch.equal, rest["moments"], whole["moments"]))
-        assert (rest["rate"], rest["step"]) == (whole["rate"], whole["step"]) == (0.05 * 0.5**6, NUM_STEPS)
-        assert torch.equal(whole["in the end"], outcomes[0][0]["in the end"]), "the same on all ranks"
-        saved = network()
-        saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(flat(saved), half["average"])
-    first, second = (whole["moments"] for whole, _, _ in outcomes)
-    assert not torch.equal(first[0], second[0]), "every rank has an optimizer of its own"
+    whole = train(accelerator_of(), tmp_path, range(NUM_STEPS), resumes=False)
+    half = train(accelerator_of(), tmp_path, range(NUM_STEPS // 2), resumes=False)
+    rest = train(accelerator_of(), tmp_path, range(NUM_STEPS // 2, NUM_STEPS), resumes=True)
+    assert torch.equal(rest["average"], whole["average"])
+    assert all(map(torch.equal, rest["moments"], whole["moments"]))
+    assert (rest["rate"], rest["step"]) == (whole["rate"], whole["step"]) == (0.05 * 0.5**6, NUM_STEPS)
+    assert torch.equal(*gathered(whole["in the end"])), "the same on all ranks"
+    saved = network()
+    saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(flat(saved), half["average"])
+    assert not torch.equal(*gathered(whole["moments"][0])), "every rank has an optimizer of its own"
 
 
 @on_ranks(2, anew=True)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import flat
+from ranks import on_ranks
+from replicas import flat, gathered
 from safetensors.torch import load_file
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import nn
 
 import gossip
-from gossip import GossipDataParallel, GossipError, launch
+from gossip import GossipDataParallel, GossipError
 
 OPTIMIZERS = {
     "AdamW": functools.partial(AdamWScheduleFree, lr=0.05, foreach=False),
@@ -28,7 +29,7 @@ def step(model: GossipDataParallel, number: int) -> None:
     model.optimizer.zero_grad()
 
 
-def trained(name: str, looks: bool, folder: str) -> dict[str, Any]:
+def trained(name: str, looks: bool, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = GossipDataParallel(
         nn.Linear(3, 2).double(), OPTIMIZERS[name], "one_peer_exponential", step_in_backward=False, bucket_cap_mb=1e-5
@@ -44,13 +45,13 @@ def trained(name: str, looks: bool, folder: str) -> dict[str, Any]:
                 seen["averaged"] = flat(model.module)
                 model.optimizer.eval()  # as a trainer does in its evaluation
                 assert torch.equal(flat(model.module), seen["averaged"])
-                gossip.export(model, Path(folder) / "exported.safetensors")
+                gossip.export(model, folder / "exported.safetensors")
             assert torch.equal(flat(model.module), y), "put back to the bit"
             seen |= {"x": x, "z": z}
             with pytest.raises(GossipError, match=r"call its eval\(\) before global_avg\(\)"):
                 model.global_avg()
             with pytest.raises(GossipError, match=r"call its eval\(\) before export\(\)"):
-                gossip.export(model, Path(folder) / "refused.safetensors")
+                gossip.export(model, folder / "refused.safetensors")
     seen["y"] = flat(model.module)
     model.optimizer.eval()
     seen["own"] = flat(model.module)
@@ -71,24 +72,18 @@ def points(model: GossipDataParallel) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-def trained_both_ways(name: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return trained(name, True, folder), trained(name, False, folder)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2, anew=True)
 def test_the_average_is_that_of_what_is_evaluated(name: str, tmp_path: Path) -> None:
-    looked, unseen = zip(*launch(trained_both_ways, name, str(tmp_path), world_size=2), strict=True)
-    average = torch.stack([seen["x"] for seen in looked]).mean(0)
-    assert not torch.equal(looked[0]["z"], looked[1]["z"])
+    seen, unseen = (trained(name, looks, tmp_path) for looks in (True, False))
+    assert not torch.equal(*gathered(seen["z"]))
     exported = load_file(tmp_path / "exported.safetensors")
     assert not (tmp_path / "refused.safetensors").exists()
-    for seen, other in zip(looked, unseen, strict=True):
-        torch.testing.assert_close(seen["averaged"], average, rtol=0, atol=1e-12)
-        assert torch.equal(torch.cat([exported[key].flatten() for key in ("weight", "bias")]), seen["averaged"])
-        assert torch.equal(seen["y"], other["y"]), "training goes on as if no average had been taken"
-        assert torch.equal(seen["in the end"], looked[0]["in the end"])
-    ends = torch.stack([seen["own"] for seen in looked]).mean(0)
-    torch.testing.assert_close(looked[0]["in the end"], ends, rtol=0, atol=1e-12)
+    torch.testing.assert_close(seen["averaged"], gathered(seen["x"]).mean(0), rtol=0, atol=1e-12)
+    assert torch.equal(torch.cat([exported[key].flatten() for key in ("weight", "bias")]), seen["averaged"])
+    assert torch.equal(seen["y"], unseen["y"]), "training goes on as if no average had been taken"
+    assert torch.equal(*gathered(seen["in the end"]))
+    torch.testing.assert_close(seen["in the end"], gathered(seen["own"]).mean(0), rtol=0, atol=1e-12)
 
 
 def test_steps_bucket_by_bucket_are_refused() -> None:
