@@ -89,17 +89,17 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int) -> list
 
 
 def on_ranks(
-    world_size: int | None = None, *, anew: bool = False, **options: Any
+    world_size: int | None = None, *, anew: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """What the test does, each of so many ranks does, and asserts; else its own ``world_size`` says how many.
 
-    They stand ready, or are launched ``anew``, with these options.
+    They stand ready, or are launched ``anew``. An error on any of them fails the test, so none of them can be lost.
     """
 
     def made(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def on_each(**given: Any) -> None:
-            run = functools.partial(launch, **options) if anew else run_ranks
+            run = functools.partial(launch, backend=backend) if anew else run_ranks
             run(functools.partial(test, **given), world_size=world_size or given["world_size"])
 
         test.__qualname__ += ".__wrapped__"  # by which it is pickled

@@ -130,18 +130,21 @@ def save_with_a_death(folder: str) -> tuple[torch.Tensor, list[str]]:
     return before, sorted(path.name for path in Path(folder).iterdir())
 
 
-@pytest.mark.slow
-@on_ranks(3, anew=True, on_peer_loss="continue")
-def test_a_full_disk_ends_nobody_s_training(tmp_path: Path) -> None:
+def save_on_a_full_disk(folder: Path) -> tuple[list[str], tuple[int, ...]]:
     rank = dist.get_rank()
     with injected([Fault("full disk", "saving")] if rank == 1 else []), make_model(16, {"topology": "ring"}) as model:
         make_steps(model, 3)
         with pytest.raises(gossip.CheckpointError, match="No space left on device"):
-            gossip.save(model, tmp_path)
+            gossip.save(model, folder)
         model(targets(rank, 16)).backward()
-        gossip.save(model, tmp_path)
-        assert [path.name for path in tmp_path.glob("step*")] == ["step_0000000004"]
-        assert model.members == (0, 1, 2)
+        gossip.save(model, folder)
+        return [path.name for path in folder.glob("step*")], model.members
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_nobody_s_training(tmp_path: Path) -> None:
+    results = launch(save_on_a_full_disk, tmp_path, world_size=3, on_peer_loss="continue")
+    assert results == [(["step_0000000004"], (0, 1, 2))] * 3
 
 
 def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
