@@ -68,7 +68,7 @@ def means_over_ranks(replicas: Replicas, engine: StepEngine, world: World, divis
     def chunks(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         is_averaged, weight = not are_equal and name not in equal and name in averaged, weights.get(name, 1.0)
         for chunk in chunks_in_memory_order(tensor):
-            if not is_averaged or not len(chunk):
+            if not is_averaged:
                 yield chunk
                 continue
             wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=True)

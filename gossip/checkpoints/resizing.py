@@ -170,9 +170,9 @@ def reshard(
         for key, name in zip(numbers, names[number], strict=True):
             held = [state["optimizers"][number]["state"].get(key, {}) for state in states]
             fields = dict.fromkeys(field for entry in held for field in entry)
-            if name not in divisions or divisions[name].lengths[place]:
+            if fields:
                 entries[key] = {field: of_entry(name, [entry.get(field) for entry in held]) for field in fields}
-        return {**saved, "state": {key: entry for key, entry in entries.items() if entry}}
+        return {**saved, "state": entries}
 
     return {
         **first,

@@ -10,6 +10,7 @@ from separate import Separate, assert_same, batch, make_module, make_workers, tr
 from torch import nn
 
 from gossip import AccumAdamW, VirtualWorkers
+from gossip.optimizers.scopes import Scope, scope_of
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers, step_all
 
 
@@ -55,7 +56,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Rprop": functools.partial(torch.optim.Rprop, lr=0.01),
     "zero learning rate": functools.partial(torch.optim.AdamW, lr=0.0),
     "Lamb": Lamb,
-    "Lamb at a learning rate of 0": functools.partial(Lamb, lr=0.0),
 }
 
 
@@ -82,7 +82,8 @@ def test_muon_steps_over_matrices_of_each_replica_bit_for_bit() -> None:
     stack = nn.Parameter(torch.stack([each.detach() for each in apart]))
     module = nn.ParameterList([bare])
     optimizers = build_stacked_optimizers(make([bare]), module, {id(bare): (stack,)})
-    separate = make(apart)
+    separate, calls = make(apart), list[object]()
+    optimizers[0].register_step_post_hook(lambda *_: calls.append(None))
     for _ in range(3):
         stack.grad = torch.randn(3, 4, 5)
         for parameter, gradient in zip(apart, stack.grad, strict=True):
@@ -90,6 +91,11 @@ def test_muon_steps_over_matrices_of_each_replica_bit_for_bit() -> None:
         step_all(optimizers)
         separate.step()
         assert torch.equal(stack, torch.stack(apart))
+    assert len(calls) == 3, "the hooks of steps"
+
+
+def test_what_an_optimizer_needs_is_found_out_at_any_rate() -> None:
+    assert scope_of(Lamb([nn.Parameter(torch.ones(2))], lr=0.0)) is Scope.PARAMETER
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AccumAdamW", "Adagrad", "NAdam", "Rprop", "Lamb"])
