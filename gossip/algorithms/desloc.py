@@ -99,14 +99,9 @@ class DESLOC(Periodic):
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         for name in self.moments:
-            if self.is_sent(name, bucket.round_index):
-                minimum = 0.0 if name == SECOND_MOMENT else None
-                bucket.add_to_optimizer_state(name, got[name].difference, minimum=minimum)
+            minimum = 0.0 if name == SECOND_MOMENT else None
+            bucket.add_to_optimizer_state(name, got[name].difference, minimum=minimum)
         add_(bucket.values, got[VALUES].difference)
 
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        moments = {
-            name: bucket.optimizer_state(name) if self.is_sent(name, bucket.round_index) else bucket.zeros()
-            for name in self.moments
-        }
-        return {VALUES: bucket.values, **moments}
+        return {VALUES: bucket.values, **{name: bucket.optimizer_state(name) for name in self.moments}}
