@@ -4,13 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
-from elastic_ranks import assert_follow_the_recursion, flat, make_model, run, targets
+from elastic_ranks import RATE, assert_follow_the_recursion, flat, make_model, run, targets
 from tiers import rest_is_slow
 
 from gossip.exchange.edge_transport import EdgeTransport
@@ -27,6 +28,15 @@ def test_the_other_groups_go_on_as_the_dense_recursion_does(shard: str) -> None:
     assert_follow_the_recursion(outcome, "ring")
 
 
+class OfMatrices(torch.optim.SGD):
+    """SGD that refuses stacks, as Muon does, so that parameters are dealt to the ranks of a group whole."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if any(parameter.ndim > 2 for group in self.param_groups for parameter in group["params"]):
+            raise ValueError("this is no matrix")
+        super().step(closure)
+
+
 @pytest.mark.parametrize("shard", rest_is_slow(["fsdp", "optimizer", "none"]))
 def test_a_group_takes_the_place_of_one_that_was_lost(shard: str) -> None:
     ends = {3: Fault(step=5, bucket=1)}
@@ -36,9 +46,13 @@ def test_a_group_takes_the_place_of_one_that_was_lost(shard: str) -> None:
     assert {member for member, one in outcome.stays.items() if one.came is not None} == {6, 7}
 
 
-def test_a_group_leaves_together() -> None:
-    outcome = run((0, 1, 2), leaves=(1,), world_size=6, shape=(3, 2), shard="none", topology="ring")
+@pytest.mark.parametrize(
+    "options", [{"shard": "none"}, {"shard": "optimizer", "optimizer": partial(OfMatrices, lr=RATE)}]
+)
+def test_a_group_leaves_together_and_another_comes(options: dict[str, Any]) -> None:
+    outcome = run((0, 1, 2, 3), leaves=(1,), num_joining=1, world_size=6, shape=(3, 2), topology="ring", **options)
     assert_follow_the_recursion(outcome, "ring")
+    assert {member for member, one in outcome.stays.items() if one.came is not None} == {6, 7}
 
 
 def add_late(shard: str) -> float:
