@@ -119,7 +119,6 @@ class ElasticWorld(RepeatedOperations):
         self._key, self._token = training_key(), ""
         self._num_initial = 1
         self._is_joint = False
-        self._num_primitives = 0
         super().__init__(timeout, process_group)
         training = training_store.joined()
         if training is not None:

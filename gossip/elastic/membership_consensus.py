@@ -1,17 +1,16 @@
 """The generations of one model, as the training thread sees them; ``membership_protocol`` agrees on the next one."""
 
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from gossip.communication.host import daemon_threads
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, within
-from gossip.elastic.flag_votes import FlagVotes, Position
+from gossip.elastic.consensus_store import within
 from gossip.elastic.generations import Generation
 from gossip.elastic.membership_protocol import MembershipProtocol
 from gossip.elastic.store_monitor import StoreMonitor
@@ -56,54 +55,13 @@ class Consensus(MembershipProtocol):
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        mesh: Mesh,
-        members: Sequence[int],
-        *,
-        min_ranks: int,
-        timeout: timedelta,
-        group_size: int = 1,
-        is_in_step: bool = True,
-        ends_if_preempted: bool = False,
+        self, store: dist.Store, mesh: Mesh, members: Sequence[int], *, timeout: timedelta, **options: Any
     ) -> None:
-        self.position: Position = (0, 0, 0)
-        self.is_joint = self.is_new = False
-        self.flag_votes = FlagVotes(mesh)
-        self._consensus_store = ConsensusStore(store)
-        self._mesh = mesh
-        self._generations = [Generation(0, tuple(members))]
-        self._initial = tuple(members)
-        self._group_size, self._min_ranks = group_size, min_ranks * group_size
+        super().__init__(store, mesh, members, timeout=timeout, **options)
         self._entered = 0
-        self._absent_until: dict[int, int] = {}  # ranks that have joined: the last step at which the others meet alone
         self._loaded_step: int | None = None  # by the current collective operation
-        # The generation that this rank wants to join, and to whose members it is connected.
-        self._asked_in: int | None = None
-        self._mates_asked_in: dict[int, int] = {}  # the same of the other ranks of its shard group
-        self._returns = False
-        self._is_leaving = False
-        self._ended: set[int] = set()  # ranks that have closed their models, as others say
-        self._farewells: dict[int, Position] = {}  # and where they were, as the voters of a generation knew
-        self._is_dropped = False  # others have lost this rank, and will decide so
-        self._is_left_out = False  # by those who were asked in the last attempt, and have cut this rank
-        self._leaves_at: int | None = None
         self._has_asked_to_leave = False
-        self._ends_if_preempted = ends_if_preempted
-        self._ends_at: int | None = None
-        self._is_ending = False  # whether the members have agreed to end together
-        self._begun: Position | None = None
-        self._preempted: set[int] = set()  # ranks that have received SIGTERM
-        self._timeout = timeout
-        self._is_in_step = is_in_step
-        self._error: GossipError | None = None
-        self._error_after: GossipError | None = None  # the current operation, which this rank still ends
-        self._holds = False
-        self._num_attempts = 0  # that have been decided
         self._due: tuple[int, float] | None = None  # since when there has been something to agree on, after how many
-        self._alarm = 0  # the newest attempt that another rank has reported
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
         mesh.position = lambda: self.position
         mesh.on_lost = self._on_lost
         mesh.on_failed = self.fail
@@ -242,14 +200,6 @@ class Consensus(MembershipProtocol):
             votes = (vote for each in later for vote in each.positions)
             return any(member in members and position > self.position for member, position in votes)
 
-    def give_up(self, reasons: Mapping[int, str]) -> None:
-        self._fail_with_group(reasons)
-        with self._changed:
-            self._suspects = {**reasons, **self._suspects}
-            self._changed.notify_all()
-        for member, reason in reasons.items():
-            self._mesh.cut(member, reason)
-
     @property
     def admitted_in(self) -> Generation | None:
         """The first generation of which this rank is a member; None if it has not been admitted yet."""
@@ -296,7 +246,7 @@ class Consensus(MembershipProtocol):
             if not self._has_asked_to_leave or waits:
                 self._has_asked_to_leave = True
                 # Another rank of the shard group may have said so, or all may be about to end together.
-                self._is_leaving = self._leaves_at is None and self._ends_at is None
+                self._is_leaving = self._leaves_at is None and self.ends_at is None
                 self._changed.notify_all()
             if self._is_leaving and not waits:
                 return None
@@ -304,8 +254,8 @@ class Consensus(MembershipProtocol):
             if self._leaves_at is None:
                 size = self._group_size
                 at = f"rank {self._mesh.member}: step {self.position[1]}: "
-                if self._ends_at is not None:
-                    raise GossipError(f"{at}so many ranks were told to end that all do, before step {self._ends_at}")
+                if self.ends_at is not None:
+                    raise GossipError(f"{at}so many ranks were told to end that all do, before step {self.ends_at}")
                 num_others = len(self._generations[-1].members) // size - 1
                 raise GossipError(
                     f"{at}without this {'shard group' if size > 1 else 'rank'} {num_others} "
@@ -320,18 +270,13 @@ class Consensus(MembershipProtocol):
         return self._leaves_at is not None and self.position[1] >= self._leaves_at
 
     @property
-    def ends_at(self) -> int | None:
-        """The step before which all ranks end together, since too many have received SIGTERM; None if they do not."""
-        return self._ends_at
-
-    @property
     def can_end(self) -> bool:
         """Whether all ranks end together, and this one is beyond the collective operations that any of them had begun.
 
         Otherwise a rank might exchange as those that have begun one do, and others as those that have not.
         """
         has_begun = self._begun is not None and self.position <= self._begun
-        return self._ends_at is not None and self._loaded_step is None and not has_begun
+        return self.ends_at is not None and self._loaded_step is None and not has_begun
 
     def tell_of_preemption(self) -> None:
         """Tell the others that this rank has received SIGTERM. Local."""
@@ -391,22 +336,6 @@ class Consensus(MembershipProtocol):
     def _on_asked_in(self, mate: int, number: int) -> None:
         with self._changed:
             self._mates_asked_in[mate] = number
-            self._changed.notify_all()
-
-    def _fail_with_group(self, lost: Mapping[int, str]) -> None:
-        """Continue no more if a rank of the own shard group is lost."""
-        for member in sorted(self._own_group() & lost.keys()):
-            self.fail(
-                ExchangeError(
-                    f"rank {self._mesh.member}: rank {member} of its shard group was lost ({lost[member]}): without it "
-                    "the replica is incomplete; the other groups continue without this one",
-                    failed_ranks=(member,),
-                )
-            )
-
-    def fail(self, error: GossipError) -> None:
-        with self._changed:
-            self._error = self._error or error
             self._changed.notify_all()
 
     def _on_alarm(self, number: int) -> None:

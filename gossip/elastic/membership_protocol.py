@@ -13,9 +13,10 @@ Ranks that hold a replica together are members together: a shard group is lost, 
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+
+import torch.distributed as dist
 
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.elastic.connections.mesh import Mesh, in_words
@@ -36,53 +37,84 @@ SILENT = 0.9
 """For so many time-outs a rank that is lost has been silent."""
 
 
-class MembershipProtocol(ABC):
+class MembershipProtocol:
     """The thread of :class:`gossip.elastic.membership_consensus.Consensus`, which proposes, votes and decides."""
 
-    position: Position
-    is_joint: bool
-    is_new: bool
-    flag_votes: FlagVotes
     store_monitor: StoreMonitor
-    _consensus_store: ConsensusStore
-    _mesh: Mesh
-    _generations: list[Generation]
-    _initial: tuple[int, ...]
-    _group_size: int
-    _min_ranks: int
-    _absent_until: dict[int, int]
-    _asked_in: int | None
-    _mates_asked_in: dict[int, int]
-    _returns: bool
-    _is_leaving: bool
-    _leaves_at: int | None
-    _ends_if_preempted: bool
-    _ends_at: int | None
-    _begun: Position | None
-    _preempted: set[int]
-    _ended: set[int]
-    _farewells: dict[int, Position]
-    _is_dropped: bool
-    _is_left_out: bool
-    _is_ending: bool
-    _timeout: timedelta
-    _is_in_step: bool
-    _error: GossipError | None
-    _error_after: GossipError | None
-    _holds: bool
-    _num_attempts: int
-    _alarm: int
     _suspects: dict[int, str]
-    _changed: threading.Condition
-    _stop: threading.Event
 
-    @abstractmethod
+    def __init__(
+        self,
+        store: dist.Store,
+        mesh: Mesh,
+        members: Sequence[int],
+        *,
+        min_ranks: int,
+        timeout: timedelta,
+        group_size: int = 1,
+        is_in_step: bool = True,
+        ends_if_preempted: bool = False,
+    ) -> None:
+        self.position: Position = (0, 0, 0)
+        self.is_joint = self.is_new = False
+        self.flag_votes = FlagVotes(mesh)
+        self._consensus_store = ConsensusStore(store)
+        self._mesh = mesh
+        self._generations = [Generation(0, tuple(members))]
+        self._initial = tuple(members)
+        self._group_size, self._min_ranks = group_size, min_ranks * group_size
+        self._absent_until: dict[int, int] = {}  # ranks that have joined: the last step at which the others meet alone
+        # The generation that this rank wants to join, and to whose members it is connected.
+        self._asked_in: int | None = None
+        self._mates_asked_in: dict[int, int] = {}  # the same of the other ranks of its shard group
+        self._returns = False
+        self._is_leaving = False
+        self._ended: set[int] = set()  # ranks that have closed their models, as others say
+        self._farewells: dict[int, Position] = {}  # and where they were, as the voters of a generation knew
+        self._is_dropped = False  # others have lost this rank, and will decide so
+        self._is_left_out = False  # by those who were asked in the last attempt, and have cut this rank
+        self._leaves_at: int | None = None
+        self._ends_if_preempted = ends_if_preempted
+        #: The step before which all ranks end together, since too many have received SIGTERM; None if they do not.
+        self.ends_at: int | None = None
+        self._is_ending = False  # whether the members have agreed to end together
+        self._begun: Position | None = None
+        self._preempted: set[int] = set()  # ranks that have received SIGTERM
+        self._timeout = timeout
+        self._is_in_step = is_in_step
+        self._error: GossipError | None = None
+        self._error_after: GossipError | None = None  # the current operation, which this rank still ends
+        self._holds = False
+        self._num_attempts = 0  # that have been decided
+        self._alarm = 0  # the newest attempt that another rank has reported
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+
     def fail(self, error: GossipError) -> None:
         """Propose nothing from now on, and raise the error in whoever waits."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
-    @abstractmethod
+    def _fail_with_group(self, lost: Mapping[int, str]) -> None:
+        """Continue no more if a rank of the own shard group is lost."""
+        for member in sorted(self._own_group() & lost.keys()):
+            self.fail(
+                ExchangeError(
+                    f"rank {self._mesh.member}: rank {member} of its shard group was lost ({lost[member]}): without it "
+                    "the replica is incomplete; the other groups continue without this one",
+                    failed_ranks=(member,),
+                )
+            )
+
     def give_up(self, reasons: Mapping[int, str]) -> None:
         """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
+        self._fail_with_group(reasons)
+        with self._changed:
+            self._suspects = {**reasons, **self._suspects}
+            self._changed.notify_all()
+        for member, reason in reasons.items():
+            self._mesh.cut(member, reason)
 
     def _is_due(self) -> bool:
         """Return whether there is something to agree on."""
@@ -101,7 +133,7 @@ class MembershipProtocol(ABC):
 
     def _must_end(self, latest: Generation) -> bool:
         """Return whether so many ranks have received SIGTERM that too few would remain, and all are to end together."""
-        if not self._preempted or not self._ends_if_preempted or self._ends_at is not None:
+        if not self._preempted or not self._ends_if_preempted or self.ends_at is not None:
             return False
         present = self._of_whole_groups(latest.members, self._suspects)
         num_remaining = len(self._of_whole_groups(present, self._preempted))
@@ -337,8 +369,8 @@ class MembershipProtocol(ABC):
         self._generations.append(generation)
         self._is_ending |= is_last
         first_step, joining = generation.first_step, set(members) - set(before.members)
-        if is_last and member in members and self._ends_at is None:
-            self._ends_at, self._is_leaving = first_step, False
+        if is_last and member in members and self.ends_at is None:
+            self.ends_at, self._is_leaving = first_step, False
             if decision.begun is not None:
                 num_loaded, step, num_ended = decision.begun
                 self._begun = num_loaded, step, num_ended

@@ -24,7 +24,7 @@ class _Slot:
     def __init__(self, number: int, buffer: Buffer) -> None:
         self.message = buffer.message
         self.readers: list[int] = []
-        self._number, self._buffer, self._num_lent = number, buffer, 0
+        self._number, self._buffer, self.num_lent = number, buffer, 0
 
     @property
     def unread(self) -> list[int]:
@@ -37,17 +37,12 @@ class _Slot:
             if has_ended(self.readers[place]):
                 self._buffer.done(place)
 
-    @property
-    def was_lent(self) -> bool:
-        """Whether it has ever held a message."""
-        return self._num_lent > 0
-
     def lend(self, member: int) -> bytes:
         """Allow a member to read it, and return where the member finds it."""
         place = len(self.readers)
         self.readers.append(member)
-        self._num_lent += 1
-        self._buffer.publish({place: self._num_lent})
+        self.num_lent += 1
+        self._buffer.publish({place: self.num_lent})
         return _PLACE.pack(self._number, place)
 
 
@@ -86,7 +81,7 @@ class SharedPayloads:
     @property
     def written(self) -> list[torch.Tensor]:
         """The memory that has held a message; the rest has no pages yet."""
-        return [slot.message for slot in self._by_memory.values() if slot.was_lent]
+        return [slot.message for slot in self._by_memory.values() if slot.num_lent]
 
     # ------------------------------------------------------------------ the sender
 

@@ -96,7 +96,7 @@ FAULTS = (
     PutBack(
         _CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", is_common=True, seeds=_of_two_kinds(44)
     ),
-    PutBack(_CONSENSUS + "leave", "and self._ends_at is None", "", True, True, (3111,)),
+    PutBack(_CONSENSUS + "leave", "and self.ends_at is None", "", True, True, (3111,)),
     PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True, True, (474486,)),
     PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True, True, (599532,)),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
