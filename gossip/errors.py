@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from loguru import logger
@@ -84,6 +84,13 @@ class LaunchError(GossipError):
         super().__init__(message)
         self.rank = rank
         self.worker_traceback = worker_traceback
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one from which or during which it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def reason(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from gossip.communication.authenticated_store import VARIABLE as KEY
 from gossip.communication.host.local_size import LOCAL_SIZE
 from gossip.communication.host.open_files import limit_named
 from gossip.communication.waiting import checked_timeout
-from gossip.errors import CannotJoinError, EndedTogether, ExchangeError, LaunchError, names_arguments
+from gossip.errors import CannotJoinError, EndedTogether, ExchangeError, LaunchError, causes, names_arguments
 from gossip.launching import fork_server
 from gossip.launching.joining import (
     DEFAULT_TIMEOUT,
@@ -385,7 +385,8 @@ def _work(
             report = _pickled_result(function(*args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
-        blames = _blamed_by(error)
+        named = (each.failed_ranks for each in causes(error) if isinstance(each, ExchangeError))
+        blames = next(filter(None, named), ())  # ranks that have stopped
         secondary = bool(blames) or any(words in summary for words in _PEER_IS_GONE)
         exit_status = int(str(error)) if isinstance(error, EndedTogether) else None
         is_final = isinstance(error, CannotJoinError | EndedTogether)
@@ -407,15 +408,6 @@ def _pickled_result(result: Any) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"its result cannot be pickled ({error}); return plain data") from error
-
-
-def _blamed_by(error: BaseException | None) -> tuple[int, ...]:
-    """Return the ranks that the error, or one of its causes, names as stopped."""
-    while error is not None:
-        if isinstance(error, ExchangeError) and error.failed_ranks:
-            return error.failed_ranks
-        error = error.__cause__ or error.__context__
-    return ()
 
 
 def _leave_with_launcher(channel: Connection, may_leave: threading.Event) -> None:

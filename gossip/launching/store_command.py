@@ -34,12 +34,13 @@ def main(arguments: Sequence[str]) -> int:
         key = training_key()
         listener = listen(port)
     except (OSError, ValueError) as error:
-        print(f"error: {_reason(error, port)}", file=sys.stderr)
+        why: object = error
+        if isinstance(error, OSError):
+            why = f"port {port} cannot be used: {error.strerror}; choose another one with --port, or 0 for a free one"
+        print(f"error: {why}", file=sys.stderr)
         return 2
     ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, ends
-    )  # before the store's threads begin, which then leave them to this one
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # the store's threads, which begin later, leave them to this one
     port = listener.getsockname()[1]
     store = serve("localhost", listener, timedelta(seconds=60))
     print(_text(f"{socket.gethostname()}:{port}", key), flush=True)
@@ -57,9 +58,3 @@ def _text(address: str, key: bytes | None) -> str:
         f"join with: {STORE}={address} {GROUPS}=N torchrun --nproc-per-node 1 --max-restarts 3 train.py\n"
         f"who may join: {who}"
     )
-
-
-def _reason(error: OSError | ValueError, port: int) -> str:
-    if isinstance(error, ValueError):
-        return str(error)
-    return f"port {port} cannot be used: {error.strerror}; choose another one with --port, or 0 for a free one"

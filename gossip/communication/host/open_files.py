@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from gossip.errors import GossipError
+from gossip.errors import GossipError, causes
 
 _HIDDEN = ("too many open files", "failed to init uv loop")  # in the texts of errors without a number
 
@@ -32,7 +32,7 @@ def limit_named() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _is_from_limit(error) and not hasattr(error, "__notes__"):
+        if any(map(_is_from_limit, causes(error))) and not hasattr(error, "__notes__"):
             error.add_note(f"too many open files: {_limit_in_words()}")
         raise
 
@@ -42,11 +42,6 @@ def _limit_in_words() -> str:
     return f"the limit of this process is {soft}; raise it with `ulimit -n`, beyond {hard} as an administrator"
 
 
-def _is_from_limit(error: BaseException | None) -> bool:
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            return True
-        if any(text in str(error).lower() for text in _HIDDEN):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _is_from_limit(error: BaseException) -> bool:
+    has_number = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+    return has_number or any(text in str(error).lower() for text in _HIDDEN)
