@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class UniformGroups:
 
     world_size: int
     groups: Groups
+    is_symmetric: ClassVar = True
 
     def row(self, rank: int) -> Row:
         group = self._group_of(rank)
@@ -43,10 +44,6 @@ class UniformGroups:
     @property
     def is_identity(self) -> bool:
         return len(self.groups) == self.world_size
-
-    @property
-    def is_symmetric(self) -> bool:
-        return True
 
     @property
     def smallest_weight(self) -> float:

@@ -9,12 +9,12 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, get_args
 
 import numpy as np
 
 from topologies.round import Round
-from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_stochasticity, check_world_size
+from topologies.validation import SUM_TOLERANCE, Stochasticity, check_integer, check_world_size
 
 #: Rounds kept after they were built; a longer schedule builds them again when it comes back to them.
 _CACHED_ROUNDS = 64
@@ -67,7 +67,11 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", plain_data(self.options))
         check_world_size(self.world_size)
-        check_stochasticity(self.stochasticity)
+        if self.stochasticity not in get_args(Stochasticity):
+            raise ValueError(
+                f"stochasticity must be one of {', '.join(map(repr, get_args(Stochasticity)))}, "
+                f"got {self.stochasticity!r}; pass one of them"
+            )
         if self.period is not None:
             check_integer("period", self.period, minimum=1)
 

@@ -4,7 +4,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import Literal
 
 from topologies.integers import divisors, listed, powers
 
@@ -109,14 +109,6 @@ def check_measured_size(world_size: int) -> None:
         raise ValueError(
             f"world_size must be at most {MAX_MEASURED_WORLD_SIZE} to be measured, which looks at every rank, got "
             f"{world_size}; measure the family for fewer ranks, or ask topology.round(t).row(rank) for one rank"
-        )
-
-
-def check_stochasticity(stochasticity: str) -> None:
-    if stochasticity not in get_args(Stochasticity):
-        raise ValueError(
-            f"stochasticity must be one of {', '.join(map(repr, get_args(Stochasticity)))}, "
-            f"got {stochasticity!r}; pass one of them"
         )
 
 

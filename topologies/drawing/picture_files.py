@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 
-def output_path(path: str | os.PathLike[str], suffixes: tuple[str, ...] = (".svg", ".png")) -> Path:
-    """Return the path, which ends in one of the suffixes, by default a picture's, and lies in a folder that exists."""
+def output_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path, which ends in the suffix of a picture and lies in a folder that exists."""
     path = Path(path)
-    if path.suffix.lower() not in suffixes:
-        raise ValueError(f"path must end in {' or '.join(suffixes)}, got {str(path)!r}; change the suffix")
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"path must end in .svg or .png, got {str(path)!r}; change the suffix")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder of {str(path)!r} does not exist; create {str(path.parent)!r} first")
     return path

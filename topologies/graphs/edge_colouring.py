@@ -85,7 +85,7 @@ def _colour_by_paths(num_nodes: int, edges: IntArray) -> list[IntArray]:
         if not colouring.join(u, v, attempts=0 if overfull else _ATTEMPTS):
             postponed.append((u, v))
     if postponed:
-        colouring.add_colour()
+        colouring.free = [free | 1 << degree for free in colouring.free]  # one more colour
         for u, v in postponed:
             colouring.join_by_fan(u, v)
     colours = np.array([colouring.colour_of[u][v] for u, v in edges.tolist()])
@@ -98,17 +98,12 @@ class _Colouring:
     """A proper colouring of some of the edges; colours are 0 .. num_colours - 1."""
 
     def __init__(self, num_nodes: int, num_colours: int) -> None:
-        self.num_colours = num_colours
         #: Per node: the colour of the edge to another node, and the node at the other end of a colour's edge.
         self.colour_of: list[dict[int, int]] = [{} for _ in range(num_nodes)]
         self.across: list[dict[int, int]] = [{} for _ in range(num_nodes)]
         #: Per node: the set of colours that no edge of it has, as the bits of an integer.
         self.free = [(1 << num_colours) - 1] * num_nodes
         self.random = random.Random(0)  # its own generator: the same choices for the same edges, everywhere
-
-    def add_colour(self) -> None:
-        self.free = [free | 1 << self.num_colours for free in self.free]
-        self.num_colours += 1
 
     def join(self, u: int, v: int, *, attempts: int) -> bool:
         """Colour the edge (u, v) by swapping colours along paths; return whether that was possible."""

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,13 +81,10 @@ def _check_number_of_nodes(graph: nx.Graph, num_listed: int) -> None:
         )
 
 
-def _read_xml(read: Callable[[Path], nx.Graph]) -> Callable[[Path], nx.Graph]:
-    def read_checked(path: Path) -> nx.Graph:
-        graph = read(path)
-        _check_number_of_nodes(graph, len(re.findall(r"<(?:\w+:)?node\b", path.read_text(encoding="utf-8"))))
-        return graph
-
-    return read_checked
+def _read_xml(read: Callable[[Path], nx.Graph], path: Path) -> nx.Graph:
+    graph = read(path)
+    _check_number_of_nodes(graph, len(re.findall(r"<(?:\w+:)?node\b", path.read_text(encoding="utf-8"))))
+    return graph
 
 
 def _read_edge_list(path: Path) -> nx.Graph:
@@ -107,8 +105,8 @@ def _read_edge_list(path: Path) -> nx.Graph:
 
 
 _READERS: dict[str, Callable[[Path], nx.Graph]] = {
-    ".graphml": _read_xml(nx.read_graphml),
-    ".gexf": _read_xml(nx.read_gexf),
+    ".graphml": partial(_read_xml, nx.read_graphml),
+    ".gexf": partial(_read_xml, nx.read_gexf),
     ".edgelist": _read_edge_list,
     ".edges": _read_edge_list,
     ".txt": _read_edge_list,

@@ -150,7 +150,9 @@ def compare(
     if not chosen:
         raise ValueError("topologies is empty; pass names of topologies.available(), or topologies")
     compared = [(_compared(topology, message_bytes, local_size, tolerance), topology) for topology in chosen]
-    rows, ordered = zip(*sorted(compared, key=lambda pair: _merit(pair[0])), strict=True)
+    # What never agrees comes last.
+    compared.sort(key=lambda pair: [math.inf if cost is None else cost for cost in (pair[0].bytes, pair[0].rounds)])
+    rows, ordered = zip(*compared, strict=True)
     return Comparison(
         topologies=ordered,
         rows=rows,
@@ -216,7 +218,3 @@ def _compared(topology: Topology, message_bytes: float, local_size: int, toleran
         network_bytes=None if rounds is None else traffic.network_bytes_in(rounds),
         exact_after=topology.exact_after,
     )
-
-
-def _merit(row: Compared) -> tuple[float, float]:
-    return (math.inf if row.bytes is None else row.bytes, math.inf if row.rounds is None else row.rounds)
