@@ -63,29 +63,21 @@ class StepEngine(HealthChecks, ABC):
         watch: OptimizerWatch,
         group: LocalGroup,
     ) -> None:
+        super().__init__(buckets, updater, group, rank)
         self.module = module
-        self.buckets = list(buckets)
         self.frozen = frozen
         self.unfrozen: list[list[str]] = []  # names that have got buckets since the model was wrapped, by step
         self.exchanges = exchanges
         self._order = StepOrder(exchanges)
-        self.updater = updater
-        self.rank = rank
-        self.step = self.generation = 0  # steps made, and so the index of the next round; of the training ranks
         self.synchronise = True  # else a backward pass makes no step, and only accumulates gradients
-        self.is_averaged = False  # the buckets temporarily hold the global average
         self.put_back: Callable[[], object] = do_nothing  # puts this rank's own values in its place
-        self.is_in_join = False  # ranks may temporarily be at different steps
         self.on_forward: Callable[[], None] = do_nothing  # not where a checkpoint recomputes
         self.on_step_begin: Callable[[], None] = do_nothing
         self.on_step_end: Callable[[], None] = do_nothing  # the number of steps has been incremented
         self.on_close: Callable[[], None] = do_nothing
-        self.group = group  # the ranks that train a replica together
-        self.error: BaseException | None = None  # ended training here, so that the ranks are no longer in step
         self._watch = watch
         self._bucket_cap_bytes = bucket_cap_bytes
         self._optimizer_steps = False  # while True, optimizer.step() is called by the engine
-        self._progress = StepProgress(buckets)
         self.last_meter: Meter | None = None  # of the newest step
         self.num_late = 0  # late messages that have been combined
         self._num_bad_steps = 0
@@ -93,7 +85,6 @@ class StepEngine(HealthChecks, ABC):
         self.optimizer_step_calls = OptimizerStepCalls(
             f"rank {rank}: ", "wrap the module with step_in_backward=False", tells=rank == 0
         )
-        self._lock = threading.RLock()  # held against forward passes in other threads
         self._launching = threading.RLock()  # a module on several devices has a thread of autograd's for each
         self._forward_began = 0.0
         self._places = ParameterSlots(module, group.module)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from loguru import logger
@@ -22,17 +22,19 @@ _LETTING_GO = timedelta(milliseconds=100)
 class HealthChecks:
     """What :class:`gossip.step.engine.StepEngine` checks before anything is done with its model, in any thread."""
 
-    rank: int
-    step: int
-    buckets: list[AnyBucket]
-    updater: Updater
-    group: LocalGroup
-    is_averaged: bool
-    is_in_join: bool
-    error: BaseException | None
     is_parents = False  # else this process was forked from the one that trains
-    _progress: StepProgress
-    _lock: threading.RLock  # held against forward passes in other threads
+
+    def __init__(self, buckets: Sequence[AnyBucket], updater: Updater, group: LocalGroup, rank: int) -> None:
+        self.buckets = list(buckets)
+        self.updater = updater
+        self.group = group  # the ranks that train a replica together
+        self.rank = rank
+        self.step = self.generation = 0  # steps made, and so the index of the next round; of the training ranks
+        self.is_averaged = False  # the buckets temporarily hold the global average
+        self.is_in_join = False  # ranks may temporarily be at different steps
+        self.error: BaseException | None = None  # ended training here, so that the ranks are no longer in step
+        self._progress = StepProgress(buckets)
+        self._lock = threading.RLock()  # held against forward passes in other threads
 
     def refusal(self, text: str) -> GossipError:
         """Return an error that names rank and step."""
