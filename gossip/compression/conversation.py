@@ -162,7 +162,8 @@ class Conversation:
 
     def __init__(self, turns: Turns) -> None:
         with _no_gradients():
-            self._opening = next(turns)
+            #: The first turn, for callers that call :meth:`make_opening` before the values may change.
+            self.unmade_opening = next(turns)
         self._turns: Turns | None = turns
         self._arrival: Arrival | None = None
 
@@ -171,18 +172,13 @@ class Conversation:
         """The first turn, with its messages."""
         for _ in self.make_opening():
             pass
-        return self._opening
-
-    @property
-    def unmade_opening(self) -> Turn:
-        """The first turn, for callers that call :meth:`make_opening` before the values may change."""
-        return self._opening
+        return self.unmade_opening
 
     def make_opening(self) -> Iterator[int]:
         """Make the messages of the opening, and yield how many bytes from the start of each are complete."""
         while True:
             with _no_gradients():
-                num_bytes = next(self._opening.making, None)
+                num_bytes = next(self.unmade_opening.making, None)
             if num_bytes is None:
                 return
             yield num_bytes

@@ -30,18 +30,12 @@ S = TypeVar("S", bound="BenchmarkSettings")
 R = TypeVar("R", bound=BaseModel)
 
 
-def _check_link(text: str) -> str:
-    bits_per_second(text)
-    return text
-
-
 def _texts(value: Any) -> list[str]:
     return [str(each) for each in (value if isinstance(value, list) else [value])]
 
 
-Links = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_link)], ...], Field(min_length=1, strict=False), BeforeValidator(_texts)
-]
+Link = Annotated[str, AfterValidator(lambda text: bits_per_second(text) and text)]
+Links = Annotated[tuple[Link, ...], Field(min_length=1, strict=False), BeforeValidator(_texts)]
 """Links of the lab as texts for :func:`.shaped_hosts.bits_per_second`; one or a list of them."""
 
 

@@ -34,15 +34,8 @@ COLOURS = {
     "message of a bucket on its way": "#fd8d3c",
 }
 FORWARD, BACKWARD, UPDATE, WAIT, MESSAGE = COLOURS
-_RANGES = {
-    "forward": FORWARD,
-    "backward": BACKWARD,
-    "gossip::mix": UPDATE,
-    "gossip::update": UPDATE,
-    "gossip::send": UPDATE,
-    "update": UPDATE,
-    "gossip::wait": WAIT,
-}
+_RANGES = {"forward": FORWARD, "backward": BACKWARD, "gossip::wait": WAIT}
+_RANGES |= dict.fromkeys(("gossip::mix", "gossip::update", "gossip::send", "update"), UPDATE)
 _MESSAGES = "gloo:recv", "gloo:all_reduce"  # a receive goes with a send, at the same time
 _OPERATION = "autograd::engine::evaluate_function"  # each of the backward pass is in one of these
 

@@ -81,7 +81,9 @@ def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
         peer = _peer_in(pairs)
         dist.barrier()
         if peer is not None:
-            latency_s = _latency_s(peer, device)
+            message = [(torch.zeros(2, device=device), torch.empty(2, device=device))]
+            times_s = [_send(message, peer, device) for _ in range(_NUM_SMALL_MESSAGES)]
+            latency_s = statistics.quantiles(times_s, n=4, method="inclusive")[0]
             own.append(Link(dist.get_rank(), peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
     everyone = gathered([asdict(link) for link in own], "gathering what the links took")
     return [Link(**link) for links in everyone for link in links]
@@ -121,12 +123,6 @@ def measure_contention(make_step: Callable[[], object], step_s: float, num_bytes
     own = None if peer is None else min(1.0, max(0.0, (together_s - alone_s) / (steps_meanwhile * step_s)))
     everyone = gathered(own, "gathering what computing took from the links")
     return statistics.fmean(factor for factor in everyone if factor is not None)
-
-
-def _latency_s(peer: int, device: torch.device) -> float:
-    message = [(torch.zeros(2, device=device), torch.empty(2, device=device))]
-    times_s = [_send(message, peer, device) for _ in range(_NUM_SMALL_MESSAGES)]
-    return statistics.quantiles(times_s, n=4, method="inclusive")[0]
 
 
 def _bytes_per_s(peer: int, num_bytes: int, device: torch.device) -> float:
