@@ -12,7 +12,8 @@ from typing import Any
 
 import topologies
 from topologies.drawing import draw_compact
-from topologies.reports.family_samples import sample_text, samples
+from topologies.reports.family_samples import samples
+from topologies.schedule import options_text
 
 PAGE = "topologies"
 PLACE = "<!-- the gallery: drawn when the site is built -->"
@@ -56,7 +57,9 @@ def _insert(_: Any, page: str, source: list[str]) -> None:
 def _card(name: str) -> str:
     drawn = samples(name, WORLD_SIZE)[0]
     facts = topologies.facts_of(name)
-    shown = sample_text(drawn, WORLD_SIZE)
+    shown = ", ".join(filter(None, (f"{drawn.world_size} ranks", options_text(drawn.options))))
+    if drawn.world_size != WORLD_SIZE:
+        shown += f" (the nearest number to {WORLD_SIZE} that it serves)"
     picture = f"{PICTURES}/{name}.svg"
     summary = re.sub(r"`{1,2}([^`]+)`{1,2}", r"<code>\1</code>", escape(facts.summary))
     return (

@@ -152,8 +152,7 @@ class WaitMonitor:
         self._ranks = ranks
         self._beat_s = beat_s
         self._stop = threading.Event()
-        self._began = time.monotonic()
-        self._answered_at = self._began
+        self._answered_at = time.monotonic()
         self._failure = ""
         self._errors: list[Exception] = []
         self._arrivals: list[Arrival | None] = [None] * markers.world_size

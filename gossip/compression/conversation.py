@@ -6,6 +6,7 @@ import collections
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -65,13 +66,10 @@ class Turn:
         self.make_accumulator = make_accumulator
         self.lost: Collection[int] = ()
         self._make_buffers = make_buffers
-        self._buffers: Messages | None = None
 
-    @property
+    @cached_property
     def receive_buffers(self) -> Messages:
-        if self._buffers is None:
-            self._buffers = self._make_buffers()
-        return self._buffers
+        return self._make_buffers()
 
 
 class Delivery:

@@ -57,7 +57,6 @@ class SparseCodec(WholeCodec):
         self._rank, self._ratio, self._bits = rank, ratio, bits
         self._wide = bucket.accumulation_dtype
         self._parts = tuple(parts_of(bucket.numel, BLOCK_NUMEL, bucket.device))
-        self._num_bytes = sum(sum(self._sizes(part)) for part in self._parts)
         self._sent = torch.zeros(bucket.numel, dtype=self._wide, device=bucket.device)
         self._shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=bucket.device)
 

@@ -46,11 +46,6 @@ class FailureDetector(World):
         """The other ranks that take part in collective operations, at this rank's place in their shard groups."""
         return [member for member in self.members if member != self.member]
 
-    @property
-    def _all_others(self) -> list[int]:
-        """Besides these, one that has just joined: in its first step it waits for the ranks that operate without it."""
-        return [member for member in self._generation.members if member != self.member]
-
     def wait_until(
         self,
         look: Callable[[], bool],
@@ -121,8 +116,10 @@ class FailureDetector(World):
         now = time.monotonic()
         if now >= self._told_of_step_at + self.mesh.beat_s:
             self._told_of_step_at = now
-            for member in self._all_others:
-                self.mesh.send(member, Key(Kind.STEPPED))
+            # Also one that has just joined: in its first step it waits for the ranks that operate without it.
+            for member in self._generation.members:
+                if member != self.member:
+                    self.mesh.send(member, Key(Kind.STEPPED))
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
         heard = (f"rank {member} (last heard from {self.mesh.silent_s(member):.3g} s ago)" for member in members)

@@ -2,7 +2,7 @@
 
 from topologies.family_registry import family, options_of
 from topologies.reports.disguises import without_disguises
-from topologies.schedule import options_text, title
+from topologies.schedule import title
 from topologies.topology import Topology, variants
 from topologies.validation import check_integer
 
@@ -29,13 +29,6 @@ def samples(name: str, world_size: int) -> list[Topology]:
         f"no variant of family {name!r} serves any world_size from 2 to {LARGEST_SAMPLE}; name options that do: "
         f"@register({name!r}, variants=lambda world_size, local_size: [{{'option': 'value'}}])"
     )
-
-
-def sample_text(sample: Topology, world_size: int) -> str:
-    """Return what is shown of a family for about ``world_size`` ranks: the sample's ranks and its options."""
-    shown = ", ".join(filter(None, (f"{sample.world_size} ranks", options_text(sample.options))))
-    nearest = f" (the nearest number to {world_size} that it serves)" if sample.world_size != world_size else ""
-    return shown + nearest
 
 
 def title_of(topology: Topology) -> str:
