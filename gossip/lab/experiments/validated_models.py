@@ -43,19 +43,19 @@ class OneOf:
         return core_schema.literal_schema(self._names)
 
 
-def read(model: type[M], content: Mapping[str, Any], path: str = "", whole: str = "the configuration") -> M:
+def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
     """Return a section of a resolved configuration, or another document, as a model.
 
     ``content`` are plain values, as in JSON. Messages name them by ``path``, the dotted key of the section (empty for a
-    whole configuration), and call that of which it is a part ``whole``. A ConfigurationError is about the first unknown
-    key or else the first value that is missing, of the wrong type or out of range.
+    whole configuration). A ConfigurationError is about the first unknown key or else the first value that is missing,
+    of the wrong type or out of range.
     """
     try:
         return model.model_validate_json(json.dumps(content))
     except ValidationError as error:
         found = error.errors()
         unknown = [each for each in found if each["type"] == "extra_forbidden"]  # what is missing may be misspelt there
-        raise ConfigurationError(_line(model, [*unknown, *found][0], path, whole)) from error
+        raise ConfigurationError(_line(model, [*unknown, *found][0], path)) from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -74,7 +74,7 @@ def value_of(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _line(model: type[BaseModel], error: ErrorDetails, path: str, whole: str) -> str:
+def _line(model: type[BaseModel], error: ErrorDetails, path: str) -> str:
     key = keyed(path, error["loc"])
     if error["type"] == "value_error":  # of a validator, which says it in its own words
         words, (parent, dot, last) = str(error["ctx"]["error"]), key.rpartition(".")
@@ -83,10 +83,10 @@ def _line(model: type[BaseModel], error: ErrorDetails, path: str, whole: str) ->
         name = last.partition("[")[0]
         return f"{parent}{dot}{words}" if words.startswith((f"{name} ", f"{name}.")) else f"{key}: {words}"
     if error["type"] == "missing":
-        return f"{whole} has no key {key}; set {key}=..."
+        return f"the configuration has no key {key}; set {key}=..."
     if error["type"] == "extra_forbidden":
         siblings = [field.alias or name for name, field in model.model_fields.items()] if len(error["loc"]) == 1 else ()
-        return f"{whole} has no key {key}{nearest(key, [keyed(path, [name]) for name in siblings])}"
+        return f"the configuration has no key {key}{nearest(key, [keyed(path, [name]) for name in siblings])}"
     if error["type"] == "literal_error":
         names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return f"there is no {key}={error['input']}{nearest(str(error['input']), names)} Available: {', '.join(names)}"
