@@ -44,7 +44,7 @@ class ElasticFlag:
                 return True  # this rank cannot continue: it raises, or comes back, at the end of its step
             # What ranks that leave have voted is known once they have said goodbye, as long as this one does not leave.
             are_agreed_on = {*latest.members, *(set(latest.left) - mesh.farewells.keys())}
-            if self._world.member not in latest.members:
+            if self._world.member not in latest.members or consensus.is_left_behind:
                 are_agreed_on.clear()
             for member in list(missing):
                 vote = consensus.flag_votes.vote_of(member, self._question, position)

@@ -210,6 +210,11 @@ class Consensus(MembershipProtocol):
             )
 
     @property
+    def is_left_behind(self) -> bool:
+        """Whether the others continue without this rank, which ends its current operation and learns of no other."""
+        return self._error_after is not None
+
+    @property
     def asks(self) -> bool:
         """Whether this rank has asked to be admitted, and has had no reply yet."""
         return self._asked_in is not None

@@ -160,9 +160,8 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", seeds=_of_two_kinds(57)),
     # ------------------------------------------------------------------ flags
-    PutBack(
-        _FLAG + "wait", "if self._world.member not in latest.members:", "if False:", True, seeds=_of_two_kinds(374)
-    ),
+    PutBack(_FLAG + "wait", "if self._world.member not in latest.members", "if 0", True, seeds=_of_two_kinds(374)),
+    PutBack(_FLAG + "wait", "or consensus.is_left_behind", "", True, True, (935835,)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
     PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", is_common=True),
     PutBack(_VOTES + "take_over", "self._put", "(lambda *_: None)", is_common=True),
