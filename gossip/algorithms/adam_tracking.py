@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch.optim import Adam, Optimizer
 
-from gossip.algorithms.base import Form, Kept
+from gossip.algorithms.base import Kept
 from gossip.algorithms.bucket_view import BucketView, PerParameter
 from gossip.algorithms.momentum_tracking import TRACKER, MomentumTracking
 from topologies import Topology
@@ -51,10 +51,7 @@ class AdamTracking(MomentumTracking):
         TRACKED_SQUARES: Kept("mean", "own"),
     }
     directs = True
-
-    def __init__(self, form: Form = "awc") -> None:
-        super().__init__(form)
-        self._world_size = 1
+    _world_size = 1
 
     def on(self, topology: Topology, delivers: float = 1.0) -> Self:
         del delivers

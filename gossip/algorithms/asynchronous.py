@@ -54,24 +54,20 @@ class Asynchronous(Algorithm):
         self.max_staleness = check_integer("max_staleness", max_staleness, minimum=1)
 
     def schedule(self, topology: Topology) -> Topology:
-        return in_pairs(topology)
+        """Return the topology with each round split into rounds of pairs that average with weights of 1/2."""
+        name = f"{topology.name} in pairs"
+        if topology.period is None:
+            return Topology.from_function(partial(_pairs_of, topology), name=name)
+        warmup, repeated = (
+            [pairs for t in rounds for pairs in _split(topology.round(t))]
+            for rounds in (range(topology.warmup), range(topology.warmup, topology.warmup + topology.period))
+        )
+        schedule = Topology.from_rounds(repeated, name=name)
+        return Topology.from_rounds(warmup, name=name).then(schedule, after=len(warmup)) if warmup else schedule
 
     def steps_alone(self, step: int, round_: Round) -> bool:
         del step
         return not round_.is_identity
-
-
-def in_pairs(topology: Topology) -> Topology:
-    """Return the topology with each round split into rounds of pairs that average with weights of 1/2."""
-    name = f"{topology.name} in pairs"
-    if topology.period is None:
-        return Topology.from_function(partial(_pairs_of, topology), name=name)
-    warmup, repeated = (
-        [pairs for t in rounds for pairs in _split(topology.round(t))]
-        for rounds in (range(topology.warmup), range(topology.warmup, topology.warmup + topology.period))
-    )
-    schedule = Topology.from_rounds(repeated, name=name)
-    return Topology.from_rounds(warmup, name=name).then(schedule, after=len(warmup)) if warmup else schedule
 
 
 def _split(round_: Round) -> list[Round]:
@@ -83,8 +79,7 @@ def _split(round_: Round) -> list[Round]:
 
 
 def _pairs_of(topology: Topology, t: int) -> Round:
-    round_ = topology.round(t)
-    pairs = _split(round_)
+    pairs = _split(topology.round(t))
     if len(pairs) > 1:
         raise ValueError(
             f"topology {topology.name!r} has rounds that never repeat, in which a rank has several peers, and cannot "

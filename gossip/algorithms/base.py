@@ -157,6 +157,8 @@ class Algorithm:
     keeps_numbers : bool
         Whether the numbers belong to the values of their rank, which keeps them when ranks are lost or join; otherwise
         all ranks begin them anew then. Counts always belong to them.
+    compression : Compression or None
+        The compression of its messages, if the algorithm prescribes one; None leaves the choice to the user.
     """
 
     requires: ClassVar[Requires] = Requires()
@@ -174,6 +176,7 @@ class Algorithm:
     weighs_by: str | None = None
     weighted: bool = False
     keeps_numbers: ClassVar[bool] = False
+    compression: Compression | None = None
     unclipped_because: ClassVar[str] = ""
     _constants: tuple[str, ...] = ()
 
@@ -207,11 +210,6 @@ class Algorithm:
     def messages_per_edge(self, step: int) -> int:
         """Return how many tensors like the values a bucket sends along an edge after ``step``, not counting scalars."""
         return sum(self.is_sent(channel, step) for channel in self.sends)
-
-    @property
-    def compression(self) -> Compression | None:
-        """The compression of its messages, if the algorithm prescribes one; None leaves the choice to the user."""
-        return None
 
     def is_exchanged(self, bucket: int, step: int) -> bool:
         """Return whether ``bucket`` is exchanged after ``step``, if the round exchanges anything; by default always."""

@@ -1,17 +1,11 @@
 """Gossip that mixes the optimizer's momentum like the values."""
 
-from collections.abc import Mapping
-
-import torch
 from torch.optim import SGD, Muon, Optimizer
 
-from gossip.algorithms.base import VALUES, Algorithm, add_
-from gossip.algorithms.bucket_view import Arrived, BucketView
-
-MOMENTUM = "momentum_buffer"
+from gossip.algorithms.desloc import DESLOC
 
 
-class MomentumExchange(Algorithm):
+class MomentumExchange(DESLOC):
     r"""Adapt while communicating, applied to the values and to the momentum of SGD or Muon.
 
     With :math:`v_i` the momentum buffers of ``torch.optim.SGD``, and likewise for ``torch.optim.Muon``:
@@ -32,7 +26,8 @@ class MomentumExchange(Algorithm):
     optimization", ICML 2019, algorithm 2.
     """
 
-    sends = (VALUES, MOMENTUM)
+    def __init__(self) -> None:
+        super().__init__(period=1, moments={"momentum_buffer": 1}, form="awc")
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         for optimizer in optimizers:
@@ -44,9 +39,5 @@ class MomentumExchange(Algorithm):
                     'algorithm="adapt_while_communicating"'
                 )
 
-    def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        bucket.add_to_optimizer_state(MOMENTUM, got[MOMENTUM].difference)
-        add_(bucket.values, got[VALUES].difference)
-
-    def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        return {VALUES: bucket.values, MOMENTUM: bucket.optimizer_state(MOMENTUM)}
+    def describe(self) -> str:
+        return type(self).__name__

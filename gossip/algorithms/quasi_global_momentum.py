@@ -76,8 +76,7 @@ class QuasiGlobalMomentum(WithQuasiGlobalMomentum):
     def gradient(self, bucket: BucketView, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.add_(bucket.kept[MOMENTUM], alpha=self.beta)
 
-    def updated(self, bucket: BucketView) -> None:
-        self.remember_update(bucket)
+    updated = WithQuasiGlobalMomentum.remember_update
 
 
 def _move(bucket: BucketView, movement: torch.Tensor, factor: float) -> None:

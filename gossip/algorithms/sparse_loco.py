@@ -67,11 +67,7 @@ class SparseLoCo(OuterSteps):
         super().__init__(period, form)
         self.decay = check_real("decay", decay, "at least 0 and below 1", example=0.9)
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
-        self._compression = SparseQuantization(ratio, bits)
-
-    @property
-    def compression(self) -> SparseQuantization:
-        return self._compression
+        self.compression: SparseQuantization = SparseQuantization(ratio, bits)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         anchor, error = bucket.kept[ANCHOR], bucket.kept[ERROR]
