@@ -65,11 +65,6 @@ class Membership:
         )
 
     @property
-    def world_size(self) -> int:
-        """The number of members."""
-        return len(self.ranks)
-
-    @property
     def is_gloo(self) -> bool:
         """Whether gloo serves all devices; then only their members take part in creating communicators."""
         return set(self.backends.values()) == {"gloo"}

@@ -90,7 +90,7 @@ class World:
         self.progress_markers = ProgressMarkers(None, 0, 1)
         if dist.is_initialized():
             self.membership = Membership.of(process_group)
-            self.rank, self.world_size = self.membership.rank, self.membership.world_size
+            self.rank, self.world_size = self.membership.rank, len(self.membership.ranks)
         elif process_group is not None:
             raise ValueError("process_group was passed, but torch.distributed is not initialised; initialise it first")
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:

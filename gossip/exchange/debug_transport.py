@@ -117,19 +117,6 @@ class DebugExchange:
         )
 
     def wait(self) -> Arrival:
-        self._await_headers()
-        where = f"rank {self._transport.world.rank}: {self._where}"
-        for source, header, _ in self._receives:
-            if (difference := self._expected[source].difference(source, Header(*header.tolist()))) is not None:
-                raise ExchangeError(f"{where}: {difference}")
-        verified = Conversation(_verified(self._conversation, self._receives, where))
-        exchange = self._transport.messages.start(verified, self._round, step=self._step, bucket=self._bucket)
-        arrival = exchange.wait()
-        for target, num_bytes in exchange.bytes_by_peer.items():
-            self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + num_bytes
-        return arrival
-
-    def _await_headers(self) -> None:
         world, sources, pending = self._transport.world, tuple(self._expected), self._pending
         failure = world.wait_for(
             OnDevice(pending, world.control_device),
@@ -140,6 +127,16 @@ class DebugExchange:
             error = lost_exchange(world, failure, self._where, pending)
             seen = world.progress_markers.last_seen(sources)
             raise ExchangeError(f"{error}; {seen}", failed_ranks=error.failed_ranks) from pending.error
+        where = f"rank {world.rank}: {self._where}"
+        for source, header, _ in self._receives:
+            if (difference := self._expected[source].difference(source, Header(*header.tolist()))) is not None:
+                raise ExchangeError(f"{where}: {difference}")
+        verified = Conversation(_verified(self._conversation, self._receives, where))
+        exchange = self._transport.messages.start(verified, self._round, step=self._step, bucket=self._bucket)
+        arrival = exchange.wait()
+        for target, num_bytes in exchange.bytes_by_peer.items():
+            self.bytes_by_peer[target] = self.bytes_by_peer.get(target, 0) + num_bytes
+        return arrival
 
 
 def _with(messages: Sequence[Message], tensors: Tensors) -> list[Message]:

@@ -207,18 +207,13 @@ class PairAverager:
             self._refuse(member, frame)
         elif asked is not None:
             shown.waiting.append((member, frame))
-        else:
-            self._average_and_answer(shown, member, frame)
-
-    def _average_and_answer(self, shown: Shown, member: int, frame: Frame) -> None:
-        difference = self._average(shown, member, frame)
-        if difference is None:
+        elif (difference := self._average(shown, member, frame)) is None:
             self._refuse(member, frame)
-            return
-        shown.have_asked.add(member)
-        shown.answered[member] += difference.nbytes
-        key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
-        self._world.mesh.send(member, key, difference)
+        else:
+            shown.have_asked.add(member)
+            shown.answered[member] += difference.nbytes
+            key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
+            self._world.mesh.send(member, key, difference)
 
     def _average(self, shown: Shown, member: int, frame: Frame) -> torch.Tensor | None:
         """Move half of the way to what another rank shows; return the difference, or None if it is not finite."""

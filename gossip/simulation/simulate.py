@@ -96,7 +96,19 @@ def simulate_time(
     workload.check_ranks(cluster.world_size)
     ratio = check_real("compression_ratio", compression_ratio, "above 0 and finite", example=4.0)
     steps = _steps(method, cluster, workload, ratio, resolve_algorithm(algorithm))
-    return _run(steps, workload, cluster, num_steps, seed)
+    clock = np.zeros(cluster.world_size)
+    step_ends_s = np.empty(num_steps)
+    waited_s = 0.0
+    for step, draw in enumerate(draw_steps(workload, cluster.world_size, num_steps, seed)):
+        clock, waits_s = steps.make(step, clock, draw)
+        waited_s += float(waits_s.mean())
+        step_ends_s[step] = clock.mean()
+    return SimulatedRun(
+        step_time_s=float(step_ends_s[-1]) / num_steps,
+        exposed_wait_s=waited_s / num_steps,
+        total_time_s=float(clock.max()),
+        step_ends_s=step_ends_s,
+    )
 
 
 def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: float, algorithm: Algorithm) -> Steps:
@@ -114,20 +126,4 @@ def _steps(method: Topology | str, cluster: Cluster, workload: Workload, ratio: 
     raise ValueError(
         f"method must be a topology, 'ddp', 'fsdp' or 'none', got {method!r}; build a topology with "
         f"topologies.build(name, {cluster.world_size})"
-    )
-
-
-def _run(steps: Steps, workload: Workload, cluster: Cluster, num_steps: int, seed: int) -> SimulatedRun:
-    clock = np.zeros(cluster.world_size)
-    step_ends_s = np.empty(num_steps)
-    waited_s = 0.0
-    for step, draw in enumerate(draw_steps(workload, cluster.world_size, num_steps, seed)):
-        clock, waits_s = steps.make(step, clock, draw)
-        waited_s += float(waits_s.mean())
-        step_ends_s[step] = clock.mean()
-    return SimulatedRun(
-        step_time_s=float(step_ends_s[-1]) / num_steps,
-        exposed_wait_s=waited_s / num_steps,
-        total_time_s=float(clock.max()),
-        step_ends_s=step_ends_s,
     )

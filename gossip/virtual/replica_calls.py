@@ -249,17 +249,11 @@ def _constant_padding(module: nn.Module) -> Iterator[None]:
         is_padding = torch.eq(args[0], cast(int, embedding.padding_idx))
         return torch.where(is_padding[..., None], output.detach(), output)
 
-    padded = [
-        embedding
-        for embedding in module.modules()
-        if isinstance(embedding, nn.Embedding) and embedding.padding_idx is not None
-    ]
-    handles = [embedding.register_forward_hook(detach, prepend=True) for embedding in padded]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+                hooks.enter_context(part.register_forward_hook(detach, prepend=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _forget_tensors(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:

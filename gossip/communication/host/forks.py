@@ -40,10 +40,9 @@ def keep(*things: object) -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_leave_all_to_parent)
+    def leave_all_to_parent() -> None:
+        for holder in list(_inherited):
+            holder.leave_to_parent()
+        _inherited.clear()
 
-
-def _leave_all_to_parent() -> None:
-    for holder in list(_inherited):
-        holder.leave_to_parent()
-    _inherited.clear()
+    os.register_at_fork(after_in_child=leave_all_to_parent)

@@ -36,11 +36,16 @@ def resending_soon(timeout: timedelta) -> Iterator[None]:
     Where the kernel does not support this, they are left unchanged. Connections that another thread makes meanwhile are
     included.
     """
-    before = open_sockets()
+    before, num_attempts = open_sockets(), _USUAL_NUM_ATTEMPTS
     yield
-    pause_ms = longest_pause_ms(timeout, _num_attempts())
+    with contextlib.suppress(OSError, ValueError):
+        num_attempts = int(_NUM_ATTEMPTS.read_text())
+    pause_ms = longest_pause_ms(timeout, num_attempts)
     for number, _ in open_sockets() - before:
-        _bound(number, pause_ms)
+        # If it is a TCP socket, and the kernel knows the option.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:
+            if shared.family in (socket.AF_INET, socket.AF_INET6) and shared.type == socket.SOCK_STREAM:
+                shared.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, pause_ms)
 
 
 def longest_pause_ms(timeout: timedelta, num_attempts: int) -> int:
@@ -65,13 +70,6 @@ def longest_pause_ms(timeout: timedelta, num_attempts: int) -> int:
     return int(min(max(bound_ms, _SHORTEST_PAUSE_MS), _LONGEST_PAUSE_MS))
 
 
-def _num_attempts() -> int:
-    try:
-        return int(_NUM_ATTEMPTS.read_text())
-    except (OSError, ValueError):
-        return _USUAL_NUM_ATTEMPTS
-
-
 def open_sockets() -> set[tuple[int, int]]:
     """Return the open sockets of this process, each with what distinguishes it from a later one of the same number."""
     found = set()
@@ -82,10 +80,3 @@ def open_sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((number, status.st_ino))
     return found
-
-
-def _bound(number: int, pause_ms: int) -> None:
-    """Set the option on the socket behind a file descriptor, if it is a TCP socket and the kernel knows the option."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as shared:
-        if shared.family in (socket.AF_INET, socket.AF_INET6) and shared.type == socket.SOCK_STREAM:
-            shared.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, pause_ms)

@@ -94,7 +94,10 @@ class ProgressMarkers:
             absent = [rank for rank, arrival in enumerate(arrivals) if arrival is not None and arrival.gave_up]
         if not absent:
             return None
-        return "; ".join([f"{_ranks(absent)} absent", *(_last_seen(rank, arrivals[rank]) for rank in absent)])
+        who = f"rank {absent[0]} is"
+        if len(absent) > 1:
+            who = f"ranks {', '.join(map(str, absent[:-1]))} and {absent[-1]} are"
+        return "; ".join([f"{who} absent", *(_last_seen(rank, arrivals[rank]) for rank in absent)])
 
     def read(self) -> list[Arrival | None]:
         """Return the newest note of every rank. May take as long as the store likes."""
@@ -217,12 +220,6 @@ class ProgressMarkers:
 
 def _arrival(note: bytes) -> Arrival:
     return Arrival(**json.loads(note))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
 
 
 def _last_seen(rank: int, arrival: Arrival | None) -> str:
