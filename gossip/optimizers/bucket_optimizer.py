@@ -9,19 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossip import private_torch
 from gossip.errors import GossipError
 from gossip.optimizers.closures import requires_closure
 from gossip.parameters.names import named_parameters
-from gossip.private_torch import (
-    FLAG_OF_FUSED,
-    SUPPORTS_SCALING,
-    is_watched_by_scheduler,
-    note_step_called,
-    note_watched_by_scheduler,
-    step_pre_hooks,
-    tree_leaves,
-    without_step_hooks,
-)
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
 OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
@@ -57,13 +48,13 @@ def build_optimizers(
 def _check_steps_by_bucket(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for key, value in vars(optimizer).items():
-        held = () if key in ("state", "param_groups") else tree_leaves(value)
+        held = () if key in ("state", "param_groups") else private_torch.tree_leaves(value)
         if any(isinstance(leaf, Optimizer | nn.Parameter) for leaf in held):
             raise ValueError(
                 f"{name} keeps parameters or another optimizer in its attribute {key!r}, and would step all of them "
                 "for every bucket; wrap the module with step_in_backward=False"
             )
-    if step_pre_hooks(optimizer):
+    if private_torch.step_pre_hooks(optimizer):
         raise ValueError(f"{name} has step pre-hooks; {_NO_PRE_HOOKS}")
 
 
@@ -103,7 +94,7 @@ def view_of(optimizer: Optimizer) -> Any:
     view.__dict__.update(optimizer.__dict__)
     for name in _REPLACED:
         view.__dict__.pop(name, None)
-    without_step_hooks(view.__dict__)
+    private_torch.without_step_hooks(view.__dict__)
     return view
 
 
@@ -187,10 +178,10 @@ def state_to_come(optimizers: Iterable[Optimizer]) -> list[object] | None:
     return found
 
 
-_NOT_COUNTED = ("state", "param_groups", FLAG_OF_FUSED)
+_NOT_COUNTED = ("state", "param_groups", private_torch.FLAG_OF_FUSED)
 """Attributes of an optimizer that its steps may set; the last one is a flag of torch's fused optimizers."""
 
-_REPLACED = ("step", "register_step_pre_hook", SUPPORTS_SCALING)
+_REPLACED = ("step", "register_step_pre_hook", private_torch.SUPPORTS_SCALING)
 """Attributes of an optimizer that replace those of its class while a model is open."""
 
 
@@ -201,17 +192,17 @@ def replace_step(
 
     A GradScaler then steps the optimizer even after an overflow, and leaves the division by the scale to ``on_step``.
     """
-    scheduled = is_watched_by_scheduler(optimizer.step)
+    scheduled = private_torch.is_watched_by_scheduler(optimizer.step)
 
     def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
         if scheduled:  # by a scheduler that was made before the wrapper
-            note_step_called(optimizer)
+            private_torch.note_step_called(optimizer)
         return on_step(optimizer, closure)
 
     if scheduled:
-        note_watched_by_scheduler(step)
+        private_torch.note_watched_by_scheduler(step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    setattr(optimizer, SUPPORTS_SCALING, True)
+    setattr(optimizer, private_torch.SUPPORTS_SCALING, True)
     if by_bucket:
         optimizer.register_step_pre_hook = _refuse_pre_hook  # type: ignore[method-assign,assignment]
 
@@ -222,7 +213,7 @@ def restore_step(optimizer: Optimizer) -> None:
     for name in _REPLACED:
         optimizer.__dict__.pop(name, None)
     if supports_scaling:  # as torch's fused optimizers do themselves
-        setattr(optimizer, SUPPORTS_SCALING, True)
+        setattr(optimizer, private_torch.SUPPORTS_SCALING, True)
 
 
 @Optimizer.profile_hook_step

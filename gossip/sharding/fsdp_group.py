@@ -8,23 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from gossip import private_torch
 from gossip.communication.waiting import Ended, is_lost_connection
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
 from gossip.parameters.buckets import MIXABLE_DTYPES, Bucket
 from gossip.parameters.names import named_parameters
-from gossip.private_torch import (
-    FSDPParameter,
-    bound_waits,
-    call_gradient_hooks,
-    fsdp_modules,
-    fsdp_parameters,
-    gather_by,
-    guard_collectives,
-    mirror_module,
-    restore_collectives,
-    sum_by,
-)
 from gossip.sharding.local_group import PartitionedGroup, Steps
 from gossip.sharding.shard_mesh import Division
 
@@ -42,16 +31,20 @@ class FSDPShards(nn.Module):
 
     _module: nn.Module
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_shards: int) -> None:
         super().__init__()
         object.__setattr__(self, "_module", module)
-        sources = {id(each.sharded): each for each in fsdp_parameters(module)}
+        sources = {id(each.sharded): each for each in private_torch.fsdp_parameters(module)}
         _check_gradients(module, sources)
         local_of = {key: nn.Parameter(each.padded(), each.sharded.requires_grad) for key, each in sources.items()}
-        mirror_module(module, self, local_of)
+        private_torch.mirror_module(module, self, local_of)
         self._shards = [
             (name, sources[id(sharded)], local_of[id(sharded)]) for name, sharded in named_parameters(module)
         ]
+        self.divisions = {
+            name: Division.even(each.dimension, each.sharded.shape[each.dimension], num_shards)
+            for name, each, _ in self._shards
+        }
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -63,7 +56,7 @@ class FSDPShards(nn.Module):
 
     def reshard(self) -> None:
         """Drop what FSDP has gathered: values are about to change. Local."""
-        for part in fsdp_modules(self._module):
+        for part in private_torch.fsdp_modules(self._module):
             part.reshard()
 
     def check(self) -> None:
@@ -80,13 +73,6 @@ class FSDPShards(nn.Module):
                     "assign=True, or module.to()); copy values in place, or close() the model and wrap the module again"
                 )
 
-    def divisions(self, num_shards: int) -> dict[str, Division]:
-        """By a parameter's name how it is divided. Local."""
-        return {
-            name: Division.even(each.dimension, each.sharded.shape[each.dimension], num_shards)
-            for name, each, _ in self._shards
-        }
-
     def close(self) -> None:
         """Remove the hooks; the module keeps its values, in the memory that the plain parameters have now. Local."""
         for handle in self._handles:
@@ -97,15 +83,15 @@ class FSDPShards(nn.Module):
 
 
 @torch.no_grad()
-def _receive(source: FSDPParameter, local: nn.Parameter, _: torch.Tensor) -> None:
+def _receive(source: private_torch.FSDPParameter, local: nn.Parameter, _: torch.Tensor) -> None:
     """Hand a reduced gradient to the plain parameter."""
     gradient = source.take_gradient()
     if gradient is not None:
         local.grad = gradient if local.grad is None else local.grad.add_(gradient)
-        call_gradient_hooks(local)
+        private_torch.call_gradient_hooks(local)
 
 
-def _check_gradients(module: nn.Module, sources: Mapping[int, FSDPParameter]) -> None:
+def _check_gradients(module: nn.Module, sources: Mapping[int, private_torch.FSDPParameter]) -> None:
     """Refuse what ``fully_shard`` could not gather and reduce; it would fail in the middle of a pass."""
     for name, parameter in named_parameters(module):
         dtypes = sources[id(parameter)].dtypes if parameter.requires_grad else ()
@@ -132,19 +118,16 @@ class FSDPGroup(PartitionedGroup):
                 f"mesh: fully_shard crashes where gloo carries tensors of {kind} devices (pytorch #132471); initialise "
                 f'the process group with backend="cpu:gloo,{kind}:nccl"'
             )
-        super().__init__(module, FSDPShards(module), world)
+        super().__init__(module, FSDPShards(module, world.world_size), world)
         self._step = 0
-
-    def _wholes(self) -> Iterable[torch.Tensor]:
-        return ()
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
         super().attach(buckets, steps)
         self.replica.attach()
         if self.rows.gathers_in_memory:
-            gather_by(self.module, self._gather, self.world.world_size)
+            private_torch.gather_by(self.module, self._gather, self.world.world_size)
         if self.rows.sums_in_memory:
-            sum_by(self.module, self._sum, self.world.world_size)
+            private_torch.sum_by(self.module, self._sum, self.world.world_size)
         watch_collectives(self.module, self.world, lambda: f"step {self._step}")
 
     def _gather(self, rows: torch.Tensor) -> None:
@@ -164,25 +147,25 @@ class FSDPGroup(PartitionedGroup):
         self.replica.reshard()
 
     def divisions(self) -> Mapping[str, Division]:
-        return self.replica.divisions(self.num_shards)
+        return self.replica.divisions
 
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""
         if self._handles:
-            restore_collectives(self.module)
+            private_torch.restore_collectives(self.module)
         self.replica.close()
         super().close()
 
 
 def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a module that is not sharded over the mesh's shard dimension, and over nothing else."""
-    if not fsdp_modules(module):
+    if not private_torch.fsdp_modules(module):
         raise ValueError(
             'mesh: the module is not sharded; apply torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"]) '
             'before wrapping it; or pass shard="optimizer", which divides all but gathered parameters, or shard="none"'
         )
     shard = mesh["shard"]
-    for each in fsdp_parameters(module):
+    for each in private_torch.fsdp_parameters(module):
         if each.mesh.device_type != mesh.device_type:
             raise ValueError(
                 f"mesh is on {mesh.device_type!r}, but the module is sharded over a mesh on {each.mesh.device_type!r}; "
@@ -200,7 +183,7 @@ def _check_sharding(module: nn.Module, mesh: DeviceMesh) -> None:
                 "mesh: the module was sharded with CPUOffloadPolicy, which moves shards while they are exchanged; "
                 "leave offload_policy out"
             )
-    managed = {id(each.sharded) for each in fsdp_parameters(module)}
+    managed = {id(each.sharded) for each in private_torch.fsdp_parameters(module)}
     for name, parameter in named_parameters(module):
         if id(parameter) not in managed:
             raise ValueError(
@@ -213,13 +196,13 @@ def watch_collectives(module: nn.Module, world: World, where: Callable[[], str])
     """Bound the waits of a sharded module's collectives by the world's time-out, and name who lets them fail. Local.
 
     torch's own time-out is half an hour, and its errors name addresses. ``where`` returns the step, in words.
-    ``restore_collectives(module)`` ends it, but for the time-out.
+    ``private_torch.restore_collectives(module)`` ends it, but for the time-out.
     """
     if world.is_alone:
         return
     membership = world.membership
     assert membership is not None
-    bound_waits(membership.group, world.patience)
+    private_torch.bound_waits(membership.group, world.patience)
 
     def failed(what: str, error: RuntimeError) -> ExchangeError | None:
         if isinstance(error, ExchangeError) or not is_lost_connection(error):
@@ -229,7 +212,7 @@ def watch_collectives(module: nn.Module, world: World, where: Callable[[], str])
         assert failure is not None, "what it waits for has failed"
         return world.lost(failure, text)
 
-    guard_collectives(module, failed)
+    private_torch.guard_collectives(module, failed)
 
 
 def in_words(world: World) -> str:

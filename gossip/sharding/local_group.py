@@ -176,13 +176,8 @@ class SharedGroup(LocalGroup):
     def start_equal_(self) -> None:
         shares_memory = all(parameter.is_cpu for parameter in self.module.parameters())
         self.rows = RowCollectives(self.world, shares_memory=shares_memory)
-        self.world.broadcast_(
-            [*self._wholes(), *self.module.buffers()], "broadcasting parameters and buffers within the group"
-        )
-
-    def _wholes(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that every rank has whole. Local."""
-        return (parameter.data for parameter in self.module.parameters())
+        whole = [] if self.is_sharded_inside else [parameter.data for parameter in self.module.parameters()]
+        self.world.broadcast_([*whole, *self.module.buffers()], "broadcasting parameters and buffers within the group")
 
     def gather_json(self, content: Any, what: str) -> list[Any]:
         return self.world.gather_json(content, what)
