@@ -328,8 +328,7 @@ class World:
         group = self.group
         if self.membership.has_host_path:
             # gloo's own allgather uses a ring, in which every rank waits for n - 1 successive messages.
-            options = dist.GatherOptions()
-            options.rootRank = 0
+            options = dist.GatherOptions()  # to rank 0
             posts: list[Post] = [
                 lambda sent, received: group.gather([list(received[0])] * (self.rank == 0), list(sent), options),
                 lambda _, received: group.broadcast(received[0], 0),

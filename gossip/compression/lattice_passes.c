@@ -109,8 +109,8 @@ INLINED void shift(const uint8_t *codes, int octaves, int64_t num_bytes, uint8_t
     for (int64_t i = 0; i < num_bytes; i++) shifted[i] = (uint8_t)((uint32_t)codes[i] << octaves);
 }
 
-/* See EagerPasses.check. Returns how many blocks do not fit. */
-FOR_EACH_PROCESSOR int64_t lattice_check(
+/* See EagerPasses.check. */
+FOR_EACH_PROCESSOR void lattice_check(
     const Layout *layout,
     int64_t num_rows,
     uint8_t *own_messages,
@@ -126,7 +126,7 @@ FOR_EACH_PROCESSOR int64_t lattice_check(
     double *sizes,
     int16_t *wanted
 ) {
-    int64_t num_blocks = layout->num_blocks, block_numel = layout->block_numel, num_resent = 0;
+    int64_t num_blocks = layout->num_blocks, block_numel = layout->block_numel;
     int64_t code_bytes = block_numel * layout->bits / 8;
     int unit = layout->bits == 8 ? 1 : 16;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -162,7 +162,6 @@ FOR_EACH_PROCESSOR int64_t lattice_check(
             double size = power_of_two(exponent);
             int64_t place = row * num_blocks + block;
             resent[place] = !fits;
-            num_resent += !fits;
             sizes[place] = size;
             if (coarser != RAW && wanted[place] < within_levels(coarser - PATIENCE))
                 wanted[place] = within_levels(coarser - PATIENCE);
@@ -172,7 +171,6 @@ FOR_EACH_PROCESSOR int64_t lattice_check(
             }
         }
     }
-    return num_resent;
 }
 
 #define REAL float

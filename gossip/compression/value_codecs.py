@@ -110,7 +110,9 @@ class ValuesCodec(Codec):
             self._accumulator if self._is_exact and self._clip is None else None,
         )
         if delivery.total is not None:
-            return Arrival(self._parts_of_sum(delivery.total), finite_on_host([delivery.total]))
+            mean = delivery.total
+            parts = ((part, mean[part].sub_(message[part])) for part in self._places())
+            return Arrival(parts, finite_on_host([mean]))
         measures = self._measures and len(weights) > 1  # that to a single source is known from the sum
         weights = arrived(weights, delivery.received)
         squares: dict[int, float | torch.Tensor] = dict.fromkeys(weights, 0.0) if measures else {}
@@ -135,7 +137,7 @@ class ValuesCodec(Codec):
             distances = {source: self._distance(received[source]) for source in weights}
             factors = self._clip(distances, lambda source: min(self._norm(received[source]), self._norm(self._message)))
             weights = {source: weight * factors[source] for source, weight in weights.items()}
-        for part in chunks(self._message.numel(), self._message.device):
+        for part in self._places():
             own = self._message[part].to(self._wide)
             total, more = scratch((2, *own.shape), self._wide, own.device).unbind()
             for number, (source, weight) in enumerate(weights.items()):
@@ -159,11 +161,6 @@ class ValuesCodec(Codec):
 
     def _places(self) -> Iterable[slice]:
         return chunks(self._message.numel(), self._message.device)
-
-    @torch.no_grad()
-    def _parts_of_sum(self, mean: torch.Tensor) -> Parts:
-        for part in chunks(self._message.numel(), self._message.device):
-            yield part, mean[part].sub_(self._message[part])
 
 
 def _root(parts: Iterable[torch.Tensor]) -> float:

@@ -238,10 +238,12 @@ class EdgeExchange:
         def unsent() -> list[int]:
             return [member for member, frame in self._outgoing if not frame.has_ended]
 
-        def may_go_on() -> bool:
-            return not unsent() or (ends_at is not None and time.monotonic() >= ends_at)
-
-        self._world.wait_until(may_go_on, unsent, f"{self._where}: sending", looks_again_at=ends_at)
+        self._world.wait_until(
+            lambda: not unsent() or (ends_at is not None and time.monotonic() >= ends_at),
+            unsent,
+            f"{self._where}: sending",
+            looks_again_at=ends_at,
+        )
         for _, frame in self._outgoing if ends_at is not None else ():
             frame.copy()  # it may still be unsent
         self._outgoing = []

@@ -97,13 +97,10 @@ class LateMessages:
                     awaited.remove(late)
             return not (awaited and waits)
 
-        def missing() -> Sequence[int]:
-            return sorted({late.member for late in awaited})
-
         step = awaited[0].key.first
         num_loaded, _, _ = self._world.consensus.position
-        where = f"step {step}, bucket {bucket}: a late message"
-        self._world.wait_until(look, missing, where, is_sent_at=(num_loaded, step + 1, 0))
+        where, sent_at = f"step {step}, bucket {bucket}: a late message", (num_loaded, step + 1, 0)
+        self._world.wait_until(look, lambda: sorted({late.member for late in awaited}), where, is_sent_at=sent_at)
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)

@@ -113,13 +113,11 @@ class PairAverager:
         asked = None if shown is None else shown.asked
         if shown is None or asked is None or asked.step > latest_step:
             return
-        lost = self._world.mesh.lost
-        where = f"step {asked.step}, bucket {bucket}: average"
-
-        def look() -> bool:
-            return shown.asked is not asked or asked.member in lost
-
-        self._world.wait_until(look, lambda: [asked.member], where)
+        self._world.wait_until(
+            lambda: shown.asked is not asked or asked.member in self._world.mesh.lost,
+            lambda: [asked.member],
+            f"step {asked.step}, bucket {bucket}: average",
+        )
         with shown.lock:
             self._end_if_lost(shown)
 

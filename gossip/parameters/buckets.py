@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gossip.compression.codec import BucketShape, gaps
+from gossip.compression.codec import BucketShape, View, gaps
 from gossip.errors import GossipError, warn_user
 from gossip.parameters.names import in_words, named_buffers, named_parameters
 from gossip.parameters.serializable_state import with_own_storage
@@ -19,9 +19,6 @@ MIXABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Parameters of other dtypes, such as quantized weights, can only be frozen: averages keep rank 0's."""
 _UNMIXABLE = "has the dtype {}; only float64, float32, bfloat16 and float16 can be mixed"
 _ALIGNMENT_BYTES = 16
-
-Slot = tuple[tuple[int, ...], tuple[int, ...], int]
-"""The place of a parameter in its block: shape, stride, offset."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class Bucket:
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     block: torch.Tensor
-    _slots: tuple[Slot, ...]
+    _slots: tuple[View, ...]
     _addresses: list[int]
     _shared_names: list[str]
 
@@ -74,7 +71,7 @@ class Bucket:
             if address != home:
                 self._bring_back(self.names[number], self.parameters[number], self._slots[number])
 
-    def _bring_back(self, name: str, parameter: nn.Parameter, slot: Slot) -> None:
+    def _bring_back(self, name: str, parameter: nn.Parameter, slot: View) -> None:
         values, home = parameter.data, _home(self.block, slot)
         if parameter.dtype != home.dtype or parameter.device != home.device or parameter.shape != home.shape:
             raise GossipError(
@@ -228,7 +225,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], shared
     first = entries[0][1]
     numel = sum(_slot_numel(parameter) for _, parameter in entries)
     block = torch.zeros(max(numel, 1), dtype=first.dtype, device=first.device)
-    slots: list[Slot] = []
+    slots: list[View] = []
     offset = 0
     for _, parameter in entries:
         slots.append((tuple(parameter.shape), parameter.stride(), offset))
@@ -247,7 +244,7 @@ def _make_bucket(index: int, entries: Sequence[tuple[str, nn.Parameter]], shared
     )
 
 
-def _home(block: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _home(block: torch.Tensor, slot: View) -> torch.Tensor:
     """Return a parameter's part of the block: the same memory, which it keeps alive, as a storage of its own."""
     shape, stride, offset = slot
     return with_own_storage(block[offset : offset + _span(shape, stride)]).as_strided(shape, stride)

@@ -174,23 +174,21 @@ class GossipSteps(Steps):
         self._arrives_s[bucket] = np.where(plan.takes_part, arrives_s, -np.inf)
 
     def _plan(self, step: int, num_bytes: float) -> ExchangePlan | None:
-        is_large = num_bytes >= MIN_LARGE_BYTES
+        # The averages of ranks that step independently are no rounds, and do not go through memory.
+        is_large = num_bytes >= MIN_LARGE_BYTES and not self._algorithm.is_asynchronous
         number, period = step, self._topology.period
         if period is not None and step >= self._topology.warmup:
             number = self._topology.warmup + (step - self._topology.warmup) % period
         if (number, is_large) not in self._plans:
             if period is None:
                 self._plans.clear()  # no round is repeated
-            self._plans[number, is_large] = self._make_plan(step, is_large)
+            self._plans[number, is_large] = plan_exchange(
+                self._topology.round(step),
+                self._cluster,
+                all_reduces=self._all_reduces if is_large else (),
+                reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
+            )
         return self._plans[number, is_large]
-
-    def _make_plan(self, step: int, is_large: bool) -> ExchangePlan | None:
-        return plan_exchange(
-            self._topology.round(step),
-            self._cluster,
-            all_reduces=self._all_reduces if is_large else (),
-            reads_memory=is_large and self._cluster.shares_memory and self._ratio == 1.0,
-        )
 
 
 class AsynchronousSteps(GossipSteps):
@@ -221,9 +219,6 @@ class AsynchronousSteps(GossipSteps):
             self._free_s = np.where(asks, sent_s, self._free_s)
             self._arrives_s[bucket] = np.where(asks, arrives_s, self._arrives_s[bucket])
             self._posted_in[bucket][asks] = step
-
-    def _make_plan(self, step: int, is_large: bool) -> ExchangePlan | None:  # noqa: ARG002
-        return plan_exchange(self._topology.round(step), self._cluster)
 
 
 def _groups_on_wire(topology: Topology, cluster: Cluster, compression_ratio: float) -> Collection[tuple[int, ...]]:
