@@ -195,7 +195,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
     def weigh(self, samples: float | torch.Tensor | None) -> None:
         """Let the next updates count so many samples. The first time, the numbers by which ranks count begin so."""
         is_first, self.samples = self.samples is None, samples
-        for view in self._parameter_views():
+        for view in self.parameter_views():
             view.samples = self._samples_of(view, self.has_update)
             if is_first and samples is not None:
                 kept, view.kept = view.kept, {}
@@ -213,7 +213,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     def _set_updating(self, has_update: float | torch.Tensor) -> None:
         self.has_update = has_update
-        for view in self._parameter_views() if self.algorithm.weighted else ():
+        for view in self.parameter_views() if self.algorithm.weighted else ():
             view.samples = self._samples_of(view, has_update)
 
     def check_weighed(self) -> None:
@@ -224,7 +224,8 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                 "backward pass of each step whose number differs from the last one's, on every rank"
             )
 
-    def _parameter_views(self) -> Iterator[BucketView]:
+    def parameter_views(self) -> Iterator[BucketView]:
+        """Yield the views of all buckets of parameters, bucket by bucket."""
         for index in range(len(self.in_flight)):
             if self.holds_parameters(index):
                 yield from self.views(index)
@@ -322,7 +323,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
 
     def averaged(self) -> None:
         """Notify the algorithm that the values have become the mean over ranks."""
-        for view in self._parameter_views():
+        for view in self.parameter_views():
             self.algorithm.averaged(view)
 
     def drop(self) -> None:

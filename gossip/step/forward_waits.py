@@ -6,7 +6,7 @@ Used by algorithms that combine before the next forward pass.
 import functools
 import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,18 +36,15 @@ class UserRecorder(TorchFunctionMode):
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
         """Record within the block, in which ``module`` is called."""
-        handles: list[RemovableHandle] = []
-        for name, part in module.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):
-                continue  # takes no hooks, and has no parameters of its own
-            handles.append(part.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)))
-            handles.append(part.register_forward_hook(self._leave, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for name, part in module.named_modules():
+                if isinstance(part, torch.jit.ScriptModule):
+                    continue  # takes no hooks, and has no parameters of its own
+                enter = part.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+                hooks.enter_context(enter)
+                hooks.enter_context(part.register_forward_hook(self._leave, always_call=True))
             with self:
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()

@@ -62,14 +62,11 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
         """Notify the algorithm of the update, and send."""
         for index in indices:
             if self._exchanges.holds_parameters(index):
-                self._updated(index, step)
+                exchanges = self._exchanges.is_due(index, step)
+                for view in self._exchanges.views(index):
+                    view.round_index, view.exchanges = step, exchanges
+                    if self._algorithm.follows_learning_rate:
+                        view.follow_learning_rate()
+                    self._algorithm.updated(view)
+                    view.before = view.values
             self._exchanges.send(index, step, meter)
-
-    def _updated(self, index: int, step: int) -> None:
-        exchanges = self._exchanges.is_due(index, step)
-        for view in self._exchanges.views(index):
-            view.round_index, view.exchanges = step, exchanges
-            if self._algorithm.follows_learning_rate:
-                view.follow_learning_rate()
-            self._algorithm.updated(view)
-            view.before = view.values

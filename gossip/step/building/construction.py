@@ -113,7 +113,7 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
 
     trained = [(name, parameter) for name, parameter in named_parameters(module) if parameter.requires_grad]
     frozen = [(name, parameter) for name, parameter in named_parameters(module) if not parameter.requires_grad]
-    bucket_cap_bytes = arguments.bucket_cap_bytes // group.num_shards
+    bucket_cap_bytes = int(arguments.bucket_cap_mb * 2**20) // group.num_shards
     buckets = make_buckets(trained, bucket_cap_bytes, numels=group.numels_of_uneven())
     values = [*(bucket.block for bucket in buckets), *(parameter for _, parameter in frozen), *module.buffers()]
     group.start_equal_()

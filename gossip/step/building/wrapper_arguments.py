@@ -119,11 +119,6 @@ class Arguments:
             return "one rank's"
         return f"a group's, with {'fully_shard' if self.shard is None else f'shard={self.shard!r}'}"
 
-    @property
-    def bucket_cap_bytes(self) -> int:
-        """The size of a bucket in bytes."""
-        return int(self.bucket_cap_mb * 2**20)
-
     def describe(self) -> dict[str, str]:
         """Return the settings that are not described elsewhere, in words, to be compared between ranks."""
         soft = self.soft_deadline_s

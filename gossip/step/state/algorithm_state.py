@@ -50,10 +50,9 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
     Returns what was left out, in words.
     """
     algorithm, own = exchanges.algorithm, (type(exchanges.algorithm).__name__, _resized(exchanges.algorithm))
-    for index in _of_parameters(exchanges):
-        for view in exchanges.views(index):
-            view.rates = view.earlier_rates = ()
-            exchanges.begin(view)
+    for view in exchanges.parameter_views():
+        view.rates = view.earlier_rates = ()
+        exchanges.begin(view)
     names_of_numbers = {*algorithm.numbers, *algorithm.counts}
     if not algorithm.keeps and not names_of_numbers:
         return []
@@ -79,21 +78,19 @@ def load_algorithm_state(exchanges: Exchanges[Any, Any], saved: Mapping[str, Any
 def regroup(exchanges: Exchanges[Any, Any]) -> None:
     """Begin anew what only means something together with the state of the ranks that trained until now. Local."""
     algorithm = exchanges.algorithm
-    for index in _of_parameters(exchanges):
-        for view in exchanges.views(index):
-            kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
-            numbers = {name: view.numbers[name] for name in algorithm.kept_numbers}
-            view.kept, view.numbers = {}, {}
-            exchanges.begin(view)
-            view.kept |= kept
-            view.numbers |= numbers
+    for view in exchanges.parameter_views():
+        kept = {name: view.kept[name] for name, how in algorithm.keeps.items() if how.scope != "joint"}
+        numbers = {name: view.numbers[name] for name in algorithm.kept_numbers}
+        view.kept, view.numbers = {}, {}
+        exchanges.begin(view)
+        view.kept |= kept
+        view.numbers |= numbers
 
 
 def common_state(exchanges: Exchanges[Any, Any]) -> list[torch.Tensor]:
     """Return the tensors that are equal on all ranks by definition, in the same order on all ranks. Local."""
     names = exchanges.algorithm.common
-    views = [view for index in _of_parameters(exchanges) for view in exchanges.views(index)]
-    return [{**view.kept, **view.numbers}[name] for view in views for name in names]
+    return [{**view.kept, **view.numbers}[name] for view in exchanges.parameter_views() for name in names]
 
 
 def _resized(algorithm: Algorithm) -> dict[str, str]:

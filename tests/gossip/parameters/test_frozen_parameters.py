@@ -124,7 +124,7 @@ def test_a_rank_that_is_idle_as_parameters_are_unfrozen_counts_by_its_samples() 
     model.module[2].requires_grad_(True)
     model.idle_step()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    views = model._engine.exchanges._parameter_views()
+    views = model._engine.exchanges.parameter_views()
     assert [view.numbers[model.algorithm.weighs_by].item() for view in views] == [8.0, 8.0]
 
 
