@@ -93,7 +93,7 @@ class RankReplica(Replicas):
         }
 
     def _divisions(self) -> Mapping[str, Division]:
-        return self._group.divisions() if self.num_shards > 1 else {}
+        return self._group.divisions if self.num_shards > 1 else {}
 
     def resharded(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in named_parameters(self._engine.module)}

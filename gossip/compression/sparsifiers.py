@@ -120,7 +120,7 @@ class TopK(Sparsifier):
         part, kept = self.parts[number], self._kept[number]
         blocks = part.of(total)
         shape = *blocks.shape[:-1], num_kept(self.ratio, part.width)
-        not_finite = _zeros(total)
+        not_finite = total.new_zeros((*total.shape[:-1], 1))  # one per rank
         for payload, weight in messages:
             values = self._values(payload)[..., kept].double()
             places = self._places(payload)[..., kept].long()
@@ -164,7 +164,7 @@ class RandomK(Sparsifier):
 
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         del number
-        not_finite = _zeros(total)
+        not_finite = total.new_zeros((*total.shape[:-1], 1))  # one per rank
         for payload, weight in messages:
             values = self._values(payload).double()
             not_finite += values.sum(-1, keepdim=True)
@@ -215,7 +215,7 @@ class Sign(Sparsifier):
     def add_(self, total: torch.Tensor, number: int, messages: WeightedMessages) -> torch.Tensor:
         part, place = self.parts[number], self._bits[number]
         blocks = part.of(total)
-        not_finite, steps = _zeros(total), total.new_zeros((*blocks.shape[:-1], 1))
+        not_finite, steps = (total.new_zeros((*each.shape[:-1], 1)) for each in (total, blocks))
         for payload, weight in messages:
             scales = self._scales(part, payload).double()
             not_finite += scales.sum(-1, keepdim=True)
@@ -245,8 +245,3 @@ def _one_after_another(sizes: Iterable[int], start: int = 0) -> tuple[list[slice
 def finite(values: torch.Tensor) -> torch.Tensor:
     """Return a copy with zeros in place of entries that are not finite."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _zeros(total: torch.Tensor) -> torch.Tensor:
-    """Return one zero per rank."""
-    return total.new_zeros((*total.shape[:-1], 1))

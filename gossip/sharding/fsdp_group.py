@@ -119,6 +119,7 @@ class FSDPGroup(PartitionedGroup):
                 f'the process group with backend="cpu:gloo,{kind}:nccl"'
             )
         super().__init__(module, FSDPShards(module, world.world_size), world)
+        self.divisions = self.replica.divisions
         self._step = 0
 
     def attach(self, buckets: Iterable[Bucket], steps: Steps) -> None:
@@ -145,9 +146,6 @@ class FSDPGroup(PartitionedGroup):
 
     def changed(self) -> None:
         self.replica.reshard()
-
-    def divisions(self) -> Mapping[str, Division]:
-        return self.replica.divisions
 
     def close(self) -> None:
         """Remove the hooks, and let the module keep what it has. Local."""

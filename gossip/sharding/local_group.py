@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -49,6 +50,8 @@ class LocalGroup:
     """Whether ``fully_shard`` has divided the module."""
     averages_gradients: ClassVar[bool] = False
     """Whether :meth:`reduce_` has anything to do."""
+    divisions: Mapping[str, Division] = MappingProxyType({})
+    """By name how the parameters that are divided are."""
     hears_late = False
     """Whether its ranks may combine messages between steps, each of them others."""
 
@@ -136,14 +139,10 @@ class LocalGroup:
         del what
         return list(values)
 
-    def divisions(self) -> Mapping[str, Division]:
-        """Return by name how the parameters that are divided are. Local."""
-        return {}
-
     def numels_of_uneven(self) -> Mapping[str, int]:
         """Return, of what is not divided evenly, how many elements each rank would have if it were. Local."""
         wholes = dict(self.module.named_parameters())
-        uneven = (name for name, division in self.divisions().items() if not division.is_even)
+        uneven = (name for name, division in self.divisions.items() if not division.is_even)
         return {name: chunk_length(wholes[name].numel(), self.num_shards) for name in uneven}
 
     def gather_json(self, content: Any, what: str) -> list[Any]:

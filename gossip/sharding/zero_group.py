@@ -139,6 +139,7 @@ class ZeroGroup(PartitionedGroup):
     def __init__(self, module: nn.Module, world: World, undivided: Container[str] = ()) -> None:
         check_parameters(module)
         super().__init__(module, ZeroShards(module, world, undivided), world)
+        self.divisions = self.replica.divisions
         self.described = module  # ranks may have other shapes of it
         self._buckets: list[Bucket] = []
         self._reductions: deque[Callable[[], None]] = deque()
@@ -282,9 +283,6 @@ class ZeroGroup(PartitionedGroup):
         for name, whole in self.replica.wholes.items():
             gradient = gradients.get(name)
             whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
-
-    def divisions(self) -> Mapping[str, Division]:
-        return self.replica.divisions
 
 
 def _end(pending: deque[Callable[[], None]], most_left: int = 0) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import is_compiled, tree_leaves
@@ -90,11 +89,10 @@ class ForwardWaits:
         self._buckets = buckets
         self._combine = combine
         self._is_settled = not buckets
-        self._handles: list[RemovableHandle] = []
-        self._of_state_dict: RemovableHandle | None = None
+        self._hooks, self._of_state_dict = ExitStack(), ExitStack()
         if buckets:
             hook = AwaitHook(combine, [bucket.index for bucket in buckets])
-            self._of_state_dict = module.register_state_dict_pre_hook(hook)
+            self._of_state_dict.enter_context(module.register_state_dict_pre_hook(hook))
             self._place(None)
 
     def watched(self, module: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,14 +114,11 @@ class ForwardWaits:
 
     def close(self) -> None:
         """Remove the hooks. Local."""
-        for handle in self._handles:
-            handle.remove()
-        if self._of_state_dict is not None:
-            self._of_state_dict.remove()
+        self._hooks.close()
+        self._of_state_dict.close()
 
     def _place(self, users: Users | None) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
         modules = dict(self._module.named_modules())
         awaited: dict[str, list[int]] = {}
         for bucket in self._buckets:
@@ -131,10 +126,9 @@ class ForwardWaits:
             for name in {top, *_owners_and_above(bucket, top)}:
                 if name in modules:
                     awaited.setdefault(name, []).append(bucket.index)
-        self._handles = [
-            modules[name].register_forward_pre_hook(AwaitHook(self._combine, indices), prepend=True)
-            for name, indices in awaited.items()
-        ]
+        for name, indices in awaited.items():
+            hook = AwaitHook(self._combine, indices)
+            self._hooks.enter_context(modules[name].register_forward_pre_hook(hook, prepend=True))
 
 
 def _lowest_common_module(bucket: Any, users: Users | None) -> str:

@@ -105,9 +105,8 @@ class ProgressMarkers:
         if store is None:
             return [None] * self.world_size
         if self._have_met:
-            return [_arrival(note) for note in self._get(self._keys)]
-        present = [store.check([key]) for key in self._keys]
-        return [_arrival(store.get(key)) if there else None for key, there in zip(self._keys, present, strict=True)]
+            return [Arrival(**json.loads(note)) for note in self._get(self._keys)]
+        return [Arrival(**json.loads(store.get(key))) if store.check([key]) else None for key in self._keys]
 
     def note_exchange(self, where: str) -> None:
         """Tell the others which exchange this rank has announced. Local."""
@@ -216,10 +215,6 @@ class ProgressMarkers:
             raise errors[0]
         reason = f" ({str(errors[0]).splitlines()[0]})" if errors and str(errors[0]) else ""
         raise ExchangeError(f"{STORE_IS_SILENT}{reason}") from (errors[0] if errors else None)
-
-
-def _arrival(note: bytes) -> Arrival:
-    return Arrival(**json.loads(note))
 
 
 def _last_seen(rank: int, arrival: Arrival | None) -> str:
