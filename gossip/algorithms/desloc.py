@@ -15,8 +15,12 @@ from gossip.algorithms.outer_steps import Periodic
 from topologies import Topology
 from topologies.validation import check_integer
 
-_OF_CONSTANTS = {"betas": ("exp_avg", SECOND_MOMENT), "momentum": ("momentum_buffer",)}
-"""What optimizers keep whose groups have such a constant."""
+_CONSTANTS_OF = {
+    "exp_avg": {"betas"},
+    SECOND_MOMENT: {"amsgrad", "momentum_decay", "decoupled_weight_decay", "accum_iter"},
+    "momentum_buffer": {"momentum"},
+}
+"""For each moment constants of which the groups of optimizers that keep it have one."""
 
 
 class DESLOC(Periodic):
@@ -43,7 +47,7 @@ class DESLOC(Periodic):
     period : int
         H, the number of steps from one exchange to the next, at least 1.
     moments : mapping of str to int, optional
-        For each entry of the optimizer's state that is mixed, in how many exchanges it is once, each at least 1; by
+        For each entry of the optimizer's state that is mixed, every how many exchanges it is, each at least 1; by
         default ``{"exp_avg": 3, "exp_avg_sq": 6}``, for Adam and AdamW. With SGD or Muon ``{"momentum_buffer": 3}``.
     form : str
         "atc": the messages are awaited before the next forward pass; "awc": they have the whole next iteration.
@@ -59,7 +63,7 @@ class DESLOC(Periodic):
     def __init__(self, period: int = 50, moments: Mapping[str, int] | None = None, form: Form = "atc") -> None:
         super().__init__(period, form)
         given = {"exp_avg": 3, SECOND_MOMENT: 6} if moments is None else moments
-        if not isinstance(given, Mapping) or not given or VALUES in given:
+        if not isinstance(given, Mapping) or not given or VALUES in given or not all(isinstance(x, str) for x in given):
             raise ValueError(
                 "moments must map entries of the optimizer's state to their periods in exchanges, such as "
                 f'{{"exp_avg": 3, "exp_avg_sq": 6}}, got {given!r}'
@@ -79,13 +83,13 @@ class DESLOC(Periodic):
 
     def check_optimizers(self, optimizers: tuple[Optimizer, ...]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        constants = [key for key in _OF_CONSTANTS if any(group.get(key) for group in groups)]
-        kept = [name for key in constants for name in _OF_CONSTANTS[key]]
+        constants = {key for group in groups for key, value in group.items() if value or key != "momentum"}
+        kept = [name for name, own in _CONSTANTS_OF.items() if own & constants]
         if missing := self.moments.keys() - set(kept):
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             instead = {name: 6 if name == SECOND_MOMENT else 3 for name in kept}
             raise ValueError(
-                f"algorithm DESLOC mixes {sorted(missing)}, but the optimizer {names or 'None'} keeps no such state; "
+                f"algorithm DESLOC mixes {sorted(missing)}, which the optimizer {names or 'None'} does not keep; "
                 + (f"pass moments={instead}" if instead else "choose an optimizer with momentum, or topology.every(k)")
             )
 

@@ -34,8 +34,8 @@ class FactoredGossip(OuterSteps):
 
     Each is one of the two mixes of the paper. In the form "awc" there may be several rounds, one after the other, each
     with its share of the local steps: three on "one_peer_exponential" give 8 ranks the exact average. The exchange that
-    follows outer step s uses round s of the topology, and with R rounds the next R from round s R on. On "complete" the
-    form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
+    follows outer step s uses round s of the topology; with R rounds they are the R from round (s + 1) R - 1 on. On
+    "complete" the form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
 
     Sends R messages every H steps, and keeps two tensors per bucket, three in the form "awc". Works with any doubly
     stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
@@ -72,9 +72,11 @@ class FactoredGossip(OuterSteps):
         rounds: int = 1,
     ) -> None:
         super().__init__(period, form)
-        self.rounds = check_integer("rounds", rounds, minimum=1, maximum=period if form == "awc" else 1)
+        self.rounds = check_integer("rounds", rounds, minimum=1)
+        if form == "atc" and rounds > 1:
+            raise ValueError(f'rounds={rounds}: several are mixed beside local steps, as only form="awc" does; pass 1')
         if period % rounds:
-            raise ValueError(f"rounds must divide the period of {period} steps, got {rounds}; each has as many of them")
+            raise ValueError(f"rounds must divide the period, of {period} steps, into equal parts, got {rounds}")
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
         own = Nesterov(self.outer_lr, self.outer_momentum)

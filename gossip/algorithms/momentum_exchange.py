@@ -35,8 +35,8 @@ class MomentumExchange(DESLOC):
             if not has_buffer or any(group["momentum"] == 0 for group in optimizer.param_groups):
                 raise ValueError(
                     "algorithm MomentumExchange mixes the momentum of torch.optim.SGD or Muon, but the optimizer is "
-                    f"{type(optimizer).__name__}{' without momentum' * has_buffer}; give it a momentum, or choose "
-                    'algorithm="adapt_while_communicating"'
+                    f"{type(optimizer).__name__}{' without momentum' * has_buffer}; take SGD with a momentum for what "
+                    'Muon does not take, or choose algorithm="adapt_while_communicating"'
                 )
 
     def describe(self) -> str:

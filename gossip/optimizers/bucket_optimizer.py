@@ -137,7 +137,7 @@ class BucketOptimizer:
             self._check_state_is_per_parameter(*before)
 
     def _own_attributes(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._view).items() if name not in _NOT_COUNTED}
+        return {name: value for name, value in vars(self._view).items() if name not in NOT_COUNTED}
 
     def _check_state_is_per_parameter(self, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Refuse an optimizer that counts in its groups or in itself, because each bucket would count separately."""
@@ -178,7 +178,7 @@ def state_to_come(optimizers: Iterable[Optimizer]) -> list[object] | None:
     return found
 
 
-_NOT_COUNTED = ("state", "param_groups", private_torch.FLAG_OF_FUSED)
+NOT_COUNTED = ("state", "param_groups", private_torch.FLAG_OF_FUSED)
 """Attributes of an optimizer that its steps may set; the last one is a flag of torch's fused optimizers."""
 
 _REPLACED = ("step", "register_step_pre_hook", private_torch.SUPPORTS_SCALING)

@@ -1,5 +1,6 @@
 """Muon on hidden matrices and AdamW on the rest, as one optimizer."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from gossip.optimizers.bucket_optimizer import step_of
+from topologies.validation import check_real
 
 
 class MuonAdamW(Optimizer):
@@ -28,7 +30,8 @@ class MuonAdamW(Optimizer):
     adamw_lr, adamw_betas, adamw_weight_decay
         Of AdamW.
     adamw_on : sequence of str
-        Matrices are left to AdamW, too, if their names contain one of these.
+        Matrices are left to AdamW, too, if a word of their names, between dots and underscores, begins with one of
+        these. Name the output layer here if it is called otherwise.
 
     Raises
     ------
@@ -44,7 +47,7 @@ class MuonAdamW(Optimizer):
     Examples
     --------
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    >>> muon, adamw = MuonAdamW(layers.named_parameters(), adamw_on=["1."]).param_groups
+    >>> muon, adamw = MuonAdamW(layers.named_parameters(), adamw_on=["1"]).param_groups
     >>> [list(parameter.shape) for parameter in muon["params"]], len(adamw["params"])
     ([[8, 4]], 3)
     """
@@ -59,8 +62,15 @@ class MuonAdamW(Optimizer):
         adamw_lr: float = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_weight_decay: float = 0.1,
-        adamw_on: Sequence[str] = ("embed", "head"),
+        adamw_on: Sequence[str] = ("emb", "wte", "wpe", "head"),
     ) -> None:
+        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adamw_lr": adamw_lr}.items():
+            check_real(name, value, "at least 0 and finite", example=0.1)
+        if isinstance(adamw_on, str) or len(adamw_betas) != 2:
+            raise ValueError(
+                f'adamw_on must be a list of beginnings of words such as ["emb", "head"], got {adamw_on!r}, and '
+                f"adamw_betas two numbers, got {adamw_betas!r}"
+            )
         matrices: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for each in params:
@@ -70,12 +80,13 @@ class MuonAdamW(Optimizer):
                     "module.named_parameters(), or to a wrapper a factory such as functools.partial(MuonAdamW, lr=0.02)"
                 )
             name, parameter = each
-            is_hidden = parameter.ndim == 2 and not any(part in name for part in adamw_on)
+            words = re.split(r"[._]", name)
+            is_hidden = parameter.ndim == 2 and not any(word.startswith(tuple(adamw_on)) for word in words)
             (matrices if is_hidden else rest).append(parameter)
         if not matrices:
             raise ValueError(
-                f"MuonAdamW: no parameter is a matrix whose name contains none of {list(adamw_on)}; choose AdamW, or "
-                "shorten adamw_on"
+                f"MuonAdamW: no parameter is a matrix without a word in its name that begins with one of adamw_on, "
+                f"{list(adamw_on)}; choose AdamW, or shorten adamw_on"
             )
         first, second = adamw_betas
         muon = Muon(matrices, lr, weight_decay, momentum)

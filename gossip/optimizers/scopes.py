@@ -1,6 +1,7 @@
 """What an optimizer computes the update of a value from: the value's own gradients, its parameter's, or all."""
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, build_optimizers, step_of, view_of
+from gossip.errors import reason, warn_user
+from gossip.optimizers.bucket_optimizer import NOT_COUNTED, OptimizerArgument, build_optimizers, step_of, view_of
 from gossip.optimizers.closures import requires_closure
 from gossip.parameters.names import named_parameters
 
@@ -28,8 +30,9 @@ class Scope(IntEnum):
 def scope_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None) -> Scope:
     """Find out, with two small matrices in the place of its parameters, what an optimizer must be given as it is.
 
-    An optimizer of elements updates a stack of two as both; one of parameters updates each as if it were alone. Of
-    several ``groups``, by default all, it is what the most demanding one needs. Whatever its steps raise is raised.
+    An optimizer of elements updates a stack of both, and each element by itself, as it updates the two; one of
+    parameters updates each as if it were alone. Of several ``groups``, by default all, it is what the most demanding
+    one needs. Whatever its steps raise is raised.
     """
     if requires_closure(optimizer):
         return Scope.REPLICA
@@ -38,24 +41,33 @@ def scope_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = Non
 
 
 def _scope_in(optimizer: Optimizer, group: dict[str, Any]) -> Scope:
-    apart, _ = _probe(optimizer, group, [0, 1])
+    apart = _values_of(_probe(optimizer, group, [0, 1]))
     try:
-        together, _ = _probe(optimizer, group, [slice(None)])
-    except Exception:  # it takes no such stack
-        together = [torch.full_like(_VALUES, torch.nan)]
-    if torch.allclose(torch.stack(apart), together[0]):
+        stacked, elements = (_values_of(_probe(optimizer, group, places)) for places in ([...], _ELEMENTS))
+    except Exception:  # it takes no such parameter
+        stacked = elements = torch.full_like(apart, torch.nan)
+    if torch.allclose(apart, stacked) and torch.allclose(apart, elements):
         return Scope.ELEMENT
-    alone = [_probe(optimizer, group, [place])[0][0] for place in (0, 1)]
-    return Scope.PARAMETER if torch.allclose(torch.stack(apart), torch.stack(alone)) else Scope.REPLICA
+    alone = torch.cat([_values_of(_probe(optimizer, group, [place])) for place in (0, 1)])
+    return Scope.PARAMETER if torch.allclose(apart, alone) else Scope.REPLICA
 
 
-def state_of_other_shapes(optimizer: Optimizer) -> str:
-    """Return in words what an optimizer keeps of a parameter that has another shape; empty if there is nothing."""
+def kept_for_several(optimizer: Optimizer) -> str:
+    """Return in words what an optimizer keeps that is not one value for each element, but for the counter of steps.
+
+    Empty if there is nothing else.
+    """
     for group in optimizer.param_groups:
-        _, state = _probe(optimizer, group, [0])
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and not has_shape(value, _VALUES[0]):
-                return f"{key!r} has the shape {list(value.shape)} for a parameter of {list(_VALUES[0].shape)}"
+        probe = _probe(optimizer, group, [0])
+        (after,) = probe.param_groups
+        before = {**vars(optimizer), **group}
+        constants = {**vars(probe), **after}.items()
+        given = {*NOT_COUNTED, *IMPLEMENTATION, "params", "lr"}
+        numbers = ((key, value) for key, value in constants if isinstance(value, int | float) and key not in given)
+        counted = [key for key, value in numbers if value != before.get(key)]
+        state = probe.state[after["params"][0]].items()
+        for key in (*counted, *(key for key, value in state if key != COUNTER and not has_shape(value, _VALUES[0]))):
+            return f"it keeps {key!r}, which is not one value for each element of a parameter"
     return ""
 
 
@@ -69,28 +81,33 @@ def names_needed_whole(optimizer: OptimizerArgument, module: nn.Module) -> froze
     names = {id(parameter): name for name, parameter in named_parameters(module)}
     optimizers = build_optimizers(optimizer, module, in_backward=False, by_bucket=False)
     groups = [(each, group) for each in optimizers for group in each.param_groups]
-    whole = [group for each, group in groups if known_scope_of(each, [group]) is Scope.PARAMETER]
+    whole = [group for each, group in groups if known_scope_of(each, Scope.PARAMETER, [group]) is Scope.PARAMETER]
     return frozenset(names[id(held)] for group in whole for held in group["params"])
 
 
-def known_scope_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None) -> Scope:
-    """Return the scope, which is that of elements where it cannot be found out: steps that need a GPU, for instance."""
+def known_scope_of(optimizer: Optimizer, otherwise: Scope, groups: Sequence[dict[str, Any]] | None = None) -> Scope:
+    """Return the scope, or another one with a warning if it cannot be found out, as steps need a GPU, for instance."""
     try:
         return scope_of(optimizer, groups)
-    except Exception:
-        return Scope.ELEMENT
+    except Exception as error:
+        warn_user(
+            f"{type(optimizer).__name__} could not be tried out on small matrices ({reason(error)}): it is taken to "
+            f"compute each update from {'single elements' if otherwise is Scope.ELEMENT else 'whole parameters'}"
+        )
+        return otherwise
 
 
 _VALUES, *_GRADIENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+_ELEMENTS = [(n, slice(i, i + 1), slice(j, j + 1)) for n, i, j in itertools.product(range(2), range(3), range(3))]
 
 
-def _probe(
-    optimizer: Optimizer, group: dict[str, Any], places: Sequence[int | slice]
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return parameters after steps of an optimizer with the same class, constants and counters, and the first's state.
+def _values_of(probe: Any) -> torch.Tensor:
+    """Return what the probe has made of both matrices, or of one, in their order."""
+    return torch.cat([parameter.detach().flatten() for parameter in probe.param_groups[0]["params"]])
 
-    Each parameter is that one of the two matrices, or the stack of both.
-    """
+
+def _probe(optimizer: Optimizer, group: dict[str, Any], places: Sequence[Any]) -> Any:
+    """Return an optimizer of the same class, constants and counters that has made steps over parts of the matrices."""
     probe, parameters = view_of(optimizer), [nn.Parameter(_VALUES[place].clone()) for place in places]
     constants = group | {key: value for key, value in IMPLEMENTATION.items() if key in group}
     if "lr" in group:
@@ -110,7 +127,7 @@ def _probe(
         for parameter, place in zip(parameters, places, strict=True):
             parameter.grad = gradient[place].clone()
         step_of(optimizer)(probe)
-    return [parameter.detach() for parameter in parameters], probe.state[parameters[0]]
+    return probe
 
 
 def has_shape(value: Any, parameter: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from gossip.compression.codec import Compression
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states
-from gossip.parameters.names import named_buffers
+from gossip.parameters.names import named_buffers, named_parameters
 from gossip.sharding.shard_mesh import DIMENSIONS, Division, chunk_length
 
 
@@ -141,7 +141,7 @@ class LocalGroup:
 
     def numels_of_uneven(self) -> Mapping[str, int]:
         """Return, of what is not divided evenly, how many elements each rank would have if it were. Local."""
-        wholes = dict(self.module.named_parameters())
+        wholes = dict(named_parameters(self.module))
         uneven = (name for name, division in self.divisions.items() if not division.is_even)
         return {name: chunk_length(wholes[name].numel(), self.num_shards) for name in uneven}
 

@@ -37,7 +37,8 @@ class ZeroShards(nn.Module):
         self._world = world
         self.wholes: dict[str, nn.Parameter] = {}
         self.divisions: dict[str, Division] = {}
-        sizes = {name: each.numel() for name, each in named_parameters(module) if name in undivided}
+        trained = ((name, each) for name, each in named_parameters(module) if each.requires_grad)
+        sizes = {name: each.numel() for name, each in trained if name in undivided}
         owners, size = owners_of(sizes, world.world_size), world.world_size
         replacements: dict[int, nn.Parameter] = {}
         for name, whole in named_parameters(module):

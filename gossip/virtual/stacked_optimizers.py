@@ -16,7 +16,6 @@ from gossip.optimizers.bucket_optimizer import (
     OptimizerArgument,
     build_optimizers,
     check_parameters_held,
-    fire_step_hooks,
     step_of,
     view_of,
 )
@@ -26,8 +25,8 @@ from gossip.optimizers.scopes import (
     elementwise_keys,
     has_rows,
     has_shape,
+    kept_for_several,
     scope_of,
-    state_of_other_shapes,
 )
 from gossip.private_torch import note_step_called
 
@@ -59,7 +58,7 @@ def _note_scope(optimizer: Optimizer) -> None:
         other = "it looks at several parameters at once" * (scope is Scope.REPLICA)
         if scope is Scope.PARAMETER:
             setattr(optimizer, _STEPS_BY_ROW, True)
-            other = state_of_other_shapes(optimizer)
+            other = kept_for_several(optimizer)
     except Exception as error:
         other = " ".join(str(error).split())
     if other:
@@ -99,13 +98,13 @@ def step_all(optimizers: Sequence[Optimizer]) -> None:
     """Let the optimizers make their own steps, which schedulers notice; ``optimizer.step()`` is the user's."""
     for optimizer in optimizers:
         note_step_called(optimizer)
-        if not hasattr(optimizer, _STEPS_BY_ROW):
+        if hasattr(optimizer, _STEPS_BY_ROW):
+            _step_by_row(optimizer)
+        else:
             type(optimizer).step(optimizer)
-            continue
-        _step_by_row(optimizer)
-        fire_step_hooks(optimizer)
 
 
+@Optimizer.profile_hook_step
 def _step_by_row(optimizer: Optimizer) -> None:
     """Step over each row of a stack as over a parameter of its own, whose state is the row of the stack's."""
     view, step = view_of(optimizer), step_of(optimizer)
@@ -126,7 +125,12 @@ def _step_by_row(optimizer: Optimizer) -> None:
                 after.append((row, view.state[row]))
             for key in after[0][1]:
                 rows = [state[key] for _, state in after]
-                entry[key] = torch.stack(rows) if has_rows(key, rows[0], after[0][0]) else rows[0]
+                if not has_rows(key, rows[0], after[0][0]):
+                    entry[key] = rows[0]
+                elif key in entry:
+                    entry[key].copy_(torch.stack(rows))  # where others hold it, too
+                else:
+                    entry[key] = torch.stack(rows)
 
 
 def step_counters(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:

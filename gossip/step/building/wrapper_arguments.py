@@ -420,7 +420,7 @@ def _check_asynchronous(
 def _check_divided(optimizers: tuple[Optimizer, ...], shard: str | None) -> None:
     """Refuse optimizers that need more of a replica than a rank of a group has."""
     for optimizer in optimizers:
-        scope = known_scope_of(optimizer)
+        scope = known_scope_of(optimizer, Scope.ELEMENT if shard is None else Scope.PARAMETER)
         if scope is Scope.REPLICA or (scope is Scope.PARAMETER and shard is None):
             needed = "all parameters of a replica" if scope is Scope.REPLICA else "whole parameters"
             raise ValueError(

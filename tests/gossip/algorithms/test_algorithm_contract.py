@@ -393,7 +393,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "relay_sum", "topology": "ring"}, "'ring' is not a tree"),
     ({"algorithm": "relay_sum", "topology": "path", "optimizer": Reader}, r"Reader\.pre_average_hook could be shown"),
     ({"algorithm": "diloco", "topology": "ring"}, r'does not average over all ranks .* choose topology="complete"'),
-    ({"algorithm": "momentum_exchange"}, "SGD without momentum; give it a momentum"),
+    ({"algorithm": "momentum_exchange"}, "SGD without momentum; take SGD with a momentum"),
     (
         {"algorithm": gossip.IntegralCorrection(second_moment="exchange")},
         'but the optimizer is SGD; choose one of these, or second_moment="local"',

@@ -175,8 +175,12 @@ def test_what_was_mixed_before_an_average_of_everything_is_dropped() -> None:
 
 
 def test_moments_that_no_optimizer_keeps_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*, but the optimizer SGD .* moments=..momentum_buffer.: 3"):
+    with pytest.raises(ValueError, match=r"'exp_avg_sq'., which the optimizer SGD .* moments=..momentum_buffer.: 3"):
         small(algorithm=gossip.DESLOC(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    with pytest.raises(
+        ValueError, match=r"mixes \['exp_avg_sq'\], which the optimizer Adamax .* moments=..exp_avg.: 3"
+    ):
+        small(algorithm=gossip.DESLOC(), optimizer=torch.optim.Adamax)
     with pytest.raises(ValueError, match=r"moments must map .*, got \{'values': 1\}"):
         gossip.DESLOC(moments={"values": 1})
 

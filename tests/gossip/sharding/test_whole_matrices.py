@@ -25,6 +25,8 @@ class Net(nn.Sequential):
         torch.manual_seed(0)
         pairs = itertools.pairwise(SIZES)
         super().__init__(*(nn.Sequential(nn.Linear(*each), nn.Tanh()) for each in pairs))
+        self.frozen = nn.Linear(3, 40).requires_grad_(False)  # would be dealt first
+        self[0].compile(backend="eager")
         self.double()
 
 

@@ -10,7 +10,7 @@ from separate import Separate, assert_same, batch, make_module, make_workers, tr
 from torch import nn
 
 from gossip import AccumAdamW, VirtualWorkers
-from gossip.optimizers.scopes import Scope, scope_of
+from gossip.optimizers.scopes import Scope, known_scope_of, scope_of
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers, step_all
 
 
@@ -36,12 +36,58 @@ class Lamb(torch.optim.Optimizer):
                 parameter.add_(total, alpha=-group["lr"] * norm / float(count * total.norm().clamp(min=1e-9)))
 
 
+class Counting(Lamb):
+    """Counts in its groups."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+class Novo(Lamb):
+    """Keeps one number for each parameter."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("square", torch.zeros(())).add_(parameter.grad.norm())
+        super().step()
+
+
+class Batched(Lamb):
+    """Takes stacks of matrices, too, each of them by itself."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+                    parameter.sub_(left @ right, alpha=group["lr"])
+
+
+class ById(Lamb):
+    """Knows its parameters by their ids."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        self.known = {id(each): 1 for group in self.param_groups for each in group["params"]}
+
+    def norms_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        return [parameter] * self.known[id(parameter)]
+
+
 class OneNorm(Lamb):
     def norms_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         del parameter
         return [each for group in self.param_groups for each in group["params"]]
 
 
+Muon = functools.partial(torch.optim.Muon, lr=0.1)
 OPTIMIZERS: dict[str, Any] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -77,13 +123,13 @@ def test_optimizers_update_each_replica_as_its_own(name: str) -> None:
 
 
 def test_muon_steps_over_matrices_of_each_replica_bit_for_bit() -> None:
-    make = functools.partial(torch.optim.Muon, lr=0.1)
     bare, *apart = (nn.Parameter(torch.randn(4, 5)) for _ in range(4))
     stack = nn.Parameter(torch.stack([each.detach() for each in apart]))
     module = nn.ParameterList([bare])
-    optimizers = build_stacked_optimizers(make([bare]), module, {id(bare): (stack,)})
-    separate, calls = make(apart), list[object]()
-    optimizers[0].register_step_post_hook(lambda *_: calls.append(None))
+    optimizers = build_stacked_optimizers(Muon([bare]), module, {id(bare): (stack,)})
+    separate, calls = Muon(apart), list[object]()
+    optimizers[0].register_step_pre_hook(lambda *_: calls.append(torch.equal(stack, torch.stack(apart))))
+    optimizers[0].register_step_post_hook(lambda *_: calls.append(not torch.equal(stack, torch.stack(apart))))
     for _ in range(3):
         stack.grad = torch.randn(3, 4, 5)
         for parameter, gradient in zip(apart, stack.grad, strict=True):
@@ -91,11 +137,26 @@ def test_muon_steps_over_matrices_of_each_replica_bit_for_bit() -> None:
         step_all(optimizers)
         separate.step()
         assert torch.equal(stack, torch.stack(apart))
-    assert len(calls) == 3, "the hooks of steps"
+    assert calls == [True] * 6, "hooks before and after each step"
 
 
-def test_what_an_optimizer_needs_is_found_out_at_any_rate() -> None:
+def test_what_an_optimizer_needs_is_found_out_at_any_rate_and_of_any_shape() -> None:
     assert scope_of(Lamb([nn.Parameter(torch.ones(2))], lr=0.0)) is Scope.PARAMETER
+    assert scope_of(Batched([nn.Parameter(torch.ones(2))])) is Scope.PARAMETER
+    unknown = ById([nn.Parameter(torch.ones(2))])
+    with pytest.warns(UserWarning, match=r"ById could not be tried out on small matrices .*: it is taken to .* whole"):
+        assert known_scope_of(unknown, Scope.PARAMETER) is Scope.PARAMETER
+
+
+def test_the_momentum_of_a_replica_that_skips_its_update_stays() -> None:
+    workers = make_workers(nn.Linear(3, 3, bias=False).double(), 2, Muon, "ring")
+    train(workers, batch(4))
+    (before,) = (state["momentum_buffer"].clone() for state in workers.optimizer.state.values())
+    spoilt = batch(4)
+    spoilt[0] = torch.nan
+    train(workers, spoilt)
+    ((key, after),) = workers.optimizer.state[next(workers.parameters())].items()
+    assert (key, torch.equal(after[0], before[0]), torch.equal(after[1], before[1])) == ("momentum_buffer", True, False)
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AccumAdamW", "Adagrad", "NAdam", "Rprop", "Lamb"])
@@ -154,8 +215,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a norm of all parameters": (OneNorm, "optimizer OneNorm cannot update .*: it looks at several parameters at once"),
     "state of other shapes": (
         functools.partial(torch.optim.Adafactor, lr=0.1),
-        "Adafactor .*'row_var' has the shape .3, 1. for",
+        "optimizer Adafactor .*'row_var', which is not one value",
     ),
+    "a counter in groups": (Counting, "optimizer Counting .* keeps 'steps', which is not one value"),
+    "a number of each parameter": (Novo, "optimizer Novo .* keeps 'square', which is not one value"),
+    "a look-up by parameter": (ById, "optimizer ById cannot update"),
     "SparseAdam": (functools.partial(torch.optim.SparseAdam, lr=0.1), "optimizer SparseAdam .*dense gradients"),
 }
 

@@ -45,7 +45,7 @@ NEEDED = {
     **dict.fromkeys(("diloco", "sparse_loco", "streaming_diloco"), ("topology=complete",)),
     "relay_sum": ("topology=path",),
     **dict.fromkeys(("decentlam", "quasi_global_integral", "quasi_global_momentum"), OWN_MOMENTUM),
-    "adam_tracking": ("optimizer=adamw",),
+    **dict.fromkeys(("adam_tracking", "desloc"), ("optimizer=adamw",)),
     **dict.fromkeys(("char_transformer", "stdlib_text"), (*TEXT, "model=char_transformer")),
     "text_files": (*TEXT[1:], "model=char_transformer", f"data.folder={REPOSITORY / 'docs'}", "data.pattern=*.md"),
     "char_lm": TEXT[1:],
