@@ -140,10 +140,14 @@ class FailureDetector(World):
     def _is_suspect(self, member: int, waited_s: float, is_sent_at: Position | None) -> bool:
         """Return whether a member itself is responsible for the wait, because it does not report that it waits.
 
-        Nor does a rank of its shard group, for which it may wait, unless nothing is heard of the member at all.
+        Nor does a rank of its shard group, for which it may wait, unless nothing is heard of the member at all. A rank
+        that has joined waits a time-out for each step that the member makes before their first one together.
         """
         position, timeout_s = self.mesh.waits_at(member), self.timeout.total_seconds()
         if position is None:
+            num_steps = self.consensus.steps_before_joining(member)
+            if waited_s <= num_steps * timeout_s and self.mesh.silent_s(member) <= timeout_s * SILENT:
+                return False
             group = self.group_of(member)
             is_own = self.member in group
             mates_wait = not is_own and any(self.mesh.waits_at(mate) is not None for mate in group)

@@ -209,6 +209,13 @@ class Consensus(MembershipProtocol):
                 (generation for generation in self._generations if self._mesh.member in generation.members), None
             )
 
+    def steps_before_joining(self, member: int) -> int:
+        """Return how many steps a member makes before the first one of this rank, which has joined; 0 afterwards."""
+        latest = self._generations[-1]
+        if self._mesh.member not in self._absent_until or self.position[1] > latest.first_step:
+            return 0
+        return latest.first_step - dict(latest.positions).get(member, (0, latest.first_step, 0))[1]
+
     @property
     def is_left_behind(self) -> bool:
         """Whether the others continue without this rank, which ends its current operation and learns of no other."""

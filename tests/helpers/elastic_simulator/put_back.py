@@ -105,6 +105,7 @@ FAULTS = (
         _OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", is_common=True, seeds=range(143)
     ),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=_of_two_kinds(178)),
+    PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True, True, (998834,)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
     PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", is_common=True),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if lost or False and self", is_common=True),
