@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import networkx as nx
+import outer_recursions
 import recursions
 import torch
 from examples import defined
@@ -55,33 +56,38 @@ ROWS: dict[str, Row] = {
     "adapt_then_combine": Row(recursions.AdaptThenCombine, CHANGING),
     "asynchronous": Row(recursions.Asynchronous, ("ring", "base"), is_in_step=False),
     "decentlam": Row(recursions.DecentLaM, ("ring", "torus"), momentum=0.0),
-    **in_both_forms("diloco", "awc", Row(recursions.DiLoCo, ("complete",), keeps_mean=False, options=EVERY_3)),
+    **in_both_forms("diloco", "awc", Row(outer_recursions.DiLoCo, ("complete",), keeps_mean=False, options=EVERY_3)),
     "diloco(outer)": Row(
-        recursions.DiLoCoWithAdam, ("complete",), keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
+        outer_recursions.DiLoCoWithAdam, ("complete",), keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
     ),
     **in_both_forms(
         "diloco(weighted)",
         "awc",
-        Row(recursions.WeightedDiLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "weighted": True}),
+        Row(outer_recursions.WeightedDiLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "weighted": True}),
     ),
     **in_both_forms(
         "factored_gossip",
         "atc",
-        Row(recursions.FactoredGossip, (*CHANGING, "complete"), keeps_mean=False, options=EVERY_3),
+        Row(outer_recursions.FactoredGossip, (*CHANGING, "complete"), keeps_mean=False, options=EVERY_3),
     ),
     **in_both_forms(
         "gasloc",
         "awc",
-        Row(recursions.GASLoC, CHANGING, keeps_mean=False, options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3}),
+        Row(
+            outer_recursions.GASLoC,
+            CHANGING,
+            keeps_mean=False,
+            options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3},
+        ),
     ),
     "factored_gossip(rounds)": Row(
-        recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}
+        outer_recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}
     ),
     "factored_gossip(outer)": Row(
-        recursions.FactoredGossipWithAdam, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
+        outer_recursions.FactoredGossipWithAdam, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}
     ),
     "gasloc(outer)": Row(
-        recursions.GASLoCWithMomentum, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": HEAVY_BALL}
+        outer_recursions.GASLoCWithMomentum, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": HEAVY_BALL}
     ),
     **in_both_forms(
         "desloc",
@@ -98,22 +104,25 @@ ROWS: dict[str, Row] = {
     ),
     **in_both_forms("gossip_pga", "atc", Row(recursions.GossipPGA, CHANGING, options=EVERY_3)),
     **in_both_forms(
-        "noloco", "awc", Row(recursions.NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)
+        "noloco", "awc", Row(outer_recursions.NoLoCo, (*CHANGING, "random_matching"), keeps_mean=False, options=EVERY_3)
     ),
     **in_both_forms("relay_sum", "awc", Row(recursions.RelaySum, ("path", "star"), keeps_mean=False)),
     **in_both_forms(
-        "slowmo", "atc", Row(recursions.SlowMo, CHANGING, keeps_mean=False, options={**EVERY_3, "slow_lr": 0.7})
+        "slowmo", "atc", Row(outer_recursions.SlowMo, CHANGING, keeps_mean=False, options={**EVERY_3, "slow_lr": 0.7})
     ),
     **in_both_forms(
         "sparse_loco",
         "awc",
-        Row(recursions.SparseLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "ratio": 0.5, "bits": 4}),
+        Row(outer_recursions.SparseLoCo, ("complete",), keeps_mean=False, options={**EVERY_3, "ratio": 0.5, "bits": 4}),
     ),
     "streaming_diloco": Row(
-        recursions.StreamingDiLoCo, ("complete",), keeps_mean=False, options={"period": 4, "parts": 2, "overlap": 2}
+        outer_recursions.StreamingDiLoCo,
+        ("complete",),
+        keeps_mean=False,
+        options={"period": 4, "parts": 2, "overlap": 2},
     ),
     "streaming_diloco(outer)": Row(
-        recursions.StreamingDiLoCo,
+        outer_recursions.StreamingDiLoCo,
         ("complete",),
         keeps_mean=False,
         options={"period": 4, "parts": 2, "overlap": 2, "outer": NESTEROV},

@@ -16,7 +16,7 @@ import unsupervised
 from algorithm_table import OUTER_ADAM
 from elastic_ranks import RATE, Dropped, assert_repeated, dropped_of, joins, make_model, steps_until, targets, without
 from fault_places import injected
-from recursions import adam
+from outer_recursions import adam
 from tiers import rest_is_slow
 
 import gossip
