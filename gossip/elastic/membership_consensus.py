@@ -211,10 +211,9 @@ class Consensus(MembershipProtocol):
 
     def steps_before_joining(self, member: int) -> int:
         """Return how many steps a member makes before the first one of this rank, which has joined; 0 afterwards."""
-        latest = self._generations[-1]
-        if self._mesh.member not in self._absent_until or self.position[1] > latest.first_step:
-            return 0
-        return latest.first_step - dict(latest.positions).get(member, (0, latest.first_step, 0))[1]
+        first_step = self._absent_until.get(self._mesh.member, -1) + self._returns
+        positions = dict(self._generations[-1].positions)
+        return 0 if self.position[1] > first_step or member not in positions else first_step - positions[member][1]
 
     @property
     def is_left_behind(self) -> bool:
