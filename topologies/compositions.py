@@ -44,6 +44,53 @@ def every(topology: ScheduleT, k: int) -> ScheduleT:
     return _compose(type(topology), (_moved(phase, times=k) for phase in topology.phases))
 
 
+@dataclass(frozen=True)
+class Bursts(Expression):
+    """A schedule of which ``rounds`` follow each other every ``k`` rounds, ``apart`` from each other.
+
+    Round r is round ``(r + 1) // rounds * k + (r + 1) % rounds * apart - 1``, and ``start`` of them come before.
+    """
+
+    part: Schedule
+    k: int
+    rounds: int
+    apart: int
+    start: int
+
+    @property
+    def begin(self) -> int:
+        """The round with which it begins."""
+        return self.start // self.rounds * self.k + self.start % self.rounds * self.apart
+
+    def __call__(self, t: int) -> Round:
+        burst, position = divmod(self.begin + t + 1, self.k)
+        number, local_steps = divmod(position, self.apart)
+        if local_steps or number >= self.rounds:
+            return Round.identity(self.part.world_size)
+        return self.part.round(burst * self.rounds + number - 1 - self.start)
+
+
+def in_bursts(topology: ScheduleT, k: int, rounds: int, apart: int) -> ScheduleT:
+    """Return the schedule in which several rounds, ``apart`` from each other, follow every k-th one; all fit into k."""
+    if rounds == 1 or topology.world_size == 1:
+        return every(topology, k)
+    phases, name = [], f"{expression_text(topology)}.in_bursts({k}, rounds={rounds}, apart={apart})"
+    for phase in topology.phases:
+        part = every(phase.topology, phase.every)
+        bursts = Bursts(part, k, rounds, apart, phase.start)
+        period = None if part.period is None else math.lcm(part.period, rounds) // rounds * k
+        schedule = type(topology)(
+            world_size=part.world_size,
+            make_round=bursts,
+            period=period,
+            stochasticity=part.stochasticity,
+            name=name,
+        )
+        stop = None if phase.stop is None else replace(bursts, start=phase.stop).begin
+        phases.append(Phase(schedule, start=bursts.begin, stop=stop))
+    return phases[0].topology if len(phases) == 1 else _compose(type(topology), phases)
+
+
 def then(topology: ScheduleT, other: ScheduleT, *, after: int) -> ScheduleT:
     """Return the schedule of this topology for some rounds, and of another one from then on.
 

@@ -1,17 +1,16 @@
-"""Factored gossip: every rank makes outer steps of its own; anchors are mixed beside the local steps or after them."""
+"""Factored gossip: every rank makes outer steps of its own, and anchors are mixed beside the next local steps."""
 
 from collections.abc import Mapping
 
 import torch
 
-from gossip.algorithms.base import VALUES, Form, Kept, add_
+from gossip.algorithms.base import VALUES, Form, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
 from topologies import Topology
+from topologies.compositions import in_bursts
 from topologies.validation import check_integer, check_real
-
-_MIXED = "mixed"
 
 
 class FactoredGossip(OuterSteps):
@@ -24,21 +23,22 @@ class FactoredGossip(OuterSteps):
         \Delta_i = a_i - x_i, \qquad v_i \leftarrow \mu\, v_i + \Delta_i, \qquad
         u_i = -\alpha\, (\Delta_i + \mu\, v_i)
 
-    In the form "awc" the anchors are on their way during all H local steps, in which they do not change, so that
-    nothing that is mixed is stale; in "atc" they are mixed after the outer step and awaited before the next forward
-    pass:
+    Anchors are then mixed, in R rounds of the topology, of which each moves a rank's anchor and its values alike,
+    whatever local steps it has made meanwhile:
 
     .. math::
-        \text{awc:}\quad a_i \leftarrow \sum_j W_{ij}\, a_j + u_i, \qquad
-        \text{atc:}\quad a_i \leftarrow \sum_j W_{ij}\, (a_j + u_j), \qquad x_i \leftarrow a_i
+        a_i \leftarrow a_i + u_i, \quad x_i \leftarrow a_i, \qquad \text{R times}\quad
+        d_i = \sum_j W_{ij}\, a_j - a_i, \quad a_i \leftarrow a_i + d_i, \quad x_i \leftarrow x_i + d_i
 
-    Each is one of the two mixes of the paper. In the form "awc" there may be several rounds, one after the other, each
-    with its share of the local steps: three on "one_peer_exponential" give 8 ranks the exact average. The exchange that
-    follows outer step s uses round s of the topology; with R rounds they are the R from round (s + 1) R - 1 on. On
-    "complete" the form "atc" is DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
+    Since an anchor does not change but by mixing, nothing that is mixed is stale. In the form "awc" the messages of a
+    round are on their way during ``overlap`` local steps, and the next round follows; in "atc" they are awaited before
+    the next forward pass, so that the rounds are one local step apart. Three on "one_peer_exponential" give 8 ranks the
+    exact average. Outer step s is followed by the R rounds from (s + 1) R - 1 on. On "complete" the form "atc" is
+    DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
 
-    Sends R messages every H steps, and keeps two tensors per bucket, three in the form "awc". Works with any doubly
-    stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
+    Sends R messages every H steps, and keeps two tensors per bucket. Works with any doubly stochastic W. Use it where
+    links are too slow for a message per step, and no collective over all ranks is reliable. The sooner the anchors are
+    mixed, the fewer local steps start from anchors that differ: choose ``overlap`` as small as the links allow.
 
     Parameters
     ----------
@@ -49,18 +49,21 @@ class FactoredGossip(OuterSteps):
     outer_momentum : float
         The outer momentum, at least 0 and below 1.
     form : str
-        "awc": mixed beside the next H steps; "atc": awaited before the next forward pass.
+        "awc": mixed beside the next local steps; "atc": awaited before the next forward pass.
     outer : callable, optional
         The outer optimizer in place of this one, as for :class:`DiLoCo`, with the gradient :math:`\Delta_i`.
     rounds : int
-        R, the number of rounds by which the anchors are mixed, a divisor of H; 1 in the form "atc".
+        R, at least 1.
+    overlap : int
+        The number of steps that the messages of a round have to arrive in the form "awc", at least 1. All rounds must
+        fit into H.
 
     References
     ----------
     Hewa Koneputugodage et al., 2026, arXiv 2606.22768.
     """
 
-    _constants = ("period", "rounds", "outer_lr", "outer_momentum")
+    _constants = ("period", "rounds", "overlap", "outer_lr", "outer_momentum")
 
     def __init__(
         self,
@@ -70,54 +73,39 @@ class FactoredGossip(OuterSteps):
         form: Form = "awc",
         outer: OuterFactory | None = None,
         rounds: int = 1,
+        overlap: int = 1,
     ) -> None:
         super().__init__(period, form)
         self.rounds = check_integer("rounds", rounds, minimum=1)
-        if form == "atc" and rounds > 1:
-            raise ValueError(f'rounds={rounds}: several are mixed beside local steps, as only form="awc" does; pass 1')
-        if period % rounds:
-            raise ValueError(f"rounds must divide the period, of {period} steps, into equal parts, got {rounds}")
+        self.overlap = check_integer("overlap", overlap, minimum=1)
+        if form == "atc" and overlap > 1:
+            raise ValueError(f'overlap={overlap}: form="atc" awaits messages before the next forward pass; pass 1')
+        if rounds * overlap > period:
+            raise ValueError(
+                f"rounds={rounds} of overlap={overlap} steps take more than the {period} steps of a period; reduce them"
+            )
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
-        if form == "awc":
-            self.overlap = period // rounds
-            # Of what has been mixed the sum over ranks is zero.
-            self.keeps = {**self.keeps, _MIXED: Kept("zero", "joint")}
 
     def schedule(self, topology: Topology) -> Topology:
-        return topology.every(self.period // self.rounds)
+        return in_bursts(topology, self.period, self.rounds, self.overlap)
 
     def is_exchanged(self, bucket: int, step: int) -> bool:
         del bucket
         return step + 1 >= self.period  # before, all anchors are equal
 
-    def averaged(self, bucket: BucketView) -> None:
-        super().averaged(bucket)
-        if _MIXED in bucket.kept:
-            bucket.kept[_MIXED].zero_()
-
     def message(self, bucket: BucketView) -> Mapping[str, torch.Tensor]:
-        if self._ends_period(bucket.round_index) or _MIXED not in bucket.kept:
-            return super().message(bucket)
-        mixed = bucket.kept[ANCHOR] + bucket.kept[_MIXED]
-        return {VALUES: mixed.to(bucket.values.dtype)}
+        return {VALUES: bucket.kept[ANCHOR].to(bucket.values.dtype)}
 
     def updated(self, bucket: BucketView) -> None:
-        if not self._ends_period(bucket.round_index):
-            return
-        anchor = bucket.kept[ANCHOR]
-        self._outer.step_(bucket, anchor - bucket.values)
-        if _MIXED in bucket.kept:
-            anchor.add_(bucket.kept[_MIXED])
-            bucket.kept[_MIXED].zero_()
-        bucket.values.copy_(anchor)
+        if self._ends_period(bucket.round_index):
+            anchor = bucket.kept[ANCHOR]
+            self._outer.step_(bucket, anchor - bucket.values)
+            bucket.values.copy_(anchor)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         difference = got[VALUES].difference
-        if _MIXED in bucket.kept:
-            bucket.kept[_MIXED].add_(difference)
-        else:
-            bucket.kept[ANCHOR].add_(difference)
-            add_(bucket.values, difference)
+        bucket.kept[ANCHOR].add_(difference)
+        add_(bucket.values, difference)

@@ -80,8 +80,13 @@ ROWS: dict[str, Row] = {
             options={**EVERY_3, "outer_lr": 0.7, "outer_momentum": 0.3},
         ),
     ),
-    "factored_gossip(rounds)": Row(
-        outer_recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}
+    **in_both_forms(
+        "factored_gossip(rounds)",
+        "atc",
+        Row(outer_recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}),
+    ),
+    "factored_gossip(overlap)": Row(
+        outer_recursions.LateFactoredGossip, CHANGING, keeps_mean=False, options={**EVERY_3, "overlap": 2}
     ),
     "factored_gossip(outer)": Row(
         outer_recursions.FactoredGossipWithAdam, CHANGING, keeps_mean=False, options={**EVERY_3, "outer": OUTER_ADAM}

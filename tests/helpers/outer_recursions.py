@@ -134,35 +134,33 @@ class FactoredGossip(Anchored):
     """In both forms an outer step ends with local ones, before anything reads the values."""
 
     form = "awc"
-    num_rounds = 1
+    rounds = overlap = 1
 
     def begin(self) -> None:
-        self.anchor, self.velocity, self.mixed = self.x, self.zeros, self.zeros
+        self.anchor, self.velocity = self.x, self.zeros
 
     def update(self, step: int, gradients: Array, updated: Array) -> None:
         super().update(step, gradients, updated)
         if (step + 1) % PERIOD == 0:
-            first = (step + 1) // PERIOD * self.num_rounds - 1
-            self.x = self.outer_step(self.anchor - self.x) + self.mixed
-            mixed = self.x
-            for number in range(first, first + self.num_rounds):
-                mixed = self.matrix(number) @ mixed
-            if self.form == "atc":
-                self.x = mixed
-            else:
-                self.mixed = mixed - self.x
-            self.anchor = self.x
+            self.x = self.anchor = self.outer_step(self.anchor - self.x)
 
     def outer_step(self, delta: Array) -> Array:
         self.velocity = 0.5 * self.velocity + delta
         return self.anchor - 0.7 * (delta + 0.5 * self.velocity)
 
-    def exchange(self, step: int) -> None:
-        """Done already."""
+    def combine(self, step: int) -> None:
+        outer_steps, later = divmod(step + 2 - self.overlap, PERIOD)
+        if outer_steps > 0 and later < self.rounds:
+            pull = self.matrix(outer_steps * self.rounds + later - 1) @ self.anchor - self.anchor
+            self.x, self.anchor = self.x + pull, self.anchor + pull
 
 
 class FactoredGossipInRounds(FactoredGossip):
-    num_rounds = PERIOD
+    rounds = PERIOD
+
+
+class LateFactoredGossip(FactoredGossip):
+    overlap = 2
 
 
 class FactoredGossipWithAdam(FactoredGossip):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import topologies
 from topologies import Round, Topology
+from topologies.compositions import in_bursts
 
 NAMES = ["complete", "ring", "directed_ring", "star", "exponential", "one_peer_exponential", "random_matching"]
 PAIRS = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
@@ -74,6 +75,25 @@ def test_averages_in_every_kth_round(case: int, k: int) -> None:
     assert pickle.loads(pickle.dumps(topology)) == topology
     if base.period is not None:
         assert topology.exact_after <= k
+
+
+@pytest.mark.parametrize(("rounds", "apart"), [(1, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize("after", [0, 2, 3])
+def test_bursts_take_the_rounds_in_order(after: int, rounds: int, apart: int) -> None:
+    """Also over the phases of a schedule, whose rounds end in the middle of a burst."""
+    base = topologies.build("complete", 8).then(topologies.build("one_peer_exponential", 8).every(2), after=after)
+    topology = in_bursts(base, 7, rounds, apart)
+    places = sorted(7 * burst - 1 + apart * number for burst in range(9) for number in range(rounds))[rounds - 1 :]
+    number = 0
+    for t in range(6, 7 * 8 - 1):
+        if t in places:
+            number = number or rounds - 1
+            assert topology.round(t) == base.round(number)
+            number += 1
+        else:
+            assert topology.round(t).is_identity
+    assert topology.period == 7 * math.lcm(6, rounds) // rounds
+    assert pickle.loads(pickle.dumps(topology)) == topology
 
 
 def test_averages_of_what_keeps_sums_only_or_averages_at_other_times() -> None:

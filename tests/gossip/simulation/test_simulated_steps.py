@@ -135,7 +135,7 @@ def test_adapt_then_combine_hides_messages_only_until_forward(bucket_bytes: tupl
         (StreamingDiLoCo(period=4, parts=1, overlap=2), 0.0),
         (NoLoCo(period=4), 0.4),
         (GASLoC(period=4), 0.2),
-        (FactoredGossip(period=4), 0.0),
+        (FactoredGossip(period=4, overlap=2), 0.0),
     ],
     ids=lambda value: value.describe() if isinstance(value, Algorithm) else "",
 )
