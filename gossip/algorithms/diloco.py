@@ -1,6 +1,7 @@
 """DiLoCo: many local steps between averages, each average being one step of an outer optimizer."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
@@ -60,6 +61,7 @@ class DiLoCo(OuterSteps):
     unclipped_because = "needs averages that are exact"
     requires = Requires(exact=True, prompt=True)
     keeps_numbers = True
+    _scope: Literal["own", "common"] = "common"
     _constants: tuple[str, ...] = ("period", "outer_lr", "outer_momentum")
 
     def __init__(
@@ -75,7 +77,7 @@ class DiLoCo(OuterSteps):
         self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
         own = Nesterov(self.outer_lr, self.outer_momentum)
-        self._step_by(outer, own, "common", outer_lr=outer_lr, outer_momentum=outer_momentum)
+        self._step_by(outer, own, self._scope, outer_lr=outer_lr, outer_momentum=outer_momentum)
         self._weigh(weighted, _SAMPLES)
 
     def averaged(self, bucket: BucketView) -> None:

@@ -132,6 +132,12 @@ ROWS: dict[str, Row] = {
         keeps_mean=False,
         options={"period": 4, "parts": 2, "overlap": 2, "outer": NESTEROV},
     ),
+    "streaming_diloco(eager)": Row(
+        outer_recursions.EagerDiLoCo,
+        ("complete",),
+        keeps_mean=False,
+        options={"period": 4, "parts": 2, "overlap": 2, "eager": True},
+    ),
     "exact_diffusion": Row(recursions.ExactDiffusion, ("ring", "torus")),
     "extra": Row(recursions.Extra, ("ring", "torus")),
     "momentum_exchange": Row(recursions.MomentumExchange, CHANGING),

@@ -74,6 +74,28 @@ class StreamingDiLoCo(DiLoCo):
                 self.sent[step] = part, self.x[:, part].mean(0)
 
 
+class EagerDiLoCo(StreamingDiLoCo):
+    """A part moves when it is sent."""
+
+    def begin(self) -> None:
+        self.anchor, self.velocity, self.others, self.sent = self.x.copy(), self.zeros.copy(), self.zeros.copy(), {}
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        if step - 2 in self.sent:
+            part, moved = self.sent[step - 2]
+            self.others[:, part] = (moved.sum(0) - moved) / len(moved)
+        Anchored.update(self, step, gradients, updated)
+        self.x = self.x.copy()
+        for part, first in zip(BUCKETS, (0, 2), strict=True):
+            if step >= first and (step + 1 - first) % 4 == 0:
+                moved = self.anchor[:, part] - self.x[:, part]
+                self.sent[step] = part, moved
+                delta = moved / len(moved) + self.others[:, part]
+                self.velocity[:, part] = 0.9 * self.velocity[:, part] + delta
+                self.anchor[:, part] -= 0.7 * (delta + 0.9 * self.velocity[:, part])
+                self.x[:, part] = 0.5 * self.x[:, part] + 0.5 * self.anchor[:, part]
+
+
 class SlowMo(Anchored):
     form = "awc"
 

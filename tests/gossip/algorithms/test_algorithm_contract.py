@@ -91,7 +91,7 @@ VIRTUAL = [
 # What is kept, by its kind: tensors, the optimizer's, numbers, states of each neighbour, a message on its way for long.
 RESTORED = (
     *("adam_tracking", "momentum_exchange", "push_sum", "push_sum(weighted)", "relay_sum", "sparse_loco"),
-    *("streaming_diloco", "diloco(weighted)(awc)", "diloco(outer)"),
+    *("streaming_diloco(eager)", "diloco(weighted)(awc)", "diloco(outer)"),
 )
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
