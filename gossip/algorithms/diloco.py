@@ -9,7 +9,6 @@ from gossip.algorithms.base import VALUES, Form, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
-from topologies.validation import check_real
 
 _SAMPLES = "samples"
 _NO_SAMPLES = 1e-12  # so that ranks that have all seen none count equally
@@ -73,9 +72,7 @@ class DiLoCo(OuterSteps):
         weighted: bool = False,
         outer: OuterFactory | None = None,
     ) -> None:
-        super().__init__(period, form)
-        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
-        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
+        super().__init__(period, form, outer_lr, outer_momentum)
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, self._scope, outer_lr=outer_lr, outer_momentum=outer_momentum)
         self._weigh(weighted, _SAMPLES)

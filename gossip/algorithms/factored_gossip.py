@@ -10,7 +10,7 @@ from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
 from gossip.algorithms.outer_steps import OuterSteps
 from topologies import Topology
 from topologies.compositions import in_bursts
-from topologies.validation import check_integer, check_real
+from topologies.validation import check_integer
 
 
 class FactoredGossip(OuterSteps):
@@ -75,7 +75,7 @@ class FactoredGossip(OuterSteps):
         rounds: int = 1,
         overlap: int = 1,
     ) -> None:
-        super().__init__(period, form)
+        super().__init__(period, form, outer_lr, outer_momentum)
         self.rounds = check_integer("rounds", rounds, minimum=1)
         self.overlap = check_integer("overlap", overlap, minimum=1)
         if form == "atc" and overlap > 1:
@@ -84,8 +84,6 @@ class FactoredGossip(OuterSteps):
             raise ValueError(
                 f"rounds={rounds} of overlap={overlap} steps take more than the {period} steps of a period; reduce them"
             )
-        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
-        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.5)
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
 

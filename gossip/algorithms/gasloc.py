@@ -6,7 +6,6 @@ from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer
 from gossip.algorithms.outer_steps import OuterSteps
-from topologies.validation import check_real
 
 _BEFORE = "before"
 
@@ -61,9 +60,7 @@ class GASLoC(OuterSteps):
         form: Form = "atc",
         outer: OuterFactory | None = None,
     ) -> None:
-        super().__init__(period, form)
-        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=1.0)
-        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.2)
+        super().__init__(period, form, outer_lr, outer_momentum)
         self._step_by(outer, OuterOptimizer(self.outer_lr), "own", outer_lr=outer_lr)
 
     def averaged(self, bucket: BucketView) -> None:

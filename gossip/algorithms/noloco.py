@@ -55,10 +55,8 @@ class NoLoCo(OuterSteps):
         pull: float = 1.0,
         form: Form = "atc",
     ) -> None:
-        super().__init__(period, form)
-        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
+        super().__init__(period, form, outer_lr, outer_momentum)
         self.pull = check_real("pull", pull, "above 0 and finite", example=1.0)
-        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
         anchor, velocity = bucket.kept[ANCHOR], bucket.kept[VELOCITY]

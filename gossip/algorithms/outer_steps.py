@@ -7,7 +7,7 @@ from gossip.algorithms.base import Form, Kept, WithForm
 from gossip.algorithms.bucket_view import BucketView
 from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer, TorchOuterOptimizer
 from topologies import Round, Topology
-from topologies.validation import check_integer
+from topologies.validation import check_integer, check_real
 
 
 class Periodic(WithForm):
@@ -48,6 +48,11 @@ class OuterSteps(Anchored):
     """
 
     _outer: OuterOptimizer
+
+    def __init__(self, period: int, form: Form, outer_lr: float, outer_momentum: float = 0.0) -> None:
+        super().__init__(period, form)
+        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
+        self.outer_momentum = check_real("outer_momentum", outer_momentum, "at least 0 and below 1", example=0.9)
 
     def _step_by(
         self, outer: OuterFactory | None, own: OuterOptimizer, scope: Literal["own", "common"], **constants: float

@@ -64,9 +64,8 @@ class SparseLoCo(OuterSteps):
         outer_lr: float = 1.0,
         form: Form = "atc",
     ) -> None:
-        super().__init__(period, form)
+        super().__init__(period, form, outer_lr)
         self.decay = check_real("decay", decay, "at least 0 and below 1", example=0.9)
-        self.outer_lr = check_real("outer_lr", outer_lr, "above 0 and finite", example=0.7)
         self.compression: SparseQuantization = SparseQuantization(ratio, bits)
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
-from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, bits_per_second
+from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Lab, bits_per_second
 from gossip.lab.benchmarks.summaries import table
 from gossip.lab.experiments.validated_models import Model
 
@@ -49,6 +49,7 @@ class BenchmarkSettings(Model):
     local_size: int = Field(1, ge=1)
     network: Literal["loopback", "lab"] = "loopback"
     links: Links = ("200mbit",)
+    last_link: Link | None = None
     num_threads: int = Field(1, ge=1, alias="threads")
     timeout_s: PositiveFloat = 120.0
 
@@ -71,6 +72,11 @@ class BenchmarkSettings(Model):
     def link(self) -> str | None:
         """The link of a case; None on loopback."""
         return self.links[0] if self.network == "lab" else None
+
+    def make_lab(self) -> Lab:
+        """Make the lab of a case, which has one."""
+        rates = [None if link is None else bits_per_second(link) for link in (self.link, self.last_link)]
+        return Lab(self.num_hosts, *rates)
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         """Yield the settings of each case, and a name for the folder of its records."""

@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, PositiveFloat, model_validator
 from gossip import LaunchError
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Write
 from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER, TIMEOUT, end_with_parent
-from gossip.lab.benchmarks.network.shaped_hosts import BRIDGE_ADDRESS, Lab, bits_per_second, store_at
+from gossip.lab.benchmarks.network.shaped_hosts import BRIDGE_ADDRESS, Lab, store_at
 from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.run_figures import drawn
@@ -147,7 +147,7 @@ class Failures(Benchmark[FailuresSettings, Run]):
         with contextlib.ExitStack() as stack:
             lab = None
             if case.link is not None:
-                lab = stack.enter_context(contextlib.closing(Lab(case.num_hosts, bits_per_second(case.link))))
+                lab = stack.enter_context(contextlib.closing(case.make_lab()))
                 stack.enter_context(lab.on_bridge())
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             write(_Supervised(case, Path(folder), lab).run().model_dump())

@@ -19,7 +19,7 @@ from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place,
 from gossip.lab.benchmarks.compression_speed import CompressionSpeed
 from gossip.lab.benchmarks.failures import Failures
 from gossip.lab.benchmarks.large_model import LargeModel
-from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, bits_per_second, enter
+from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, enter
 from gossip.lab.benchmarks.overhead import Overhead
 from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.step_time import StepTime
@@ -62,7 +62,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
     for case_name, case in settings.cases():
         logger.info("{}: {} ranks on {}", case_name, case.world_size, case.network)
         records = _measured(case, folder / case_name) if benchmark.resumes else []
-        lab = None if case.link is None or benchmark.starts_ranks else Lab(case.num_hosts, bits_per_second(case.link))
+        lab = None if case.link is None or benchmark.starts_ranks else case.make_lab()
         if not records and (placement is None or placement.rank == 0):
             for path in (folder / case_name / _SETTINGS, *record_files(folder / case_name)):
                 path.unlink(missing_ok=True)  # of other settings

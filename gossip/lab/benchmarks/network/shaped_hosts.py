@@ -110,13 +110,14 @@ def bits_per_second(rate: str) -> int:
 class Lab:
     """Hosts on a bridge, at most :data:`MAX_HOSTS`; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
-    The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory.
+    The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory. The
+    link of the last host may have another one, ``last_rate``.
     A ConfigurationError says in one line why the lab cannot be created on this machine or by this user.
     """
 
     interface = "eth0"
 
-    def __init__(self, num_hosts: int, rate: int | None = None) -> None:
+    def __init__(self, num_hosts: int, rate: int | None = None, last_rate: int | None = None) -> None:
         if missing := what_is_missing():
             raise ConfigurationError(f"no lab: {missing}")
         with contextlib.ExitStack() as stack:
@@ -133,6 +134,8 @@ class Lab:
                 self._connect(rank)
             if rate is not None:
                 self.shape(rate)
+            if last_rate is not None:
+                self.shape(last_rate, num_hosts - 1)
             self._resources = stack.pop_all()
 
     def _connect(self, rank: int) -> None:
@@ -170,14 +173,14 @@ class Lab:
         """Return the paths of the hosts' namespaces, which other processes can enter."""
         return [host.path for host in self._hosts]
 
-    def shape(self, rate: int) -> None:
-        """Limit every link to a rate in bits per second, each way, at once, even while packets are in flight."""
+    def shape(self, rate: int, first: int = 0) -> None:
+        """Limit the links of the hosts from ``first`` on to a rate in bits per second, each way, even while in use."""
         burst_bytes = max(_MIN_BURST_BYTES, round(_BURST_S * rate / 8))
         queue_bytes = burst_bytes + max(_MIN_QUEUE_BYTES, round(_QUEUE_S * rate / 8))
         shaping = f"root tbf rate {rate}bit burst {burst_bytes} limit {queue_bytes}"
-        ports = (f"qdisc replace dev port{rank} {shaping}" for rank in range(len(self._hosts)))
+        ports = (f"qdisc replace dev port{rank} {shaping}" for rank in range(first, len(self._hosts)))
         _batch(self._bridge, "tc", *ports)
-        for host in self._hosts:
+        for host in self._hosts[first:]:
             _batch(host, "tc", f"qdisc replace dev {self.interface} {shaping}")
 
     def set_link(self, host: int, state: Literal["up", "down"]) -> None:

@@ -49,6 +49,9 @@ def test_lab_shapes_every_link_both_ways_and_sets_the_congestion_control(two_hos
         bridge, *hosts = map(queues, (two_hosts._bridge, *two_hosts._hosts))
         assert bridge.count("tbf") == bridge.count(said) == 2
         assert [host.count(said) for host in hosts] == [1, 1]
+    two_hosts.shape(1_000_000_000, 1)
+    assert ["rate 1Gbit" in queues(host) for host in two_hosts._hosts] == [False, True]
+    assert queues(two_hosts._bridge).count("rate 1Gbit") == 1
     for rank in range(2):
         with two_hosts.entered(rank), socket.socket() as connection:
             connection.setblocking(False)
