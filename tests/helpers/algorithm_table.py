@@ -155,6 +155,11 @@ ROWS: dict[str, Row] = {
     **in_both_forms("quasi_global_integral", "atc", Row(recursions.QuasiGlobalIntegral, CHANGING, momentum=0.0)),
     **in_both_forms("quasi_global_momentum", "atc", Row(recursions.QuasiGlobalMomentum, CHANGING, momentum=0.0)),
     "heavy_ball": Row(recursions.HeavyBall, CHANGING),  # that of the page on algorithms of one's own
+    **in_both_forms(
+        "integral_correction(second moments)",
+        "atc",
+        Row(recursions.SharedSecondMoments, CHANGING, options={"second_moment": "exchange"}, momentum=None),
+    ),
 }
 
 

@@ -262,6 +262,23 @@ class IntegralCorrection(Recursion):
         self.x = self.x + self.sgd(gradients, updated, step) + self.correction
 
 
+class SharedSecondMoments(IntegralCorrection):
+    """With torch.optim.Adam, whose second moments are mixed like the values, but without gamma."""
+
+    def begin(self) -> None:
+        super().begin()
+        DESLOC.begin(self)
+
+    def combine(self, step: int) -> None:
+        super().combine(step)
+        self.moments[1] = self.matrix(step) @ self.moments[1]
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        DESLOC.update(self, step, gradients, updated)
+        self.correction = self.correction * self.ratio(step)
+        self.x = self.x + self.correction
+
+
 class QuasiGlobalMomentum(Recursion):
     beta = 0.9
 
