@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_ranks
 from small_runs import assert_same, loss_of, make_module
 from small_runs import wrap as wrap_small
 from torch import nn
@@ -74,7 +74,8 @@ def train(factory: str, algorithm: str, with_closure: bool) -> tuple[list[torch.
     return values, losses, events
 
 
-def train_with_and_without_closure() -> None:
+@on_ranks(2)
+def test_closure_makes_the_steps_of_the_loop_without_one() -> None:
     for factory, algorithm in itertools.product(FACTORIES, ("adapt_while_communicating", "adapt_then_combine")):
         with_closure = train(factory, algorithm, with_closure=True)
         without = train(factory, algorithm, with_closure=False)
@@ -84,10 +85,6 @@ def train_with_and_without_closure() -> None:
         if algorithm == "adapt_while_communicating":  # messages travel while gradients are taken
             second_step = with_closure[2][with_closure[2].index("stepped") + 1 :]
             assert second_step[:2] == ["gradients", "mixed"]
-
-
-def test_closure_makes_the_steps_of_the_loop_without_one() -> None:
-    run_ranks(train_with_and_without_closure, world_size=2)
 
 
 def test_closure_that_raises_leaves_the_model_usable() -> None:

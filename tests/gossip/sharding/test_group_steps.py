@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_models import make_sharded, values_of
 from small_runs import SGD
 from torch import nn
@@ -91,8 +91,10 @@ def test_with_optimizer_steps_a_group_is_idle_together(way: str) -> None:
         assert "step_in_backward=False all ranks of a group must be idle together" in found[rank]
 
 
-def refuse_steps_without_gradients(way: str) -> None:
-    """Of gradients that were not averaged, or that a loop wrote itself."""
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_steps_whose_gradients_were_not_averaged_are_refused(way: str) -> None:
+    """Or that a loop wrote itself."""
     with wrap(Net(), way, step_in_backward=False) as model:
         with model.no_sync():
             loss_of(model, inputs(0)).backward()
@@ -107,8 +109,9 @@ def refuse_steps_without_gradients(way: str) -> None:
             model.optimizer.step()
 
 
-def step_and_measure(way: str) -> None:
-    refuse_steps_without_gradients(way)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_norms_are_those_of_the_whole_group(way: str) -> None:
     with wrap(Net(), way, step_in_backward=False) as model:
         loss_of(model, inputs(0)).backward()
         assert math.isfinite(model.clip_grad_norm_(1.0, norm_type=math.inf))
@@ -124,32 +127,24 @@ def step_and_measure(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_and_norms_are_those_of_the_whole_group(way: str) -> None:
-    run_ranks(step_and_measure, way, world_size=4)
-
-
-def resume_accumulated(way: str, folder: Path) -> None:
+@on_ranks(4)
+def test_accumulated_gradients_are_in_a_checkpoint(way: str, tmp_path: Path) -> None:
     module = Net()
     with wrap(module, way) as model:
         loss_of(model, inputs(0)).backward()
         with model.no_sync():
             loss_of(model, inputs(1)).backward()
-        gossip.save(model, folder)
+        gossip.save(model, tmp_path)
         loss_of(model, inputs(2)).backward()
         wanted = values_of(module)
-        gossip.load(model, folder)
+        gossip.load(model, tmp_path)
         loss_of(model, inputs(2)).backward()
         assert torch.equal(values_of(module), wanted)
     module = Net()
     with wrap(module, way) as model:
-        gossip.load(model, folder)
+        gossip.load(model, tmp_path)
         loss_of(model, inputs(2)).backward()
         assert torch.equal(values_of(module), wanted)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_accumulated_gradients_are_in_a_checkpoint(way: str, tmp_path: Path) -> None:
-    run_ranks(resume_accumulated, way, tmp_path, world_size=4)
 
 
 class Failing(Net):

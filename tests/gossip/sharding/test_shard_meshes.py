@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, run_ranks
+from ranks import error_of, on_ranks, run_ranks
 from sharded_models import ADAMW, make_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,15 +54,12 @@ REFUSED: dict[Callable[[], None], str] = {
 """What all ranks do, and the error that they all get."""
 
 
-def refuse() -> None:
+@on_ranks(4)
+def test_meshes_that_are_not_the_modules_are_refused_in_one_line() -> None:
     for make, text in REFUSED.items():
         with pytest.raises(ValueError, match=text) as caught:
             make()
         assert "\n" not in str(caught.value)
-
-
-def test_meshes_that_are_not_the_modules_are_refused_in_one_line() -> None:
-    run_ranks(refuse, world_size=4)
 
 
 ODD_RANK = 1

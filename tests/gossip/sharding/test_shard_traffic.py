@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_models import ADAMW, make_sharded
 from tiers import rest_is_slow
 from torch import nn
@@ -122,7 +122,9 @@ def test_a_rank_keeps_its_share_of_a_replica_between_steps() -> None:
         assert 2 * moments == of_optimizer
 
 
-def train_without_the_process_group() -> None:
+@on_ranks(4)
+def test_groups_of_two_gather_and_reduce_through_memory_while_the_model_is_open() -> None:
+    """The way that a user has set for a layer is left alone."""
     module = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     module, options = make_sharded(module, (2, 2), parts=("0", "1"))
     custom = mock.Mock()
@@ -141,8 +143,3 @@ def train_without_the_process_group() -> None:
     assert after == before
     custom.assert_not_called()
     assert module[0](torch.ones(2, SIZE)).shape == (2, SIZE)
-
-
-def test_groups_of_two_gather_and_reduce_through_memory_while_the_model_is_open() -> None:
-    """The way that a user has set for a layer is left alone."""
-    run_ranks(train_without_the_process_group, world_size=4)

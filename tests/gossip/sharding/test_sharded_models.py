@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_models import ADAMW, groups_and_ranks, make_mesh, values_of
 from tiers import rest_is_slow
 from torch import nn
@@ -137,7 +137,9 @@ def test_ranks_of_a_group_may_use_other_parameters_and_be_idle(divided: str) -> 
         assert num_updated == 4, "what no rank of the group uses is not updated"
 
 
-def look_after_edits(divided: str) -> None:
+@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
+@on_ranks(4)
+def test_edits_averages_and_the_end_leave_the_module_whole(divided: str) -> None:
     """What is written between steps counts, and what was gathered before is not read again."""
     mesh = make_mesh(2, 2)
     module = Net().double()
@@ -170,13 +172,8 @@ def look_after_edits(divided: str) -> None:
     assert not torch.equal(values_of(module), before)
 
 
-@pytest.mark.parametrize("divided", ["all", "optimizer", "none"])
-def test_edits_averages_and_the_end_leave_the_module_whole(divided: str) -> None:
-    run_ranks(look_after_edits, divided, world_size=4)
-
-
-def watch_reductions() -> tuple[int, int]:
-    """How many reductions have begun, and ended, when the first layer's gradient is about to be made."""
+@on_ranks(2)
+def test_gradients_are_averaged_beside_the_backward_pass() -> None:
     mesh = make_mesh(1, 2)
     layers = [nn.Linear(4, 4) for _ in range(5)]
     module = nn.Sequential(*layers)
@@ -197,16 +194,16 @@ def watch_reductions() -> tuple[int, int]:
     layers[0].register_full_backward_pre_hook(lambda *_: found.append((len(begun), len(ended))))
     with mock.patch.object(RowCollectives, "begin_sum", begin_and_count):
         model(torch.randn(2, 4)).sum().backward()
-    return found[0]
+    # When the first layer's gradient is made, those of a weight and a bias of each later one: one still runs beside it.
+    assert found == [(8, 7)]
 
 
-def test_gradients_are_averaged_beside_the_backward_pass() -> None:
-    for begun, ended in run_ranks(watch_reductions, world_size=2):
-        assert begun == 8, "a weight and a bias of each of the four later layers"
-        assert ended == 7, "one runs beside the pass"
-
-
-def change_module(how: str, divided: str | None) -> None:
+@pytest.mark.parametrize(
+    ("how", "divided"),
+    [("unfrozen", "optimizer"), ("unfrozen", None), ("replaced", "optimizer"), ("added", "optimizer")],
+)
+@on_ranks(2)
+def test_a_module_that_was_changed_after_wrapping_is_refused(how: str, divided: str | None) -> None:
     mesh = make_mesh(2, 1) if divided else make_mesh(1, 2)
     module = Net() if divided else shard(Net(), mesh)
     with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided) as model:
@@ -222,14 +219,6 @@ def change_module(how: str, divided: str | None) -> None:
         with GossipDataParallel(module, ADAMW, "ring", mesh=mesh, shard=divided) as model:
             loss_of(model, torch.ones(2, 6)).backward()
             assert model.step == 1
-
-
-@pytest.mark.parametrize(
-    ("how", "divided"),
-    [("unfrozen", "optimizer"), ("unfrozen", None), ("replaced", "optimizer"), ("added", "optimizer")],
-)
-def test_a_module_that_was_changed_after_wrapping_is_refused(how: str, divided: str | None) -> None:
-    run_ranks(change_module, how, divided, world_size=2)
 
 
 def in_part(mesh: DeviceMesh) -> nn.Module:
@@ -300,18 +289,16 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any], str]
 }
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused() -> None:
     mesh = make_mesh(2, 1)
     for make, options, text in REFUSED.values():
         with pytest.raises((ValueError, TypeError), match=text):
             GossipDataParallel(make(mesh), **{"optimizer": ADAMW, "topology": "ring", "mesh": mesh, **options})
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
-    run_ranks(refuse, world_size=2)
-
-
-def make_wrong_meshes() -> None:
+@on_ranks(3)
+def test_a_local_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"local_size must be a number of ranks that divides the 3 there are, got 2"):
         make_shard_mesh(2)
     with pytest.raises(ValueError, match=r'device_type must be "cpu", or "cuda" .*, got .gpu.'):
@@ -333,7 +320,6 @@ def test_the_mesh_follows_launch() -> None:
         launch(shape_of_mesh, world_size=4, local_size=3)
 
 
-def test_a_local_size_that_does_not_divide_the_ranks_is_refused() -> None:
-    run_ranks(make_wrong_meshes, world_size=3)
+def test_a_mesh_without_ranks_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"start the function with gossip.launch"):
         make_shard_mesh(2)
