@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +10,9 @@ import pytest
 import torch
 from covering import covering
 from ranks import run_ranks
-from small_runs import dense_recursion
+from small_runs import rows_after
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 import topologies
 from gossip import GossipDataParallel, VirtualWorkers
@@ -49,40 +49,25 @@ def compositions(world_size: int) -> tuple[Topology, ...]:
     )
 
 
-class Momentum:
-    """torch.optim.SGD with momentum and coupled weight decay."""
+def updates_by(make: Callable[..., torch.optim.Optimizer]) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Those of all ranks' values, [n, numel], by one optimizer, which updates each element by itself."""
+    values = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    optimizer = make([values])
 
-    lr, momentum, weight_decay = 0.1, 0.9, 0.01
-    buffer: np.ndarray | float = 0.0
+    def update(x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+        values.data, values.grad = torch.from_numpy(x.copy()), torch.from_numpy(gradients)
+        optimizer.step()
+        return values.detach().numpy()
 
-    def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
-        self.buffer = self.momentum * self.buffer + gradients + self.weight_decay * x
-        return x - self.lr * self.buffer
-
-
-class AdamW:
-    """torch.optim.AdamW: decoupled weight decay acts on the mixed parameters."""
-
-    lr, betas, weight_decay = 0.01, (0.9, 0.99), 0.1
-    first: np.ndarray | float = 0.0
-    second: np.ndarray | float = 0.0
-    step = 0
-
-    def __call__(self, x: np.ndarray, gradients: np.ndarray) -> np.ndarray:
-        self.step += 1
-        self.first = self.betas[0] * self.first + (1 - self.betas[0]) * gradients
-        self.second = self.betas[1] * self.second + (1 - self.betas[1]) * gradients**2
-        first = self.first / (1 - self.betas[0] ** self.step)
-        second = self.second / (1 - self.betas[1] ** self.step)
-        return x * (1 - self.lr * self.weight_decay) - self.lr * first / (np.sqrt(second) + 1e-8)
+    return update
 
 
 NUM_STEPS = 10
 ALGORITHMS = ("adapt_while_communicating", "adapt_then_combine")
 DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-11)}
 OPTIMIZERS = {
-    "momentum": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), Momentum),
-    "adamw": (functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1), AdamW),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
 }
 # 71 bytes: most parameters alone, some larger than the bucket; 300: they share three unevenly.
 BUCKET_BYTES = {"float32": 71, "float64": 300}
@@ -109,7 +94,7 @@ class Case(NamedTuple):
         """Of the wrapper, and of virtual workers."""
         return {
             "module": make_module(self.torch_dtype),
-            "optimizer": OPTIMIZERS[self.optimizer][0],
+            "optimizer": OPTIMIZERS[self.optimizer],
             "topology": topology_cases(self.world_size)[self.topology],
             "algorithm": self.algorithm,
             "bucket_cap_mb": BUCKET_BYTES[self.dtype] / 2**20,
@@ -194,20 +179,13 @@ def distributed_results(world_size: int) -> dict[Case, np.ndarray]:
 @functools.cache
 def dense_results(case: Case) -> np.ndarray:
     """The same, by the recursion."""
-    module = make_module(case.torch_dtype).double()
-
-    def gradient(rank: int, step: int, x: np.ndarray) -> np.ndarray:
-        vector_to_parameters(torch.from_numpy(x), module.parameters())
-        module.zero_grad()
-        loss_of(module, range(rank, rank + 1), step, torch.float64).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in module.parameters()]).numpy()
-
-    return dense_recursion(
-        topology_cases(case.world_size)[case.topology],
-        parameters_to_vector(module.parameters()).detach().numpy().copy(),
-        gradient,
-        OPTIMIZERS[case.optimizer][1](),
-        NUM_STEPS,
+    return rows_after(
+        range(NUM_STEPS),
+        case.world_size,
+        make=lambda: make_module(case.torch_dtype).double(),
+        loss=lambda module, rank, step: loss_of(module, range(rank, rank + 1), step, torch.float64),
+        topology=topology_cases(case.world_size)[case.topology],
+        update=updates_by(OPTIMIZERS[case.optimizer]),
         combines_first=case.algorithm == "adapt_then_combine",
     )
 
