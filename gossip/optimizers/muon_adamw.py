@@ -97,10 +97,7 @@ class MuonAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; ``closure``, if given, is evaluated once, before that."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             part: Any = object.__new__(Muon if "ns_steps" in group else AdamW)
             part.__dict__.update(self.__dict__)
