@@ -37,6 +37,7 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.third.weight = self.second.weight
         self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)

@@ -18,7 +18,6 @@ class Layouts(Awkward):
     """And channels_last in 3d, elements with gaps between them, float64, one parameter of many buckets' size."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
         super().__init__()
         self.volume = nn.Conv3d(2, 2, 2).to(memory_format=torch.channels_last_3d)
         self.strided = nn.Parameter(torch.randn(6, 8)[::2, ::2])

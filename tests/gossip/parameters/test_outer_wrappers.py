@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import error_of, on_ranks
-from small_runs import SGD
+from small_runs import SGD, batch, make_module
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -14,11 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gossip import GossipDataParallel, GossipError
 
 CPU = torch.device("cpu")
-
-
-def make_module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def wrap(module: nn.Module) -> GossipDataParallel:
@@ -48,7 +43,7 @@ def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) 
     model = wrap(make_module())
     before = [parameter.detach().clone() for parameter in make_module().parameters()]
     around, name = AROUND[way]
-    text = error_of(GossipError, around(model), torch.ones(5, 3))
+    text = error_of(GossipError, around(model), batch(0, 0))
     assert name in text
     assert "gossip.integrations.accelerate.prepare" in text
     assert "gossip.integrations.transformers.GossipTrainer" in text
@@ -56,7 +51,7 @@ def test_model_inside_another_wrapper_is_refused_at_its_first_forward(way: str) 
         model.__exit__(GossipError)
         return
     if way == "DDP":  # nothing has been broken
-        model(torch.ones(5, 3)).sum().backward()
+        model(batch(0, 0)).sum().backward()
         assert model.step == 1
         assert not torch.equal(model.module[2].weight, before[2])
     model.close()

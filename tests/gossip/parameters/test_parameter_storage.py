@@ -21,11 +21,6 @@ from gossip.parameters.buckets import make_buckets
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
 
 
-def make_module() -> Awkward:
-    torch.manual_seed(0)
-    return Awkward()
-
-
 def train(model: nn.Module, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step + (100 * dist.get_rank() if dist.is_initialized() else 0))
@@ -64,7 +59,7 @@ def test_storage_is_the_parameters_part_of_the_block(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_have_memory_of_their_own(copied: Any) -> None:
-    with GossipDataParallel(make_module(), SGD) as model:
+    with GossipDataParallel(Awkward(), SGD) as model:
         other = copied(model)
         assert_own_storages(other)
         assert copied(model.module.first.bias).untyped_storage().nbytes() == 4 * 4
@@ -118,8 +113,8 @@ def test_write_to_the_block_is_seen_by_autograd() -> None:
 @on_ranks(2)
 def test_files_hold_every_tensor_and_nothing_else(when: str, tmp_path: Path) -> None:
     """What is saved is as long as what an equal module that was never wrapped gives, and reads back the same."""
-    plain = make_module()
-    model = GossipDataParallel(make_module(), SGD, "complete")
+    plain = Awkward()
+    model = GossipDataParallel(Awkward(), SGD, "complete")
     train(model, range(2))
     model.global_avg()
     if when == "after close":
@@ -138,7 +133,7 @@ def test_files_hold_every_tensor_and_nothing_else(when: str, tmp_path: Path) -> 
     assert_equal_states(safetensors.torch.load_file(path), {name: plain.state_dict()[name] for name in values})
     path.unlink()
     safetensors.torch.save_model(module, str(path))
-    found = make_module()
+    found = Awkward()
     assert safetensors.torch.load_model(found, path) == (set(), [])
     assert_equal_states(found.state_dict(), plain.state_dict())
     if when != "after close":

@@ -148,7 +148,6 @@ def test_a_backward_pass_that_dies_is_forgotten() -> None:
     covering(itertools.product((SGD, ADAM), (71 / 2**20, 1.0), (torch.float64, torch.float32, torch.bfloat16))),
 )
 def test_awkward_parameters(optimizer: Any, bucket_cap_mb: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     module = Awkward().to(dtype)
     workers = make_workers(module, 3, optimizer, "ring", bucket_cap_mb=bucket_cap_mb)
     separate = Separate(module, 3, optimizer, "ring")
