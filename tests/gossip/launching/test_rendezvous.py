@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import yaml
 from faulty_models import FAULTY
 from free_ports import free_port
-from lone_ranks import PATIENCE_S, files_of, read, result_of, script, trained_by, wait_until
+from lone_ranks import files_of, read, result_of, script, trained_by, wait_until
 from repository import REPOSITORY
 from running import Running, run, run_folders, running, train
 
@@ -78,22 +78,17 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 def met(store: dist.TCPStore, *groups: str, timeout_s: float = 60) -> list[Met | str]:
     """How each of these processes takes part, of which a thread stands for each; or the error."""
-    found: list[Met | str] = [""] * len(groups)
 
-    def come(place: int, number: str) -> None:
+    def come(number: str) -> Met | str:
         where = find_rendezvous({"GOSSIP_STORE": f"127.0.0.1:{store.port}", "GOSSIP_GROUPS": number})
         assert where is not None
         try:
-            found[place] = meet(where, timedelta(seconds=timeout_s))
+            return meet(where, timedelta(seconds=timeout_s))
         except LaunchError as error:
-            found[place] = str(error)
+            return str(error)
 
-    threads = [threading.Thread(target=come, args=each) for each in enumerate(groups)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    return found
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(come, groups))
 
 
 def ranks(found: list[Met | str]) -> list[int | None]:
@@ -137,14 +132,11 @@ def test_founders_that_do_not_wrap_a_model_are_not_waited_for_for_ever(store: di
 
 @pytest.mark.usefixtures("store")
 def test_a_store_that_ends_meanwhile_is_not_waited_for() -> None:
-    texts: list[Met | str] = []
-    with lone_ranks.served() as (address, _):
+    with ThreadPoolExecutor(1) as threads, lone_ranks.served() as (address, _):
         other = dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), is_master=False)
-        waiting = threading.Thread(target=lambda: texts.extend(met(other, "2")))
-        waiting.start()
+        waiting = threads.submit(met, other, "2")
         wait_until(lambda: other.check(["gossip//0/0/process0"]))
-    waiting.join(PATIENCE_S)
-    assert re.search(r"the key-value store at 127.0.0.1:\d+ does not reply", str(texts[0]))
+    assert re.search(r"the key-value store at 127.0.0.1:\d+ does not reply", str(waiting.result()[0]))
 
 
 # ---------------------------------------------------------------------- ranks that train

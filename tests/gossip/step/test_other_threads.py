@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,19 +48,8 @@ class Meanwhile(nn.Module):
 
 def in_another_thread(function: Callable[[], object]) -> None:
     """Call it there and wait until it has ended, as it should: an exception is raised here."""
-    caught: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for error in caught:
-        raise error
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
 
 
 def wrap(module: nn.Module, mode: str = "in backward") -> GossipDataParallel:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,25 +45,20 @@ def test_stopping_after_the_same_step_on_all_ranks(world_size: int, lead: int, n
     store, ring = dist.HashStore(), Ring(world_size, lead)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
 
-    def other_rank(rank: int) -> None:
+    def other_rank(rank: int) -> int | None:
         with GracefulStop(store, rank, lambda: range(world_size), 1) as stopping:
             ring.train(rank, stopping, lambda _: None)
-        numbers.append(stopping.signal_number)
+        return stopping.signal_number
 
     def send(step: int) -> None:
         if step == 20:
             os.kill(os.getpid(), number)
 
-    numbers: list[int | None] = []
-    others = [threading.Thread(target=other_rank, args=(rank,)) for rank in range(1, world_size)]
-    for thread in others:
-        thread.start()
-    with GracefulStop(
-        store, 0, lambda: range(world_size), 1
-    ) as stopping:  # in the main thread: it gets the signal, and the others do not
-        ring.train(0, stopping, send)
-    for thread in others:
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(world_size) as threads:
+        numbers = threads.map(other_rank, range(1, world_size))
+        # In the main thread: it gets the signal, and the others do not.
+        with GracefulStop(store, 0, lambda: range(world_size), 1) as stopping:
+            ring.train(0, stopping, send)
     assert ring.steps == [ring.steps[0]] * world_size
     assert ring.steps[0] >= 20
     assert [stopping.signal_number, *numbers] == [number] * world_size
