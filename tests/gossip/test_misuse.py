@@ -1,6 +1,7 @@
 """What people who come from plain loops do: it works, or is refused with the reason, but never silently trains less."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -201,9 +202,7 @@ def test_usual_loop_works_under_adapt_then_combine() -> None:
     assert model.step == 5
     model.close()
 
-    def lbfgs(named: list) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS([parameter for _, parameter in named], lr=0.1, max_iter=2)
-
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2)
     model = GossipDataParallel(make_module(), lbfgs, "ring", **arguments)
 
     def closure() -> torch.Tensor:
