@@ -255,6 +255,20 @@ def stay(
 REPEATED = ("algorithm", "buffers", "clip_grad_norm", "compression", "optimizer", "topology")
 
 
+def make_workers(recording: Recording, numel: int, module: nn.Module | None = None, **options: Any) -> VirtualWorkers:
+    """Of the model of :func:`make_model`, or of another module; they repeat the recording."""
+    chosen = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE), "bucket_cap_mb": numel * 8 / 2**20} | options
+    size = len(recording.num_steps)
+    return VirtualWorkers(
+        module or Rows(numel), size, replay=recording, loss_reduction="sum", devices=["cpu"], **chosen
+    )
+
+
+def values_of(workers: VirtualWorkers) -> torch.Tensor:
+    """Of all replicas, [n, 2, numel]."""
+    return torch.stack([stack.detach() for stack in workers.parameters()], 1)
+
+
 def replay(
     recording: Recording,
     numel: int,
@@ -267,17 +281,14 @@ def replay(
 
     ``returned`` says by number which ranks had been there before, and with which number.
     """
-    size = len(recording.num_steps)
-    chosen = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE)}
-    chosen |= {name: value for name, value in options.items() if name in REPEATED}
-    shape: dict[str, Any] = {"bucket_cap_mb": numel * 8 / 2**20, "loss_reduction": "sum", "devices": ["cpu"]}
-    workers = VirtualWorkers(Rows(numel), size, replay=recording, **chosen, **shape)
-    samples = torch.stack([targets((returned or {}).get(rank, rank), numel) for rank in range(size)])
+    workers = make_workers(recording, numel, **{name: options[name] for name in REPEATED if name in options})
+    ranks = range(workers.world_size)
+    samples = torch.stack([targets((returned or {}).get(rank, rank), numel) for rank in ranks])
     for step in range(num_steps + 1):
-        yield workers, torch.stack([stack.detach() for stack in workers.parameters()], 1)
+        yield workers, values_of(workers)
         if step < num_steps:
             if weigh is not None:
-                workers.weigh([weigh(rank) for rank in range(size)])
+                workers.weigh([weigh(rank) for rank in ranks])
             workers(samples).sum().backward()
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import elastic_ranks
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, Rows, flat, make_model, make_steps, replay, run, targets
+from elastic_ranks import RATE, Rows, flat, make_model, make_steps, replay, run, targets, values_of
 
 import gossip
 import topologies
@@ -28,18 +29,14 @@ def begun(*events: Event, num_ranks: int = 3, num_buckets: int = 2) -> Recording
     return Recording([Members(0, 0, 0, [0, 1, 2], "base", num_buckets), *events], [9] * num_ranks)
 
 
-def make_workers(
-    recording: Recording, topology: Any = "ring", module: torch.nn.Module | None = None, **options: Any
-) -> VirtualWorkers:
-    chosen: dict[str, Any] = {"optimizer": functools.partial(torch.optim.SGD, lr=RATE), "loss_reduction": "sum"}
-    chosen |= {"bucket_cap_mb": NUMEL * 8 / 2**20, "devices": ["cpu"], "replay": recording} | options
-    return VirtualWorkers(module or Rows(NUMEL), len(recording.num_steps), topology=topology, **chosen)
+def make_workers(recording: Recording, topology: Any = "ring", **options: Any) -> VirtualWorkers:
+    return elastic_ranks.make_workers(recording, NUMEL, topology=topology, **options)
 
 
 def make_step(workers: VirtualWorkers) -> torch.Tensor:
     """The replicas' values after it, [n, 2, numel]."""
     workers(torch.stack([targets(rank, NUMEL) for rank in range(workers.world_size)])).sum().backward()
-    return torch.stack([stack.detach() for stack in workers.parameters()], 1)
+    return values_of(workers)
 
 
 def test_a_second_replay_has_the_bits_of_the_first() -> None:
@@ -134,7 +131,7 @@ def test_updates_and_statistics_are_counted_by_rank() -> None:
     optimizer = functools.partial(torch.optim.AdamW, lr=RATE)
     topology = topologies.build("ring", 3).every(100)
     recording = begun(*(Idle(rank, step) for rank, step in idle.items()), num_buckets=1)
-    workers = make_workers(recording, topology, Standing(), optimizer=optimizer, bucket_cap_mb=25)
+    workers = make_workers(recording, topology, module=Standing(), optimizer=optimizer, bucket_cap_mb=25)
     alone = [Standing() for _ in range(3)]
     optimizers = [optimizer(module.parameters()) for module in alone]
     for step in range(7):

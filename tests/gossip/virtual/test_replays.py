@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import unsupervised
-from elastic_ranks import RATE, TIMEOUT, Pair, Rows, flat, targets
+from elastic_ranks import RATE, Pair, flat, make_model, make_workers, targets, values_of
 from tiers import rest_is_slow
 
 import gossip
-from gossip import Average, GossipDataParallel, GossipError, Recording, VirtualWorkers
+from gossip import Average, GossipError, Recording
 
 NUMEL = 16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -33,16 +33,8 @@ def train(
 ) -> torch.Tensor:
     """The higher the rank, the slower it is."""
     rank = torch.distributed.get_rank()
-    with GossipDataParallel(
-        Pair(numel),
-        OPTIMIZERS[optimizer],
-        topology,
-        algorithm="asynchronous",
-        on_peer_loss="continue",
-        record=folder,
-        bucket_cap_mb=numel * 8 / 2**20,
-        timeout=TIMEOUT,
-    ) as model:
+    options = {"topology": topology, "optimizer": OPTIMIZERS[optimizer], "algorithm": "asynchronous", "record": folder}
+    with make_model(numel, options) as model:
         for step in range(num_steps[rank]):
             sample = noisy(rank, step, numel)
             for _ in range(30 * rank):
@@ -56,20 +48,11 @@ def train(
 
 def replay(recording: Recording, optimizer: str, numel: int = NUMEL) -> torch.Tensor:
     """All replicas' values, [n, 2, numel]."""
-    workers = VirtualWorkers(
-        Rows(numel),
-        len(recording.num_steps),
-        OPTIMIZERS[optimizer],
-        algorithm="asynchronous",
-        replay=recording,
-        bucket_cap_mb=numel * 8 / 2**20,
-        loss_reduction="sum",
-        devices=["cpu"],
-    )
+    workers = make_workers(recording, numel, algorithm="asynchronous", optimizer=OPTIMIZERS[optimizer])
     while any(step is not None for step in workers.next_steps):
         samples = [noisy(rank, 0 if step is None else step, numel) for rank, step in enumerate(workers.next_steps)]
         workers(torch.stack(samples)).sum().backward()
-    return torch.stack([stack.detach() for stack in workers.parameters()], 1)
+    return values_of(workers)
 
 
 @pytest.mark.parametrize(
@@ -102,18 +85,9 @@ def test_a_replay_is_the_run(
 
 
 def test_a_replay_is_not_saved(tmp_path: Any) -> None:
-    options = {"algorithm": "asynchronous", "replay": Recording([], [2, 2]), "devices": ["cpu"]}
-    workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["sgd"], "ring", **options)
+    workers = make_workers(Recording([], [2, 2]), NUMEL, algorithm="asynchronous")
     with pytest.raises(GossipError, match="a replay can be neither saved nor loaded"):
         gossip.save(workers, tmp_path)
-
-
-def test_optimizers_with_other_counters_are_refused() -> None:
-    options = {"algorithm": "asynchronous", "replay": Recording([], [2, 2]), "devices": ["cpu"]}
-    optimizer = functools.partial(torch.optim.NAdam, lr=RATE)
-    workers = VirtualWorkers(Rows(NUMEL), 2, optimizer, "ring", loss_reduction="sum", **options)
-    with pytest.raises(ValueError, match="NAdam keeps 'mu_product', which all replicas share"):
-        workers(torch.stack([noisy(0, 0), noisy(1, 0)])).sum().backward()
 
 
 def test_a_recording_that_contradicts_itself_is_refused() -> None:
@@ -133,9 +107,7 @@ def test_an_answer_may_be_as_late_as_its_bucket_allows() -> None:
 
 def test_adam_counts_the_updates_of_each_rank() -> None:
     """Ranks that never meet are as many plain trainings; the second one has no sample in its third step."""
-    recording = Recording([], [6, 6])
-    options: dict[str, Any] = {"algorithm": "asynchronous", "replay": recording, "devices": ["cpu"]}
-    workers = VirtualWorkers(Rows(NUMEL), 2, OPTIMIZERS["adamw"], loss_reduction="sum", **options)
+    workers = make_workers(Recording([], [6, 6]), NUMEL, algorithm="asynchronous", optimizer=OPTIMIZERS["adamw"])
     alone = [Pair(NUMEL) for _ in range(2)]
     optimizers = [OPTIMIZERS["adamw"](list(module.parameters())) for module in alone]
     for step in range(6):
@@ -146,5 +118,4 @@ def test_adam_counts_the_updates_of_each_rank() -> None:
             optimizers[rank].zero_grad()
             alone[rank](sample).backward()
             optimizers[rank].step()
-    found = torch.stack([stack.detach() for stack in workers.parameters()], 1)
-    torch.testing.assert_close(found, torch.stack([flat(module) for module in alone]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(values_of(workers), torch.stack([flat(module) for module in alone]), rtol=0, atol=1e-12)
