@@ -32,9 +32,15 @@ class Quadratic(nn.Module):
         self.second = nn.Parameter(torch.tensor(start[4:]))
 
     def forward(self, matrix: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-        x = torch.cat([self.first, self.second])
+        x = torch.cat([self.first.flatten(), self.second])
         loss: torch.Tensor = 0.5 * ((matrix @ x - target) ** 2).sum(-1)
         return loss if slope is None else loss + slope @ x
+
+
+def polar_factor(matrix: torch.Tensor, *_: object) -> torch.Tensor:
+    """That to which Muon's Newton-Schulz steps, which torch makes in bfloat16, converge."""
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
 
 
 def make_sharded(

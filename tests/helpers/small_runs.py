@@ -67,11 +67,17 @@ def in_every_mode(make: Callable[[], nn.Module] = make_module, **arguments: Any)
             yield model
 
 
+def optimizers_of(model: GossipDataParallel) -> Sequence[torch.optim.Optimizer]:
+    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
+
+
 def finish(model: GossipDataParallel) -> None:
     """What the usual loop does after backward, where it has to."""
-    if not model._arguments.step_in_backward:
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+    optimizers = () if model._arguments.step_in_backward else optimizers_of(model)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
 
 
 def train(model: GossipDataParallel, steps: range, loss: Loss = loss_of) -> None:

@@ -11,6 +11,7 @@ from algorithm_table import ROWS, make_algorithm, make_topology
 from examples import defined
 from quadratics import LEARNING_RATE, MOMENTUM, NUM_VALUES, Array, Problem, Sgd, constant
 from ranks import run_ranks
+from sharded_models import Quadratic, polar_factor
 from torch import nn
 
 import gossip
@@ -35,21 +36,10 @@ class DenseMuon(Sgd):
         return -self.rates(step) * np.where(is_matrix, polar, self.velocity)
 
 
-def polar_factor(matrix: torch.Tensor, *_: object) -> torch.Tensor:
-    """That to which Newton-Schulz steps, which torch makes in bfloat16, converge."""
-    left, _, right = torch.linalg.svd(matrix)
-    return left @ right
-
-
-class Quadratic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.tensor(PROBLEM.start[:4]).view(2, 2))
-        self.rest = nn.Parameter(torch.tensor(PROBLEM.start[4:]))
-
-    def forward(self, matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([self.matrix.flatten(), self.rest])
-        return 0.5 * ((matrix @ x - target) ** 2).sum(-1)
+def make_module() -> Quadratic:
+    module = Quadratic(PROBLEM.start)
+    module.first = nn.Parameter(module.first.detach().view(2, 2))
+    return module
 
 
 def muon_and_sgd(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, ...]:
@@ -76,7 +66,7 @@ def exact_polar_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_virtual_workers_make_the_dense_recursion(name: str) -> None:
     topology = make_topology(ROWS[name].topologies[0], WORLD_SIZE)
     workers = VirtualWorkers(
-        Quadratic(),
+        make_module(),
         WORLD_SIZE,
         muon_and_sgd,
         topology,
@@ -118,7 +108,7 @@ def train() -> dict[str, Array]:
     for name in IN_PROCESSES:
         topology = make_topology(ROWS[name].topologies[0], WORLD_SIZE)
         with GossipDataParallel(
-            Quadratic(), muon_and_sgd, topology, algorithm=make_algorithm(name), bucket_cap_mb=1e-5
+            make_module(), muon_and_sgd, topology, algorithm=make_algorithm(name), bucket_cap_mb=1e-5
         ) as model:
             matrix, target = torch.tensor(PROBLEM.matrices[model.rank]), torch.tensor(PROBLEM.targets[model.rank])
             for _ in range(NUM_STEPS):

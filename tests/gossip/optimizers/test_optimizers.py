@@ -9,40 +9,38 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas import SGD, assert_equal_states
-from small_runs import MODES, TINY_BUCKETS, assert_same, finish, loss_of, make_module
+from small_runs import MODES, TINY_BUCKETS, assert_same, finish, loss_of, make_module, optimizers_of
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gossip import GossipDataParallel, GossipError, UsesExchange
+from gossip import GossipDataParallel, GossipError, MuonAdamW, UsesExchange
 from topologies import Round, build
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in module.parameters() if parameter.ndim != 2]
-    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    return torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, 0.01, (0.9, 0.95), weight_decay=0.1)
 
 
+@pytest.mark.parametrize("as_one", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str) -> None:
+def test_muon_on_matrices_beside_adamw_on_the_rest(mode: str, as_one: bool) -> None:
     """With schedulers, without a warning, as the bare module is trained, bit for bit."""
     plain, module = make_module(), make_module()
     optimizers = muon_and_adamw(plain)
-    model = GossipDataParallel(module, muon_and_adamw(module), bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
+    made = functools.partial(MuonAdamW, lr=0.05, adamw_lr=0.01) if as_one else muon_and_adamw(module)
+    model = GossipDataParallel(module, made, bucket_cap_mb=TINY_BUCKETS, **MODES[mode])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        schedulers = [lr_scheduler.ExponentialLR(each, 0.9) for each in (*model.optimizer, *optimizers)]
+        schedulers = [lr_scheduler.ExponentialLR(each, 0.9) for each in (*optimizers_of(model), *optimizers)]
         for step in range(4):
             loss_of(plain, 0, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             loss_of(model, 0, step).backward()
-            if mode == "outside":
-                for optimizer in model.optimizer:
-                    optimizer.step()
-                for optimizer in model.optimizer:
-                    optimizer.zero_grad()
+            finish(model)
             for scheduler in schedulers:
                 scheduler.step()
     assert model.step == 4

@@ -1,7 +1,6 @@
 """``shard="optimizer"`` with an optimizer that needs whole matrices: each has one rank of the group that updates it."""
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded_models import MeshShape, make_sharded, values_of
+from sharded_models import MeshShape, make_sharded, polar_factor, values_of
+from small_runs import finish, optimizers_of
 from tiers import rest_is_slow
 from torch import nn
 
@@ -42,29 +42,17 @@ def adafactor(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([parameter for _, parameter in named], lr=0.01)
 
 
-def polar_factor(matrix: torch.Tensor, *_: object) -> torch.Tensor:
-    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    return left @ right
-
-
 def make_model(shape: MeshShape, shard: str, **options: Any) -> GossipDataParallel:
     module, of_mesh = make_sharded(Net(), shape, shard)
     arguments = {"optimizer": muon_and_adamw, "topology": "ring", "bucket_cap_mb": 3e-4} | options
     return GossipDataParallel(module, **arguments, **of_mesh)
 
 
-def optimizers_of(model: GossipDataParallel) -> Sequence[torch.optim.Optimizer]:
-    return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
-
-
 def train(model: GossipDataParallel, steps: range) -> torch.Tensor:
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         model(torch.randn(4, SIZES[0], generator=generator, dtype=torch.float64)).square().sum().backward()
-        if not model._arguments.step_in_backward:
-            for optimizer in optimizers_of(model):
-                optimizer.step()
-            model.zero_grad()
+        finish(model)
     model.state_dict()  # combines what is to be combined before the values are read
     return values_of(model.module)
 
