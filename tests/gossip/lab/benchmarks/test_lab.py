@@ -14,6 +14,7 @@ from lab_hosts import why_no_hosts
 from lone_ranks import wait_until
 from running import Running, program, running, written
 
+from gossip.lab.benchmarks import failures
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, Namespace
@@ -131,16 +132,9 @@ def test_lab_ends_with_its_controller(controller: Running) -> None:
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
         # A port goes with the interface at its other end, that with the host's namespace, that with its processes.
-        wait_until(lambda: not ports(bridge) and not any(map(is_alive, hosts)))
+        wait_until(lambda: not ports(bridge) and not any(map(failures._is_there, hosts)))
     finally:
         os.close(bridge)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def ports(bridge: int) -> list[str]:
