@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import topologies
-from gossip import Cluster, DiLoCo, IntegralCorrection, VirtualWorkers, Workload, simulate_time
+from gossip import Cluster, DiLoCo, FactoredGossip, IntegralCorrection, VirtualWorkers, Workload, simulate_time
 
 torch.set_num_threads(1)
 COLOURS = {"awc": "C0", "atc": "C1", "integral": "C2", "all-reduce": "black"}
@@ -88,15 +88,17 @@ def train(topology, algorithm):
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
     workers = VirtualWorkers(module, WORKERS, sgd, topology, algorithm=algorithm, devices=["cpu"])
     num_values, random = sum(parameter.numel() for parameter in module.parameters()), np.random.default_rng(1)
+    sent = 0
     for _ in range(STEPS):
         batch = torch.cat([share[random.integers(len(share), size=BATCH)] for share in shares])
         nn.functional.cross_entropy(workers(images[batch]), labels[batch]).backward()
+        sent += workers.stats().bytes_sent
     with torch.no_grad():
         outputs = workers(test_images.repeat(WORKERS, 1)).view(WORKERS, len(test_labels), 10)
         replicas = (outputs.argmax(-1) == test_labels).float().mean(-1)
         with workers.averaged() as average:
             accuracy = (average(test_images).argmax(-1) == test_labels).float().mean()
-    return float(accuracy), float(replicas.min()), workers.stats().bytes_sent / (4 * num_values)
+    return float(accuracy), float(replicas.min()), sent / STEPS / (4 * num_values)
 
 
 CASES = {
@@ -122,7 +124,7 @@ for name, (_, _, messages) in results.items():
     print(f"{name:18} {messages:.1f} messages per step")
 assert results["integral, atc"][1] > results["awc"][1] + 0.05  # the worst replica
 assert results["integral, atc"][0] > results["all-reduce"][0] - 0.02
-assert results["momentum tracking"][2] == 2 * results["awc"][2]
+assert round(results["momentum tracking"][2] / results["awc"][2], 6) == 2
 
 # %% [markdown]
 # - Gossip's average is a usable model, and its replicas are not.
@@ -144,24 +146,50 @@ for name in ("ring", "one_peer_exponential", "base", "random_matching"):
 # ## 4. When a message per step is too much
 #
 # DiLoCo and its kin make many local steps between averages. They send less, and the model is that of other steps: what
-# an average every 50 steps loses depends on the data, so measure it. What it gains in time can be predicted: a step of
-# 50 ms of computing, a model of 100 MB, links of 100 Mbit/s.
+# is lost depends on the data, so measure it. Where data differ as much as here, an average that is not exact costs
+# much: plain gossip every ten steps fails. **Factored gossip** makes DiLoCo's outer step on each worker, and mixes in
+# several rounds, one local step apart. With "hyper_hypercube" two rounds among four are the exact average of sixteen;
+# with one peer a round it takes four, and local steps before the last of them begin where workers differ.
+
+# %%
+fours = topologies.build("hyper_hypercube", WORKERS, k=3)
+one_peer = topologies.build("one_peer_exponential", WORKERS)
+OUTER = {
+    "gossip every 10 steps": (one_peer.every(10), "atc"),
+    "DiLoCo": ("complete", DiLoCo(10, outer_momentum=0.5)),
+    "factored, 4 rounds of one peer": (one_peer, FactoredGossip(10, form="atc", rounds=4)),
+    "factored, 2 rounds of three": (fours, FactoredGossip(10, form="atc", rounds=2)),
+}
+outer = {name: train(*case) for name, case in OUTER.items()}
+for name, (average, _, messages) in outer.items():
+    print(f"{name:30} {100 * average:.0f} %, {messages:.2f} messages per step")
+assert outer["factored, 2 rounds of three"][0] > outer["DiLoCo"][0] - 0.02
+assert outer["gossip every 10 steps"][0] < outer["factored, 4 rounds of one peer"][0] < outer["DiLoCo"][0]
+
+# %% [markdown]
+# Messages to single peers may be compressed, unlike sums that travel through an all-reduce: int8 makes a quarter of
+# them. What is gained in time can be predicted: a step of 50 ms of computing, a model of 100 MB, links of 100 Mbit/s.
 
 # %%
 cluster = Cluster(8, latency_us=1000, bandwidth_gbps=0.1, local_size=1)
 workload = Workload(forward_s=0.02, backward_s=0.03, bucket_bytes=(25_000_000,) * 4)
 one_peer, complete = (topologies.build(name, 8) for name in ("one_peer_exponential", "complete"))
+factored = FactoredGossip(50, form="atc", rounds=3)
 METHODS = {
     "all-reduce": simulate_time("ddp", cluster, workload, 20),
     "gossip, one peer": simulate_time(one_peer, cluster, workload, 20),
     "gossip, int4": simulate_time(one_peer, cluster, workload, 20, compression_ratio=8),
     "gossip every 8 steps, int4": simulate_time(one_peer.every(8), cluster, workload, 200, compression_ratio=8),
     "DiLoCo, every 50 steps": simulate_time(complete, cluster, workload, 200, algorithm=DiLoCo(50)),
+    "factored, every 50, int8": simulate_time(
+        one_peer, cluster, workload, 200, algorithm=factored, compression_ratio=4
+    ),
 }
 for name, run in METHODS.items():
     print(f"{name:27} {run.step_time_s:6.2f} s per step")
 assert METHODS["gossip, one peer"].step_time_s < 0.6 * METHODS["all-reduce"].step_time_s
 assert METHODS["DiLoCo, every 50 steps"].step_time_s < 0.1 * METHODS["all-reduce"].step_time_s
+assert METHODS["factored, every 50, int8"].step_time_s < 0.7 * METHODS["DiLoCo, every 50 steps"].step_time_s
 
 # %% [markdown]
 # ## 5. What to take
@@ -174,6 +202,6 @@ assert METHODS["DiLoCo, every 50 steps"].step_time_s < 0.1 * METHODS["all-reduce
 # | the same with Adam, if noise differs as well | `IntegralCorrection(second_moment="exchange")` |
 # | edges of one direction, or ranks that do not know who reads them | `push_sum` |
 # | a topology that mixes slowly | the same, on `topology.averaged_every(k)`; or `gossip_pga`, `slowmo` |
-# | links that cannot carry a message per step | int4, `topology.every(k)`, then `diloco`, `noloco`, `sparse_loco` |
+# | links that cannot carry a message per step | int4, `topology.every(k)`, then `diloco`, `factored_gossip` |
 #
 # `gossip sweep experiment=algorithms` compares them with all-reduce at equal effort of tuning, seed by seed.

@@ -32,13 +32,16 @@ class FactoredGossip(OuterSteps):
 
     Since an anchor does not change but by mixing, nothing that is mixed is stale. In the form "awc" the messages of a
     round are on their way during ``overlap`` local steps, and the next round follows; in "atc" they are awaited before
-    the next forward pass, so that the rounds are one local step apart. Three on "one_peer_exponential" give 8 ranks the
-    exact average. Outer step s is followed by the R rounds from (s + 1) R - 1 on. On "complete" the form "atc" is
-    DiLoCo: only the velocities differ between ranks, and their mean is DiLoCo's.
+    the next forward pass, so that the rounds are one local step apart. Outer step s is followed by the R rounds from
+    (s + 1) R - 1 on. On "complete" the form "atc" is DiLoCo: only the velocities differ between ranks, and their mean
+    is DiLoCo's.
+
+    Local steps that are made before anchors are mixed begin where ranks differ, which costs much where data do. Choose
+    ``overlap`` as small as the links allow, and a topology that is exact after few rounds: "one_peer_exponential" takes
+    three on 8 ranks, and "hyper_hypercube" with k=3 takes two on 16.
 
     Sends R messages every H steps, and keeps two tensors per bucket. Works with any doubly stochastic W. Use it where
-    links are too slow for a message per step, and no collective over all ranks is reliable. The sooner the anchors are
-    mixed, the fewer local steps start from anchors that differ: choose ``overlap`` as small as the links allow.
+    links are too slow for a message per step, and no collective over all ranks is reliable.
 
     Parameters
     ----------
