@@ -113,13 +113,19 @@ def test_what_is_written_while_messages_are_on_their_way_is_kept(algorithm: Algo
         torch.testing.assert_close(stack.detach().mean(0), mean + 1.0, rtol=0, atol=1e-12)
 
 
-def test_factored_gossip_on_the_complete_graph_is_diloco() -> None:
-    found = []
-    for algorithm in (DiLoCo(period=3), gossip.FactoredGossip(period=3, form="atc", outer_lr=0.7, outer_momentum=0.9)):
-        workers = small(algorithm=algorithm)
-        for number in range(9):
+@pytest.mark.parametrize(("topology", "rounds"), [("complete", 1), ("one_peer_hypercube", 2)])
+def test_factored_gossip_whose_rounds_are_exact_before_local_steps_begin_is_diloco(topology: str, rounds: int) -> None:
+    idle, found = rounds - 1, []
+    factored = gossip.FactoredGossip(3 + idle, form="atc", outer_lr=0.7, outer_momentum=0.9, rounds=rounds)
+    for algorithm, graph in ((DiLoCo(3), "complete"), (factored, topology)):
+        workers = small(algorithm=algorithm, topology=graph, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+        for number in range(12):
+            if number % 3 == 0 and algorithm is factored:
+                for _ in range(idle):
+                    workers.idle_step()
             step(workers, number)
-        found.append(torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1))
+            if number == 10:
+                found.append(torch.cat([stack.detach().flatten(1) for stack in workers.parameters()], 1))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
 
 
