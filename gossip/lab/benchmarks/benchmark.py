@@ -59,6 +59,10 @@ class BenchmarkSettings(Model):
             raise ValueError(
                 f"local_size={self.local_size} does not divide world_size={self.world_size}; every host has as many"
             )
+        if self.network == "loopback" and self.last_link is not None:
+            raise ValueError(
+                f"last_link={self.last_link}: network=loopback has no links; set network=lab, or leave it out"
+            )
         if self.network == "lab" and self.num_hosts > MAX_HOSTS:
             raise ValueError(f"world_size must be at most {MAX_HOSTS} in the lab, got {self.world_size}")
         return self

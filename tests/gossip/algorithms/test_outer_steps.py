@@ -71,9 +71,10 @@ def step(workers: VirtualWorkers, number: int) -> None:
         gossip.GASLoC(period=2),
         gossip.FactoredGossip(period=2, outer_momentum=0.0),
         StreamingDiLoCo(period=2, parts=1, overlap=1, outer_momentum=0.0),
+        StreamingDiLoCo(period=2, parts=1, overlap=1, outer_momentum=0.0, eager=True),
         RelaySum(),
     ],
-    ids=lambda algorithm: type(algorithm).__name__,
+    ids=lambda algorithm: algorithm.describe(),
 )
 def test_an_average_of_everything_becomes_the_anchor(algorithm: Algorithm) -> None:
     workers = small(topology="path" if isinstance(algorithm, RelaySum) else "complete", algorithm=algorithm)

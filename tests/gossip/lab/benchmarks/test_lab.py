@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_hosts import why_no_hosts
@@ -15,6 +16,7 @@ from lone_ranks import wait_until
 from running import Running, program, running, written
 
 from gossip.lab.benchmarks import failures
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings
 from gossip.lab.benchmarks.network import shaped_hosts
 from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.network.shaped_hosts import Lab, Namespace
@@ -50,15 +52,24 @@ def test_lab_shapes_every_link_both_ways_and_sets_the_congestion_control(two_hos
         bridge, *hosts = map(queues, (two_hosts._bridge, *two_hosts._hosts))
         assert bridge.count("tbf") == bridge.count(said) == 2
         assert [host.count(said) for host in hosts] == [1, 1]
-    two_hosts.shape(1_000_000_000, 1)
-    assert ["rate 1Gbit" in queues(host) for host in two_hosts._hosts] == [False, True]
-    assert queues(two_hosts._bridge).count("rate 1Gbit") == 1
     for rank in range(2):
         with two_hosts.entered(rank), socket.socket() as connection:
             connection.setblocking(False)
             connection.connect_ex((two_hosts.address(1 - rank), 9))
             name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert name.rstrip(b"\0") == b"cubic"
+
+
+@pytest.mark.root
+def test_the_link_of_the_last_host_may_be_another_one() -> None:
+    options: dict[str, Any] = {"world_size": 3, "links": "1gbit", "last_link": "50mbit"}
+    with contextlib.closing(BenchmarkSettings(network="lab", **options).make_lab()) as lab:
+        said = [queues(host) for host in lab._hosts]
+        assert ["rate 50Mbit" in each for each in said] == [False, False, True]
+        assert ["rate 1Gbit" in each for each in said] == [True, True, False]
+        assert queues(lab._bridge).count("rate 50Mbit") == 1
+    with pytest.raises(ValueError, match="last_link=50mbit: network=loopback has no links; set network=lab"):
+        BenchmarkSettings(network="loopback", **options)
 
 
 @pytest.mark.root
