@@ -24,7 +24,7 @@ def start(preload: Sequence[str]) -> None:
     """
     _keep_sockets_reachable()
     # torch.optim imports torch._dynamo when the first optimizer is built, which takes seconds on every rank.
-    forkserver.set_forkserver_preload([COMPILER, *preload])
+    forkserver.set_forkserver_preload([COMPILER, *preload, "gossip.launching.frozen_imports"])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         resource_tracker.ensure_running()  # the server would start it, and that unblocks SIGINT

@@ -6,7 +6,6 @@ launcher: a worker exits when its launcher is gone, for whatever reason.
 
 import contextlib
 import errno
-import gc
 import multiprocessing
 import os
 import pickle
@@ -350,7 +349,6 @@ def _work(
     """
     global _is_worker
     _is_worker = True
-    gc.freeze()  # a collection that walks over the fork server's imports would copy all their memory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives it too, and ends the workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the fork server blocks it
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost if the process is ended

@@ -5,7 +5,6 @@ starts is forked too, before the program has begun to run: the fork server of it
 """
 
 import atexit
-import gc
 import json
 import multiprocessing
 import os
@@ -78,7 +77,6 @@ def _run(
     arguments: list[str], environment: dict[str, str], folder: Path, outputs: list[Connection], key: bytes | None
 ) -> None:
     """The program's whole life."""
-    gc.freeze()  # a collection that walked over what the fork server has imported would copy all of it
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has some blocked
     for number, output in enumerate(outputs, 1):

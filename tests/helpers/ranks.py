@@ -185,7 +185,6 @@ def _end_all() -> None:
 def _stand(channel: Connection) -> None:
     """A rank's whole life."""
     faulthandler.enable()  # a rank that ends by a signal says where
-    gc.freeze()
     torch.set_num_threads(1)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

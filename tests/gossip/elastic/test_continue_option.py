@@ -153,6 +153,7 @@ def load_what_is_left(folder: str) -> tuple[int, int, torch.Tensor]:
         return checkpoint.world_size, checkpoint.step, flat(model.module)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_all_save_is_left_out(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     results = unsupervised.results_of(save_with_a_death, folder, world_size=4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import unsupervised
 from elastic_ranks import Stay, assert_agree, assert_follow_the_recursion, dense, run, stay, targets
+from tiers import rest_is_slow
 
 from gossip import ExchangeError
 from gossip.elastic.repeated_operations import RepeatedOperations
@@ -22,11 +23,13 @@ NUMEL = 64
 
 @pytest.mark.parametrize(
     ("victim", "death", "topology"),
-    [
-        (2, Fault(step=5), "ring"),
-        (0, Fault(step=5, bucket=1, num_bytes=40), "one_peer_exponential"),
-        (0, Fault(), "ring"),
-    ],
+    rest_is_slow(
+        [
+            (0, Fault(step=5, bucket=1, num_bytes=40), "one_peer_exponential"),
+            (2, Fault(step=5), "ring"),
+            (0, Fault(), "ring"),
+        ]
+    ),
 )
 def test_the_others_go_on_as_the_dense_recursion_does(topology: str, death: Fault, victim: int) -> None:
     assert_follow_the_recursion(run(NUM_STEPS, ends={victim: death}, topology=topology), topology)
@@ -38,16 +41,19 @@ def test_a_large_message_that_was_sent_in_part_is_never_mixed_in() -> None:
     assert_follow_the_recursion(run(8, ends=ends, numel=2**19, topology="ring"), "ring")
 
 
+@pytest.mark.slow
 def test_a_second_rank_ends_while_the_others_agree_on_who_is_left_without_the_first() -> None:
     ends = {4: Fault(step=5), 1: Fault(place="agreeing")}
     outcome = run(NUM_STEPS, ends=ends, world_size=6, topology="one_peer_exponential")
     assert_follow_the_recursion(outcome, "one_peer_exponential")
 
 
+@pytest.mark.slow
 def test_a_rank_ends_while_all_construct_the_model() -> None:
     assert_agree(run(NUM_STEPS, ends={2: Fault(place="calling")}, topology="ring"))
 
 
+@pytest.mark.slow
 def test_a_rank_ends_in_the_global_average() -> None:
     outcome = run(3, ends={2: Fault(place="together", step=8)}, topology="ring")
     before = np.stack(list(dense(outcome, "ring")[-1].values()))
@@ -86,6 +92,7 @@ def test_a_message_that_is_lost_is_not_waited_for_for_ever(tmp_path: Path) -> No
         torch.testing.assert_close(one.values[-1], left[0].values[-1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_with_too_few_ranks_left_the_training_ends_and_says_who_is_missing(tmp_path: Path) -> None:
     deaths = {0: Fault(step=3), 1: Fault(step=3)}
     arguments = str(tmp_path), NUMEL, NUM_STEPS, deaths, (), {"topology": "ring"}

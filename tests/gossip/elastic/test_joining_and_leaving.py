@@ -42,6 +42,7 @@ from gossip.lab.faults.injection import Fault
 NUMEL = 64
 
 
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_are_those_of_their_source() -> None:
     """They are given in several pieces."""
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -50,6 +51,7 @@ def test_parameters_and_optimizer_state_are_those_of_their_source() -> None:
     assert outcome.stays[3].digests[0] != outcome.stays[3].digests[1]
 
 
+@pytest.mark.slow
 def test_one_that_ends_while_it_joins_leaves_the_others_alone() -> None:
     # The one that ended was member 3; the next one is member 4.
     outcome = run((0, 1, 2, 4), world_size=3, num_joining=1, doomed=Fault(place="entering"), topology="ring")
@@ -59,6 +61,7 @@ def test_one_that_ends_while_it_joins_leaves_the_others_alone() -> None:
         assert_follow_the_recursion(outcome, "ring")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["giving", "given"])
 def test_if_the_source_of_a_state_ends_another_one_gives_it(place: str) -> None:
     # Member 3 of three ranks asks rank 0 first.
@@ -146,6 +149,7 @@ def measure_and_save_after_each_step(folder: str) -> tuple[int, list[tuple[int, 
         return joined_at, members, exchanging, flat(model.module)
 
 
+@pytest.mark.slow
 def test_who_trains_is_the_same_for_all_while_others_work_together(tmp_path: Path) -> None:
     function = measure_and_save_after_each_step, str(tmp_path)
     told = [one for one in unsupervised.results_of(*function, world_size=3, num_joining=1, silent=(2,)) if one]
@@ -174,6 +178,7 @@ def average_while_rank_2_trains() -> tuple[torch.Tensor, torch.Tensor]:
     return before, flat(model.module)
 
 
+@pytest.mark.slow
 def test_an_average_is_repeated_without_one_that_went_on_and_left() -> None:
     (before, average), (before_on_1, average_on_1), _ = unsupervised.results_of(
         average_while_rank_2_trains, world_size=3
@@ -198,7 +203,9 @@ def train_until_back(victim: int, options: dict[str, Any]) -> tuple[int, tuple[t
 
 @pytest.mark.parametrize(
     ("victim", "ranks", "options"),
-    [(1, {"world_size": 3}, {}), (3, {"world_size": 6, "local_size": 2}, {"shape": (3, 2), "shard": "optimizer"})],
+    rest_is_slow(
+        [(1, {"world_size": 3}, {}), (3, {"world_size": 6, "local_size": 2}, {"shape": (3, 2), "shard": "optimizer"})]
+    ),
 )
 def test_launch_starts_a_rank_again_that_died(victim: int, ranks: dict[str, int], options: dict[str, Any]) -> None:
     results = gossip.launch(train_until_back, victim, options, **ranks, on_peer_loss="continue", restart=1)
@@ -222,6 +229,7 @@ def fail_if_rank_1(folder: str) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_again_and_again_is_left_out_in_the_end(tmp_path: Path) -> None:
     results = gossip.launch(fail_if_rank_1, str(tmp_path), world_size=3, on_peer_loss="continue", restart=2)
     assert results == [0, None, 2]

@@ -189,6 +189,7 @@ def test_a_copy_is_let_go_as_far_as_all_have_it_and_is_the_only_one() -> None:
     assert refusal == b"MemoryError: a copy takes 1.48 GB, but 0.90 GB are available"
 
 
+@pytest.mark.slow
 def test_another_rank_gives_if_one_cannot() -> None:
     told, error = run(breaks={0: "sending"})
     assert error.members == (0, 1, 2, 3)
@@ -217,6 +218,7 @@ def test_a_joining_rank_that_cannot_take_it_over_says_so(breaks: dict[int, str],
     assert [one.members for one in told] == [(0, 1, 2)] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_with_which_the_others_could_not_train_is_not_admitted() -> None:
     # Of three ranks, a ring is complete, as DiLoCo needs it; of four it is not, and neither is the fallback.
     told, error = run(topology="ring", algorithm="diloco")

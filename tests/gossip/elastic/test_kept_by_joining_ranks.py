@@ -222,7 +222,8 @@ def lose_the_source(options: dict[str, Any]) -> Stay:
         return train("exponential", 4, None, {"min_ranks": 2, "newest": 5} | options)
 
 
-@pytest.mark.parametrize("options", rest_is_slow([{}, {"scales": True}]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"scales": True}])
 def test_a_rank_whose_source_is_lost_before_its_first_step_joins_anew(options: dict[str, Any]) -> None:
     stays = unsupervised.results_of(lose_the_source, options, world_size=4, num_joining=1)
     assert stays.count(None) == 1

@@ -47,7 +47,7 @@ def test_a_group_takes_the_place_of_one_that_was_lost(shard: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"shard": "none"}, {"shard": "optimizer", "optimizer": partial(OfMatrices, lr=RATE)}]
+    "options", rest_is_slow([{"shard": "optimizer", "optimizer": partial(OfMatrices, lr=RATE)}, {"shard": "none"}])
 )
 def test_a_group_leaves_together_and_another_comes(options: dict[str, Any]) -> None:
     outcome = run((0, 1, 2, 3), leaves=(1,), num_joining=1, world_size=6, shape=(3, 2), topology="ring", **options)
@@ -71,7 +71,7 @@ def add_late(shard: str) -> float:
         return float(flat(model.module).mean())
 
 
-@pytest.mark.parametrize("shard", ["fsdp", "optimizer"])
+@pytest.mark.parametrize("shard", rest_is_slow(["fsdp", "optimizer"]))
 def test_what_arrives_between_steps_is_kept(shard: str) -> None:
     """By both groups, in one of two parameters."""
     assert unsupervised.results_of(add_late, shard, world_size=4) == [0.5] * 4

@@ -107,7 +107,7 @@ def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) 
     return by_step
 
 
-@pytest.mark.parametrize(("num_steps", "soft_deadline"), [(12, 0.05), (28, "auto")])
+@pytest.mark.parametrize(("num_steps", "soft_deadline"), rest_is_slow([(12, 0.05), (28, "auto")]))
 def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
     num_steps: int, soft_deadline: float | str
 ) -> None:
