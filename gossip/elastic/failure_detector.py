@@ -33,7 +33,6 @@ class FailureDetector(World):
     _generation: Generation
     _num_primitives = 0
     _num_in_group = 0
-    _told_of_step_at = 0.0
     _awaited: tuple[float, Sequence[int]] = 0.0, ()
 
     @property
@@ -63,7 +62,7 @@ class FailureDetector(World):
         ``looks_every_s``. A member that is waited for longer than the time-out, and does not itself wait for any rank,
         is dropped. So is a member, after twice the time-out, that reports a position of at least ``is_sent_at``: what
         is awaited was sent before that, and is lost. After five times the time-out every awaited member is dropped.
-        With ``lets_train``, members that have made a step within the time-out are waited for.
+        With ``lets_train``, members that have made a step within the time-out are waited for: they are on their way.
 
         Raises
         ------
@@ -110,16 +109,6 @@ class FailureDetector(World):
     def fail(self, error: Exception) -> None:
         """Let the training thread raise an error of a thread that serves the other ranks. Local."""
         self.mesh.fail(error)
-
-    def tell_of_step(self) -> None:
-        """Tell the others now and then that this rank makes steps, if ranks do not make them together. Local."""
-        now = time.monotonic()
-        if now >= self._told_of_step_at + self.mesh.beat_s:
-            self._told_of_step_at = now
-            # Also one that has just joined: in its first step it waits for the ranks that operate without it.
-            for member in self._generation.members:
-                if member != self.member:
-                    self.mesh.send(member, Key(Kind.STEPPED))
 
     def _suspect(self, members: Sequence[int], where: str, waited_s: float) -> None:
         heard = (f"rank {member} (last heard from {self.mesh.silent_s(member):.3g} s ago)" for member in members)
@@ -206,9 +195,8 @@ class FailureDetector(World):
                 raise GenerationEndedError(what)
             return not unfinished()
 
-        self.wait_until(
-            look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=not self.is_in_step
-        )
+        lets_train = self.is_joint or not self.is_in_step
+        self.wait_until(look, unfinished, what, is_sent_at=(num_loaded, step, num_ended + 1), lets_train=lets_train)
         return found
 
     def exchange_in_group(self, payload: torch.Tensor | None, what: str) -> list[torch.Tensor | None]:

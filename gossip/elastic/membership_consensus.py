@@ -99,6 +99,7 @@ class Consensus(MembershipProtocol):
 
     def enter_step(self, step: int) -> Generation:
         """Begin a step as soon as no agreement prevents it, and return the generation that the step belongs to."""
+        self._mesh.step = step
         with self._changed:
             self._wait_until_free(f"step {step}")
             if self._is_in_step and step != self.position[1]:

@@ -48,7 +48,6 @@ class PairTransport(Transport):
         place = next(iter(round_.peers(self._place)), None)
         partner = None if place is None else self.members[place]
         num_bytes = self.averager.show(bucket, self._messages[bucket], step, partner)
-        self._world.tell_of_step()
         self.averager.num_steps = step + 1
         exchange = PairExchange(self, step, bucket)
         if num_bytes and partner is not None:

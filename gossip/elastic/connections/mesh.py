@@ -82,8 +82,10 @@ class Mesh:
     on_lost, on_met, on_given_back : callable
         Called with members that are lost and connected, in the thread that serves the connections, and with memory that
         is returned, which they may handle.
+    step : int
+        This member's step, which its signs of life report.
     stepped_at : dict of int to float
-        When a member last reported a step, for ranks that do not make their steps together.
+        When a member last reported another step than before.
     failure : GossipError or None
         A thread that serves the other members has failed, and this one cannot continue; the cause is its exception.
     on_failed : callable
@@ -101,7 +103,9 @@ class Mesh:
         self.farewells: dict[int, tuple[int, int, int]] = {}
         self.ended: set[int] = set()
         self._waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}  # who said that it waits when, and where
+        self.step = 0
         self.stepped_at: dict[int, float] = {}
+        self._steps: dict[int, int] = {}  # of the others, as they last reported them
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
@@ -372,7 +376,7 @@ class Mesh:
             self._prompts_at = now + _PROMPT_S
             self._beats_at = now + self.beat_s if to_all else self._beats_at
             with self.changed:
-                sign = Key(Kind.WAITING, *self.position()) if self._waits else Key(Kind.BEAT)
+                sign = Key(Kind.WAITING, *self.position()) if self._waits else Key(Kind.BEAT, self.step)
                 for connection in self._connections.values():
                     if to_all or connection.outgoing:
                         connection.beat(sign)
@@ -421,9 +425,10 @@ class Mesh:
                     self.changed.notify_all()
         elif kind == Kind.WAITING:
             self._waiting[member] = time.monotonic(), frame.key[1:]
-        elif kind == Kind.STEPPED:
-            self.stepped_at[member] = time.monotonic()
-        elif kind != Kind.BEAT:  # its arrival is all that counts
+        elif kind == Kind.BEAT:
+            if self._steps.get(member) != frame.key.first:
+                self._steps[member], self.stepped_at[member] = frame.key.first, time.monotonic()
+        else:
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 
     def _know(self, member: int, connection: PeerConnection) -> None:

@@ -62,10 +62,9 @@ class Kind(IntEnum):
     LENT = 13
     PAIR = 14
     AVERAGE = 15
-    STEPPED = 16
-    READY = 17
-    PREEMPTED = 18
-    ASKED_IN = 19
+    READY = 16
+    PREEMPTED = 17
+    ASKED_IN = 18
 
 
 _KINDS = frozenset(Kind)

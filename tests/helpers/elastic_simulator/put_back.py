@@ -107,7 +107,8 @@ FAULTS = (
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=_of_two_kinds(178)),
     PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True, True, (998834,)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
-    PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", is_common=True),
+    PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", False, True, range(201)),
+    PutBack(_DETECTOR + "exchange", "self.is_joint or not self.is_in_step", "False", True, True, (1202678,)),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if lost or False and self", is_common=True),
     # ------------------------------------------------------------------ shard groups
     PutBack(
