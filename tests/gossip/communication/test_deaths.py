@@ -207,6 +207,7 @@ def apart() -> dict[str, list[Any]]:
 
 
 @pytest.mark.root
+@pytest.mark.xdist_group("cut_hosts")
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(apart: dict[str, list[Any]], topology: str) -> None:
     by_rank = list(apart[topology])
@@ -218,6 +219,7 @@ def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(apart: dict[str, 
 
 
 @pytest.mark.root
+@pytest.mark.xdist_group("cut_hosts")
 def test_rank_that_dies_in_construction_on_another_machine_is_named_long_before_the_time_out(
     apart: dict[str, list[Any]],
 ) -> None:

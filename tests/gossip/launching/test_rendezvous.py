@@ -157,9 +157,7 @@ def served(monkeypatch: pytest.MonkeyPatch, groups: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_three_agents_of_torchrun_outlive_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_agents_of_torchrun_outlive_one_of_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     mesh = "" if size == 1 else 'mesh=gossip.make_shard_mesh(), shard="optimizer"'
     path = script(tmp_path, "train.py", "gossip.launch(train)", mesh=mesh)
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")
