@@ -260,6 +260,8 @@ class Case(BaseModel):
         return simulate_time(simulated, self.cluster, workload, 1000).step_time_s
 
 
+# What a probe of four hosts found, the times of steps on them, and the machine: those of one that is busy with tests
+# could not be held to anything.
 RECORDED = json.loads((Path(__file__).parent / "measured_steps.json").read_text())
 CASES = [Case.model_validate(case) for case in RECORDED["cases"]]
 PREDICTED = ("ddp", "one_peer_exponential", "ring", "complete")
