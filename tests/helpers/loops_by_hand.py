@@ -1,11 +1,13 @@
-"""Loops by hand, which those of other libraries are to equal to the bit."""
+"""Loops by hand, which those of other libraries are to equal to the bit, and the collectives that these call."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import TensorDataset
@@ -85,3 +87,29 @@ def train_by_hand(
             model.optimizer.zero_grad()
         end_step()
     return norms
+
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "reduce"),
+)
+
+
+@contextlib.contextmanager
+def collectives_counted(called: list[str]) -> Iterator[list[str]]:
+    """Within the block the names of the default group's collectives of torch.distributed are added to ``called``."""
+
+    def counting(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") in (None, dist.group.WORLD):
+                called.append(name)
+            return function(*args, **kwargs)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, counting(name)))
+        yield called

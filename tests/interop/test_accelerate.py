@@ -13,8 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
-from collectives import collectives_counted
-from loops_by_hand import BATCH_SIZE, Case, network, samples, train_by_hand
+from loops_by_hand import BATCH_SIZE, Case, collectives_counted, network, samples, train_by_hand
 from ranks import on_ranks
 from replicas import flat, gathered
 from safetensors.torch import load_file

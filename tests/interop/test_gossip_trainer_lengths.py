@@ -1,5 +1,6 @@
-"""GossipTrainer on ranks of different numbers of batches."""
+"""GossipTrainer on ranks of different numbers of batches, and what Trainers tell of their samples."""
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -11,13 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_modules import BATCH_SIZE, Net, batches, trainer_of
 from ranks import on_ranks
 from replicas import flat
 from tiny_gpt2 import Tokens, batch_of, make_module, make_trainer, sample
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, get_linear_schedule_with_warmup
 
+import gossip
 from gossip import GossipDataParallel
+from gossip.integrations.lightning import GossipStrategy
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.integrations.transformers import GossipTrainer
 
@@ -173,3 +177,47 @@ def test_a_rank_that_wants_to_stop_does_unless_only_others_made_steps(made: int,
     model.step, state.global_step = made, own
     epoch.end()
     assert control.should_training_stop is stops
+
+
+WEIGHED = {"algorithm": gossip.PushSum(weighted=True)}
+
+
+class Spy:
+    """Notes what a model is told, with its step."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, float]] = []
+        self._weigh = GossipDataParallel.weigh
+
+    def __call__(self, model: GossipDataParallel, samples: float) -> None:
+        self.told.append((model.step, samples))
+        self._weigh(model, samples)
+
+
+class Counting(GossipTrainer):
+    """Counts the tokens of each step that have labels."""
+
+    num_tokens: collections.Counter[int]
+
+    def training_step(self, model: GossipDataParallel, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.num_tokens[model.step] += int((inputs["labels"] != -100).sum())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def count_tokens(folder: Path) -> None:
+    spy, Counting.num_tokens = Spy(), collections.Counter()
+    with mock.patch.object(GossipDataParallel, "weigh", lambda *args: spy(*args)):
+        watch = TrainerCallback()
+        make_trainer(folder, make_module(), watch, Counting, gossip=WEIGHED, gradient_accumulation_steps=2).train()
+    assert dict(spy.told) == Counting.num_tokens
+    assert len(spy.told) == 10  # before the first batch of each step: with those of the others
+
+
+@on_ranks(2, anew=True)
+def test_trainers_tell_the_model_of_its_samples(tmp_path: Path) -> None:
+    count_tokens(tmp_path)
+    spy = Spy()
+    with mock.patch.object(GossipDataParallel, "weigh", lambda *args: spy(*args)):
+        trainer = trainer_of(GossipStrategy(**WEIGHED), accumulate_grad_batches=3, max_epochs=1)
+        trainer.fit(Net(), batches())
+    assert spy.told == [(0, BATCH_SIZE), (0, 2 * BATCH_SIZE), (0, 3 * BATCH_SIZE), (1, BATCH_SIZE), (1, 2 * BATCH_SIZE)]

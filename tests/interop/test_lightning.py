@@ -9,10 +9,9 @@ import lightning.pytorch as pl
 import pytorch_lightning
 import torch
 import torch.distributed as dist
-from collectives import collectives_counted
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_modules import NUM_BATCHES, Net, batches, batches_of, module_of, network, precision, trainer_of
-from loops_by_hand import Case, train_by_hand
+from loops_by_hand import Case, collectives_counted, train_by_hand
 from ranks import on_ranks
 from replicas import SGD, flat, gathered
 from torch import nn

@@ -1,4 +1,4 @@
-"""Loops of other libraries in which a rank is killed, or all are preempted: with ``on_peer_loss="continue"``."""
+"""Loops of other libraries in which a rank is killed, and may join again, or all are preempted."""
 
 import itertools
 import os
@@ -7,20 +7,26 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from elastic_ranks import steps_until
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from ranks import on_ranks
+from small_runs import SGD
 from tiers import rest_is_slow
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainingArguments
 
-from gossip import GossipError, launch
+from gossip import GossipDataParallel, GossipError, launch
+from gossip.communication import training_store
 from gossip.integrations.accelerate import prepare
 from gossip.integrations.lightning import GossipFabricStrategy, GossipStrategy, replica
 from gossip.integrations.transformers import GossipTrainer
@@ -222,9 +228,7 @@ def test_the_others_train_evaluate_and_save_to_the_end(tmp_path: Path, library: 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["training", "evaluation"])
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_all_save_and_end_together_and_go_on_when_they_are_started_again(
-    tmp_path: Path, library: str, place: str
-) -> None:
+def test_all_save_and_end_together_and_go_on_when_started_again(tmp_path: Path, library: str, place: str) -> None:
     calls = {"world_size": WORLD_SIZE, "on_peer_loss": "continue"}
     every = tuple(range(WORLD_SIZE))
     with pytest.raises(SystemExit, match="143"):
@@ -232,3 +236,65 @@ def test_all_save_and_end_together_and_go_on_when_they_are_started_again(
     found = launch(train, library, str(tmp_path / "run"), place, (), signal.SIGTERM, True, **calls)
     loss = found[0][-1]
     assert {tuple(rest) for _, *rest in found} == {(WORLD_SIZE, STEPS, NUM_SAMPLES, loss)}
+
+
+NUM_MORE = 8
+
+
+def loop_of_accelerate(module: nn.Module) -> tuple[GossipDataParallel, nn.Module, Any]:
+    """The model, what is called, and its backward function."""
+    accelerator = Accelerator(cpu=True)
+    model, _ = prepare(accelerator, module, SGD, **OPTIONS)
+    return model, model, accelerator.backward
+
+
+def loop_of_fabric(module: nn.Module) -> tuple[GossipDataParallel, nn.Module, Any]:
+    fabric = Fabric(accelerator="cpu", devices=3, strategy=GossipFabricStrategy(**OPTIONS))
+    fabric.launch()
+    model, _ = fabric.setup(module, SGD(module.parameters()))
+    return replica(model), model, fabric.backward
+
+
+LOOPS = {"accelerate": loop_of_accelerate, "fabric": loop_of_fabric}
+
+
+def train_until_one_joins(library: str, once: str) -> tuple[int, dict[int, float]]:
+    """The step at which this rank began, and its rates by step, until a rank has come back and some steps more."""
+    torch.manual_seed(0)
+    model, module, backward = LOOPS[library](nn.Linear(4, 1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.optimizer, gamma=0.99)
+    model.keep(scheduler=scheduler)
+    first, rates = model.step, {}
+    for _ in steps_until(model, lambda: 3 in model.members, NUM_MORE):
+        if model.rank == 1 and model.step == 5 and not Path(once).exists():
+            Path(once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        rates[model.step] = model.optimizer.param_groups[0]["lr"]
+        backward(module(torch.ones(2, 4)).square().mean())
+        scheduler.step()
+    model.global_avg()
+    model.close()
+    return first, rates
+
+
+@pytest.mark.parametrize("library", LOOPS)
+def test_one_that_joins_has_the_rates_of_the_others(library: str, tmp_path: Path) -> None:
+    found = launch(
+        train_until_one_joins, library, str(tmp_path / "once"), world_size=3, on_peer_loss="continue", restart=1
+    )
+    (_, others), (_, also), (first, rates) = sorted(found, key=lambda of_rank: of_rank[0])
+    assert others == also
+    assert first > 5
+    assert rates == {step: rate for step, rate in others.items() if step >= first}
+    assert len(rates) >= NUM_MORE
+
+
+@on_ranks(1, anew=True)
+def test_what_the_accelerator_divides_among_ranks_is_refused_in_one_that_joins() -> None:
+    optimizer = SGD((module := nn.Linear(4, 1)).parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    with (
+        mock.patch.object(training_store, "_store", dist.HashStore()),
+        pytest.raises(ValueError, match=r"ExponentialLR, but this process joins.*model\.keep\("),
+    ):
+        prepare(Accelerator(cpu=True), module, optimizer, scheduler)

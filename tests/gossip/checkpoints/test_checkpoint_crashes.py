@@ -123,9 +123,7 @@ def test_killed_between_two_renames_of_one_step(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
-def test_file_that_may_not_grow_is_an_error_on_every_rank_and_training_goes_on(
-    background: bool, tmp_path: Path
-) -> None:
+def test_file_that_may_not_grow_is_an_error_on_all_ranks_and_training_goes_on(background: bool, tmp_path: Path) -> None:
     where = r"the checkpoint of step 3, saved in the background, is not complete: " if background else "saving step 3: "
     reason = where + r"(.*rank 1: |rank 1: )?File too large \(errno 27\): .*\.step_0000000003\.partial/rank1\.pt"
     wanted = undisturbed(5)

@@ -1,4 +1,4 @@
-"""A rank that is killed or frozen is the one that every other rank names, whoever waits for whom."""
+"""A rank that is killed, frozen or cut off is the one that every other rank names, whoever waits for whom."""
 
 import contextlib
 import functools
@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import unsupervised
+from lab_hosts import why_no_hosts
+from lone_ranks import wait_until
 from torch import nn
 
 import gossip.communication.world as worlds
 from gossip import ExchangeError, GossipDataParallel, LaunchError, World, launch
 from gossip.communication.liveness import progress_markers
 from gossip.communication.liveness.process_liveness import Process, is_suspended
+from gossip.lab.benchmarks.network.shaped_hosts import Lab
 from gossip.launching import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deaths")]  # all worlds wait at the same time
@@ -156,3 +160,67 @@ def test_launch_names_the_rank_that_was_frozen(found: Found) -> None:
 @pytest.mark.parametrize("where", PLACES)
 def test_rank_killed_in_construction_is_named_by_all_long_before_the_time_out(found: Found, where: str) -> None:
     assert_only_the_victim_is_blamed(found.in_construction[where], "gone: its process ", TIMEOUTS["killed"])
+
+
+def train_until_one_is_cut_off(topology: str) -> tuple[str, tuple[int, ...]]:
+    model = make_model(topology, TIMEOUTS["frozen"])
+    with pytest.raises(ExchangeError) as caught:  # noqa: PT012 -- the step at which it happens is another on each rank
+        for step in range(30):
+            if model.rank == VICTIM and step == 5:
+                subprocess.run(["ip", "link", "set", Lab.interface, "down"], check=True)
+            model(torch.ones(2, 4)).sum().backward()
+    return str(caught.value), caught.value.failed_ranks
+
+
+def construct_on_machines_of_their_own_while_one_stops(where: str) -> tuple[str, tuple[int, ...]]:
+    pretend_to_be_on_machines_of_their_own()
+    return construct_while_one_stops(where)
+
+
+def is_cut_off(hosts: Lab) -> bool:
+    with hosts.entered(VICTIM):
+        return not subprocess.check_output(["ip", "link", "show", Lab.interface, "up"])
+
+
+@pytest.fixture(scope="module")
+def apart() -> dict[str, list[Any]]:
+    """What each rank on a host of its own was told, by topology or by where it happened. Skips where there can be none.
+
+    All worlds wait at the same time; but each trains by itself until its victim has stopped, or is on its own.
+    """
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+    with contextlib.ExitStack() as stack:
+
+        def start(function: Callable[..., Any], case: str) -> unsupervised.Ranks:
+            hosts = stack.enter_context(contextlib.closing(Lab(4)))
+            ranks = stack.enter_context(unsupervised.started(function, case, world_size=4, hosts=hosts))
+            if function is train_until_one_is_cut_off:
+                wait_until(lambda: is_cut_off(hosts))
+            else:
+                ranks.wait_until_stopped(VICTIM)
+            return ranks
+
+        worlds = {topology: start(train_until_one_is_cut_off, topology) for topology in TOPOLOGIES}
+        worlds["connecting"] = start(construct_on_machines_of_their_own_while_one_stops, "connecting")
+        return {case: ranks.results() for case, ranks in worlds.items()}
+
+
+@pytest.mark.root
+@pytest.mark.xdist_group("cut_hosts")
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_rank_on_a_host_that_is_cut_off_is_named_by_all_others(apart: dict[str, list[Any]], topology: str) -> None:
+    by_rank = list(apart[topology])
+    text, failed_ranks = by_rank[VICTIM]
+    by_rank[VICTIM] = None
+    assert_only_the_victim_is_blamed(by_rank, "absent (dead, frozen, cut off or busy)", TIMEOUTS["frozen"])
+    assert failed_ranks == ()
+    assert "the key-value store does not reply: this rank is cut off from it, or the process that holds it" in text
+
+
+@pytest.mark.root
+@pytest.mark.xdist_group("cut_hosts")
+def test_rank_that_dies_in_construction_on_another_machine_is_named_long_before_the_time_out(
+    apart: dict[str, list[Any]],
+) -> None:
+    assert_only_the_victim_is_blamed(apart["connecting"], "gone: its process ", TIMEOUTS["killed"])

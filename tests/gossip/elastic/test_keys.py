@@ -41,9 +41,7 @@ def test_the_key_is_the_variable_or_in_the_file_that_it_names(
         ("no/such/file/but/long/enough/for/a/key", r"names a file, .* cannot be read \(FileNotFoundError\)"),
     ],
 )
-def test_a_key_that_cannot_be_one_is_refused_and_not_shown(
-    given: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_a_key_is_refused_and_not_shown(given: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(ValueError, match=f"GOSSIP_KEY {text}") as refused:
         training_key()

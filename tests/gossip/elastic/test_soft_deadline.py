@@ -108,9 +108,7 @@ def dense(courses: list[Course], num_steps: int, topology: topologies.Topology) 
 
 
 @pytest.mark.parametrize(("num_steps", "soft_deadline"), rest_is_slow([(12, 0.05), (28, "auto")]))
-def test_what_comes_late_is_mixed_in_later_as_in_the_dense_recursion(
-    num_steps: int, soft_deadline: float | str
-) -> None:
+def test_what_comes_late_is_mixed_later_as_in_the_dense_recursion(num_steps: int, soft_deadline: float | str) -> None:
     topology, fault = "one_peer_exponential", Fault("delay", step=num_steps - 9, duration_s=1.0)
     courses = run(num_steps, {1: fault}, topology=topology, soft_deadline=soft_deadline)
     assert any(course.delayed for course in courses)

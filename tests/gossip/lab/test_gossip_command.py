@@ -64,9 +64,7 @@ def test_gossip_refuses_another_command_in_one_line(command: Command) -> None:
         assert command("train", f"{key}=4") == (2, "", hint)
 
 
-def test_gossip_command_without_the_extra_says_what_to_install(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gossip_command_without_extra_says_what_to_install(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"torch": "torch", "no_such_package": "no-such-package", "nor_this_one": "nor-this-one"}
     monkeypatch.setattr(gossip_command, "PACKAGES", packages)
     status, stdout, stderr = command("train", "--help")

@@ -124,9 +124,7 @@ ONE_BY_ONE = {
     ("case", "world_size", "num_devices"),
     [*((case, 3, 1) for case in (*VECTORISED, *ONE_BY_ONE)), ("batch norm", 1, 1), ("GRU", 1, 1), ("GRU", 5, 2)],
 )
-def test_training_equals_separate_modules(
-    case: str, world_size: int, num_devices: int, warnings_told: list[str]
-) -> None:
+def test_training_equals_modules_apart(case: str, world_size: int, num_devices: int, warnings_told: list[str]) -> None:
     make, inputs = (VECTORISED | ONE_BY_ONE)[case]
     torch.manual_seed(0)
     num_samples, devices = 3 * world_size - (world_size > 1), ["cpu"] * num_devices

@@ -106,9 +106,7 @@ def test_an_outer_optimizer_is_made_from_a_configuration_as_a_factory() -> None:
     assert make_algorithm(config).describe().startswith("DiLoCo(atc: period=50 outer=AdamW(lr=0.1 ")
 
 
-def test_targets_of_packages_that_are_not_trusted_are_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_of_untrusted_packages_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "module_of_another.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("module_of_another.Model", "module_of_another"):

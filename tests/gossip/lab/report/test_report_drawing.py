@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import browser
-from browser import MARKS
+from browser import MARKS, Browser
 from report_documents import TOPOLOGIES, comparison, document, row
 
 pytestmark = browser.IS_DRIVEN
@@ -31,7 +31,7 @@ DOCUMENTS = {
 NUM_NAMES = 12
 
 
-def ticks(page: browser.Browser, chart: str) -> list[list[str]]:
+def ticks(page: Browser, chart: str) -> list[list[str]]:
     """What stands at the axes of each panel."""
     found: list[list[str]] = page.evaluate(
         f"""[...document.querySelectorAll("#chart-{chart} .plot")].map((plot) =>
@@ -42,7 +42,7 @@ def ticks(page: browser.Browser, chart: str) -> list[list[str]]:
     return found
 
 
-def wait_for_other_ticks(page: browser.Browser, chart: str, before: list[list[str]]) -> list[list[str]]:
+def wait_for_other_ticks(page: Browser, chart: str, before: list[list[str]]) -> list[list[str]]:
     """Wait until all panels have other axes than before, the same in each."""
     deadline = time.monotonic() + browser.ANSWER_TIMEOUT_S
     while (now := ticks(page, chart))[0] == before[0] or any(texts != now[0] for texts in now):
@@ -50,7 +50,7 @@ def wait_for_other_ticks(page: browser.Browser, chart: str, before: list[list[st
     return now
 
 
-def span(page: browser.Browser) -> float:
+def span(page: Browser) -> float:
     """How many times the largest share of errors at the axis of accuracy is the smallest."""
     selected = "#chart-bytes .panel:not([hidden]) .role-axis-label text[text-anchor=end]"
     texts = page.evaluate(f"[...document.querySelectorAll('{selected}')].map((text) => text.textContent)")
@@ -58,7 +58,7 @@ def span(page: browser.Browser) -> float:
     return max(errors) / min(errors)
 
 
-def names(page: browser.Browser, chart: str, state: str = "") -> list[str]:
+def names(page: Browser, chart: str, state: str = "") -> list[str]:
     """The names at the marks of a chart, in order of the legend and without repetition."""
     found = page.evaluate(
         f"""[...document.querySelectorAll("#chart-{chart} {MARKS}{state}")]
@@ -67,9 +67,7 @@ def names(page: browser.Browser, chart: str, state: str = "") -> list[str]:
     return sorted(set(found))
 
 
-def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
-    page: browser.Browser, pages: dict[str, Path]
-) -> None:
+def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     before, others = ticks(page, "bytes"), ticks(page, "time")
     assert len(before) == 2
@@ -86,7 +84,7 @@ def test_dragging_moves_every_panel_of_one_chart_until_a_double_click(
     assert page.complaints == []
 
 
-def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     x, y = page.centre("#chart-bytes .plot")
     before, scrolled, factor = ticks(page, "bytes"), page.evaluate("scrollY"), span(page)
@@ -102,7 +100,7 @@ def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: browser.Browser, p
     assert page.evaluate("visualViewport.scale") == 1
 
 
-def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     tooltip = "document.querySelector('#vg-tooltip-element.visible')"
     page.point(*page.centre("#chart-bytes .plot [aria-label^='ring: ']"))
@@ -121,9 +119,7 @@ def test_pointing_at_a_mark_says_name_mean_spread_and_place(page: browser.Browse
     assert page.evaluate("document.querySelector('#chart-time .readout').textContent") == ""
 
 
-def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(
-    page: browser.Browser, pages: dict[str, Path]
-) -> None:
+def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["grids"])
     x, y = page.centre("#chart-steps .plot")
     tooltip = "document.querySelector('#vg-tooltip-element.visible')?.textContent"
@@ -139,7 +135,7 @@ def test_pointing_anywhere_into_a_chart_says_which_point_is_the_nearest(
 
 
 def test_what_is_too_small_for_a_logarithmic_axis_is_drawn_beyond_its_break(
-    page: browser.Browser, pages: dict[str, Path]
+    page: Browser, pages: dict[str, Path]
 ) -> None:
     page.open_report(pages["ordinary"])
     plot = "document.querySelector('#chart-consensus .plot')"
@@ -152,7 +148,7 @@ def test_what_is_too_small_for_a_logarithmic_axis_is_drawn_beyond_its_break(
 
 
 def test_a_line_connects_what_was_measured_though_something_else_was_measured_between(
-    page: browser.Browser, pages: dict[str, Path]
+    page: Browser, pages: dict[str, Path]
 ) -> None:
     page.open_report(pages["grids"])
     # What sends nothing is level over bytes.
@@ -167,7 +163,7 @@ def test_a_line_connects_what_was_measured_though_something_else_was_measured_be
     assert page.evaluate("document.querySelectorAll('#chart-steps .mark-area path').length") == 3
 
 
-def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_the_legend_hides_and_shows_in_all_charts(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     every = ["all-reduce", "no communication", *TOPOLOGIES]
     entries = "[...document.querySelectorAll('.legend button[data-name]')]"
@@ -197,9 +193,7 @@ def test_the_legend_hides_and_shows_in_all_charts(page: browser.Browser, pages: 
     assert page.evaluate(pressed) == []
 
 
-def test_charts_have_the_colours_of_the_scheme_also_when_it_changes(
-    page: browser.Browser, pages: dict[str, Path]
-) -> None:
+def test_charts_have_the_colours_of_the_scheme_also_when_it_changes(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     colours = """[...new Set([...document.querySelectorAll('#chart-time .mark-line path')]
         .map((line) => getComputedStyle(line).stroke))]"""

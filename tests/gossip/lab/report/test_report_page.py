@@ -6,7 +6,7 @@ from typing import Any
 
 import browser
 import pytest
-from browser import MARKS
+from browser import MARKS, Browser
 from report_documents import comparison, document, failed_row, heterogeneity, row, value
 
 pytestmark = browser.IS_DRIVEN
@@ -93,13 +93,13 @@ LAYOUT = """(() => {
 })()"""  # noqa: E501
 
 
-def labels(page: browser.Browser) -> list[str]:
+def labels(page: Browser) -> list[str]:
     """The names of the rows that are shown, in order."""
     selected = "[...document.querySelectorAll('tbody:not([hidden]) .label')].map((label) => label.textContent)"
     return page.evaluate(selected)
 
 
-def cells(page: browser.Browser, title: str) -> list[float | None]:
+def cells(page: Browser, title: str) -> list[float | None]:
     """A column's numbers, in order."""
     return page.evaluate(
         f"""(() => {{
@@ -112,7 +112,7 @@ def cells(page: browser.Browser, title: str) -> list[float | None]:
     )
 
 
-def header(page: browser.Browser, title: str) -> str:
+def header(page: Browser, title: str) -> str:
     """A selector of the button that sorts by a column."""
     index = page.evaluate(
         f"[...document.querySelectorAll('thead th')].findIndex((th) => th.textContent.startsWith({json.dumps(title)}))"
@@ -121,7 +121,7 @@ def header(page: browser.Browser, title: str) -> str:
     return f"thead th:nth-child({index + 1}) button"
 
 
-def choose(page: browser.Browser, setting: str, text: str) -> None:
+def choose(page: Browser, setting: str, text: str) -> None:
     """Choose an option as a person would, as far as the page can tell."""
     page.evaluate(
         f"""(() => {{
@@ -132,7 +132,7 @@ def choose(page: browser.Browser, setting: str, text: str) -> None:
     )
 
 
-def drawn(page: browser.Browser, chart: str = "bytes") -> list[str]:
+def drawn(page: Browser, chart: str = "bytes") -> list[str]:
     """The names of the rows that a chart shows, panel by panel."""
     return page.evaluate(
         f"""[...document.querySelectorAll("#chart-{chart} .panel:not([hidden]) {MARKS}")]
@@ -144,7 +144,7 @@ def drawn(page: browser.Browser, chart: str = "bytes") -> list[str]:
     ("name", "width"),
     [("comparison", 1280), ("heterogeneity", 360), ("failed", 360), ("mixed", 1280), ("mixed", 360), ("loss", 1280)],
 )
-def test_page_is_laid_out_and_silent(name: str, width: int, page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_is_laid_out_and_silent(name: str, width: int, page: Browser, pages: dict[str, Path]) -> None:
     page.open(pages[name], width=width)
     assert page.evaluate(browser.CHARTS_ARE_DRAWN)  # when it is loaded, and may be printed
     assert page.evaluate(LAYOUT) == []
@@ -154,7 +154,7 @@ def test_page_is_laid_out_and_silent(name: str, width: int, page: browser.Browse
 
 
 def test_what_decides_is_seen_without_scrolling_and_the_first_column_tells_rows_apart(
-    page: browser.Browser, pages: dict[str, Path]
+    page: Browser, pages: dict[str, Path]
 ) -> None:
     page.open(pages["compared"], width=1280)
     hidden = """[...document.querySelectorAll("thead th")].filter((th) =>
@@ -175,7 +175,7 @@ def test_what_decides_is_seen_without_scrolling_and_the_first_column_tells_rows_
 
 
 @pytest.mark.parametrize("name", ["compared", "mixed"])
-def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_nothing_is_cut_on_paper(name: str, page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages[name], width=PAPER_WIDTH)
     page.call("Emulation.setEmulatedMedia", media="print")
     try:
@@ -209,7 +209,7 @@ def test_nothing_is_cut_on_paper(name: str, page: browser.Browser, pages: dict[s
         page.call("Emulation.setEmulatedMedia", media="")
 
 
-def test_page_sorts_numbers_with_nothing_last(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_sorts_numbers_with_nothing_last(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["mixed"])
     before = labels(page)
     assert AWKWARD * 2 in before
@@ -231,7 +231,7 @@ def test_page_sorts_numbers_with_nothing_last(page: browser.Browser, pages: dict
     assert page.complaints == []
 
 
-def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_filters_and_the_charts_follow(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     count = "document.getElementById('count').textContent"
     assert page.evaluate(count) == "36 rows"
@@ -263,7 +263,7 @@ def test_page_filters_and_the_charts_follow(page: browser.Browser, pages: dict[s
     assert page.complaints == []
 
 
-def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_is_operated_by_keyboard(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["comparison"])
     active = "document.activeElement"
     page.press("Tab")
@@ -285,7 +285,7 @@ def test_page_is_operated_by_keyboard(page: browser.Browser, pages: dict[str, Pa
     assert all(text.startswith("ring: 9") and text.endswith(" MiB") for text in page.evaluate(readouts))
 
 
-def test_page_unfolds_commands(page: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_unfolds_commands(page: Browser, pages: dict[str, Path]) -> None:
     page.open_report(pages["mixed"], width=360)
     toggle = "tbody[data-row='2'] .toggle"
     page.evaluate(f'document.querySelector("{toggle}").focus()')

@@ -28,9 +28,7 @@ def sentences(rows: list[dict[str, Any]], **changes: Any) -> list[str]:
         (0.50, [0.10, 0.90], "0.50 points above", "+0.10 to +0.90; significantly better"),
     ],
 )
-def test_the_best_setting_is_held_against_all_reduce(
-    mean: float, ends: list[float], difference: str, found: str
-) -> None:
+def test_the_best_is_held_against_all_reduce(mean: float, ends: list[float], difference: str, found: str) -> None:
     rows = [report_documents.row("all-reduce"), compared("star", mean - 1, [-3.0, -2.0]), compared("ring", mean, ends)]
     (sentence,) = sentences(rows)
     assert sentence == (

@@ -1,10 +1,12 @@
-"""``gossip status``: a training is shown as it is; silence, waits and losses; what cannot be read."""
+"""``gossip status`` shows a training as it is; ``gossip chaos`` strikes a program, starts it again, and counts."""
 
 import contextlib
 import io
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from running import running
 
 from gossip.elastic.training_status import RankStatus
-from gossip.launching import status_command
+from gossip.launching import chaos_command, status_command
 
 KEY = "0123456789abcdef0123456789abcdef"
 RATE = r"^ +0 +\d+ +\d[\d.e+]* +0\b"  # of rank 0, once it has written twice
@@ -75,3 +77,60 @@ def test_silence_and_waits_are_told() -> None:
 def test_store_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_command.main(["127.0.0.1:1"]) == 2
     assert "error: there is no key-value store at 127.0.0.1:1: Connection refused" in capsys.readouterr().err
+
+
+def chaos(folder: Path, options: str, until: str) -> str:
+    """What the command prints of a training that goes on until something holds."""
+    own = [sys.executable, str(lone_ranks.script(folder, "train.py", "gossip.launch(train)")), until, ""]
+    command = [sys.executable, "-m", "gossip", "chaos", *options.split(), "--", *own]
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_program_is_struck_and_started_again(tmp_path: Path) -> None:
+    printed = chaos(tmp_path, "--ranks 3 --every 2", until="max(members) > 3")  # one was started again twice
+    assert printed.startswith("3 ranks train\nkill: process ")
+    found = re.search(r"(\d+) steps: (\d+) kill, (\d+) started again; goodput ([0-9.]+) of the", printed)
+    assert found is not None, printed
+    assert int(found[3]) >= 2
+    assert 0 < float(found[4]) <= 1.2  # from what ranks say once a second
+    assert len(lone_ranks.result_of(tmp_path)) >= 2
+    noted = re.search(r"^(\d+) messages were mixed; 0 were not what was sent$", printed, re.MULTILINE)
+    assert noted is not None, printed
+    assert int(noted[1]) > 100
+
+
+@pytest.mark.slow
+def test_it_ends_when_all_have_left_that_were_told_to(tmp_path: Path) -> None:
+    assert ": no faults; goodput " in chaos(tmp_path, "--ranks 2 --every 99s --seconds 3s", until="False")
+
+
+def test_a_message_that_nobody_sent_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    notes = r'printf "sent 0 1 7 a\nmixed 0 1 7 a\nmixed 0 1 7 b\n" > $GOSSIP_MESSAGE_NOTES/$$.txt'
+    assert chaos_command.main(["--ranks", "2", "--", "sh", "-c", notes]) == 1
+    assert "4 messages were mixed; 2 were not what was sent" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--kinds", "kill,freze", "--", "true"], "there is no kind 'freze' of fault; choose from kill, freeze, leave"),
+        (["--ranks", "1", "--", "true"], "--ranks must be at least 2"),
+        (["--every", "0", "--", "true"], "--every above 0"),
+        ([], "the following arguments are required: program"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        chaos_command.main(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_program_that_does_not_train_ends_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos_command, "_BEGINNING_S", 0.2)
+    assert chaos_command.main(["--ranks", "2", "--", "sleep", "60"]) == 2
+    assert "0 of 2 ranks train after 0.2 s; the program must call gossip.launch" in capsys.readouterr().err
