@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gossip.lab.experiments.option_help import FLAGS
 from gossip.lab.experiments.validated_models import nearest
-from topologies.command_lines import with_world_size
-from topologies.standard_output import ends_quietly
+from topologies.command_lines import ends_quietly, with_world_size
 
 APPLICATIONS = {
     "train": "train one experiment, or with -m several",

@@ -13,7 +13,6 @@ import gossip
 
 ROOMS_OF_TOPOLOGIES = (
     "integers",
-    "standard_output",
     "command_lines",
     "version",
     "registry",
