@@ -9,7 +9,7 @@ from gossip import BucketShape, Codec, Compression, Exchange, Transport, Uncompr
 from gossip.compression.codec import View as View
 from gossip.compression.conversation import Parts, carry
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
-from gossip.virtual.rank_codecs import RankCodecs
+from gossip.virtual.stacked_exchanges import RankCodecs
 from topologies import Round, Topology
 
 
