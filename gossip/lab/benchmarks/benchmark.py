@@ -42,7 +42,7 @@ Links = Annotated[tuple[Link, ...], Field(min_length=1, strict=False), BeforeVal
 class BenchmarkSettings(Model):
     """The settings that every benchmark has; a case, which one start of the workers measures, has a single link.
 
-    A field with a description is an option of the command line of :mod:`gossip.lab.benchmarks.bench_script`.
+    A field with a description is an option of the command line of :mod:`gossip.lab.benchmarks.harness`.
     """
 
     world_size: int = Field(4, ge=2, description="workers; in the lab each is a host of its own")
