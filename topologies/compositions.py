@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from topologies.array_arguments import rank_array
+from topologies.matrix_storage import rank_array
 from topologies.round import Round
 from topologies.schedule import (
     Composition,

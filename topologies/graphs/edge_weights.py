@@ -23,9 +23,8 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.array_arguments import rank_array
 from topologies.graphs.spectrum import DENSE_WORLD_SIZE, laplacian, lowest
-from topologies.matrix_storage import FloatArray, IntArray
+from topologies.matrix_storage import FloatArray, IntArray, rank_array
 from topologies.round import Round
 from topologies.validation import SUM_TOLERANCE, check_world_size
 
