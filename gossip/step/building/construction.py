@@ -39,9 +39,9 @@ from gossip.optimizers.loss_scale import SharedScaler
 from gossip.optimizers.scopes import names_needed_whole
 from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
-from gossip.parameters.double_wrapping import Outermost
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.parameters.module_proxy import Outermost
 from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.private_torch import fsdp_modules
