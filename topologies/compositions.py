@@ -80,11 +80,7 @@ def in_bursts(topology: ScheduleT, k: int, rounds: int, apart: int) -> ScheduleT
         bursts = Bursts(part, k, rounds, apart, phase.start)
         period = None if part.period is None else math.lcm(part.period, rounds) // rounds * k
         schedule = type(topology)(
-            world_size=part.world_size,
-            make_round=bursts,
-            period=period,
-            stochasticity=part.stochasticity,
-            name=name,
+            world_size=part.world_size, make_round=bursts, period=period, stochasticity=part.stochasticity, name=name
         )
         stop = None if phase.stop is None else replace(bursts, start=phase.stop).begin
         phases.append(Phase(schedule, start=bursts.begin, stop=stop))
