@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket, persistent_buffers
+from gossip.parameters.buckets import Bucket, BufferBucket, persistent_buffers
 from gossip.parameters.manifest import describe_topology
 from gossip.parameters.names import named_parameters
 from gossip.sharding.shard_mesh import Division

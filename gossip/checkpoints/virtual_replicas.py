@@ -13,7 +13,7 @@ from gossip.checkpoints.random_states import rng_states
 from gossip.checkpoints.replicas import Replicas
 from gossip.errors import CheckpointError, GossipError
 from gossip.optimizers.scopes import IMPLEMENTATION, elementwise_keys, has_shape
-from gossip.parameters.buffers import unfit_buffers
+from gossip.parameters.buckets import unfit_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward

@@ -12,10 +12,9 @@ import torch
 
 from gossip.compression.codec import BucketShape, Codec, Compression, generator
 from gossip.compression.compiled_passes import passes
-from gossip.compression.conversation import Arrival, Parts, Turn, Turns, chunks, receive_buffers
+from gossip.compression.conversation import Arrival, Parts, Turn, Turns, all_finite, chunks, receive_buffers
 from gossip.compression.eager_passes import in_blocks
 from gossip.compression.lattice import COARSEST, LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
-from gossip.compression.part_memory import all_finite
 from gossip.compression.stacked_codec import (
     Edges,
     KnownRounds,

@@ -18,7 +18,7 @@ from gossip.communication import training_store
 from gossip.integrations.common_checks import released_gradients, steps_in_backward, weakly
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
 from gossip.integrations.sample_counts import SampleCount
-from gossip.optimizers.closures import requires_closure
+from gossip.optimizers.bucket_optimizer import requires_closure
 from topologies import Topology
 
 

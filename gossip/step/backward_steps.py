@@ -8,8 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.errors import warn_user
-from gossip.optimizers.bucket_optimizer import fire_step_hooks
-from gossip.optimizers.closures import Closure
+from gossip.optimizers.bucket_optimizer import Closure, fire_step_hooks
 from gossip.step.backward_pass import TWO_MODELS, steps_another_model
 from gossip.step.engine import StepEngine
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.exchange.rank_exchanges import AnyBucket
-from gossip.optimizers.closures import Closure, EvaluatedClosure, requires_closure
+from gossip.optimizers.bucket_optimizer import Closure, EvaluatedClosure, requires_closure
 from gossip.step.engine import StepEngine
 
 

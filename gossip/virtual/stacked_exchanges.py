@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.compression.codec import BucketShape, Codec, Compression
-from gossip.compression.conversation import accumulation_dtype, carry
-from gossip.compression.part_memory import all_finite
+from gossip.compression.conversation import accumulation_dtype, all_finite, carry
 from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
-from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket, as_real
+from gossip.parameters.buckets import Bucket, BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_updating import StackedUpdater

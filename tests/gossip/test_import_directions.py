@@ -12,7 +12,6 @@ from repository import GOSSIP, REPOSITORY
 import gossip
 
 ROOMS_OF_TOPOLOGIES = (
-    "integers",
     "command_lines",
     "version",
     "registry",
@@ -23,7 +22,6 @@ ROOMS_OF_TOPOLOGIES = (
     "compositions",
     "graphs",
     "analysis",
-    "family_registry",
     "topology",
     "families",
     "reports",

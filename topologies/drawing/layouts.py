@@ -11,9 +11,8 @@ import networkx as nx
 import numpy as np
 
 from topologies.analysis.connectivity import distinct_rounds
-from topologies.family_registry import available
 from topologies.matrix_storage import FloatArray
-from topologies.topology import build
+from topologies.topology import available, build
 
 if TYPE_CHECKING:
     from topologies.topology import Topology

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from topologies.family_registry import DEFAULT, family, options_of
 from topologies.matrix_storage import FloatArray
-from topologies.topology import Topology
+from topologies.topology import DEFAULT, Topology, family, options_of
 
 #: Exchanges that are compared, and rounds in which they are looked for where there is no period.
 _COMPARED = 64

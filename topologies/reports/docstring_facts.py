@@ -4,7 +4,7 @@ import inspect
 import re
 from dataclasses import dataclass
 
-from topologies.family_registry import family
+from topologies.topology import family
 
 #: The lines of a docstring's section Properties, each a field of :class:`Facts`.
 PROPERTIES = ("sizes", "degree", "period", "exact", "rate", "weights")

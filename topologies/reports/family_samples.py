@@ -1,9 +1,8 @@
 """One or a few topologies of every family, to show what it does at about a given size."""
 
-from topologies.family_registry import family, options_of
 from topologies.reports.disguises import without_disguises
 from topologies.schedule import title
-from topologies.topology import Topology, variants
+from topologies.topology import Topology, family, options_of, variants
 from topologies.validation import check_integer
 
 #: Families are asked for sizes up to here.

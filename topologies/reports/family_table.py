@@ -3,9 +3,9 @@
 import math
 
 from topologies.analysis.description import Description, count
-from topologies.family_registry import available
 from topologies.reports.docstring_facts import facts_of
 from topologies.reports.family_samples import samples, title_of
+from topologies.topology import available
 
 _HEAD = (
     "| topology | world sizes | peers | rounds in a period | the mean exactly after "

@@ -20,9 +20,19 @@ from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from gossip import Workload, simulate_time
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, gossip_arguments, sgd
-from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Links, Place, Record, Records, Write
+from gossip.lab.benchmarks.benchmark import (
+    Benchmark,
+    ComparisonSettings,
+    Links,
+    Place,
+    Record,
+    Records,
+    Spread,
+    Write,
+    look,
+    table,
+)
 from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
-from gossip.lab.benchmarks.summaries import Spread, look, table
 from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.experiments.validated_models import OneOf

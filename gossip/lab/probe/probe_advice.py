@@ -14,11 +14,11 @@ from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
 from topologies import Topology, analysis
 from topologies.analysis.description import count
-from topologies.family_registry import DEFAULT
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.disguises import without_disguises
 from topologies.reports.family_samples import title_of
 from topologies.reports.units import aligned, bytes_text, seconds_text
+from topologies.topology import DEFAULT
 
 TOLERANCE = 0.01
 NUM_STEPS = 200
