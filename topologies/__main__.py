@@ -15,7 +15,7 @@ from topologies.command_lines import Parser, ends_quietly
 from topologies.drawing import draw, draw_comparison
 from topologies.drawing.picture_files import output_path
 from topologies.reports.comparing import compare
-from topologies.reports.family_table import markdown_table
+from topologies.reports.family_samples import markdown_table
 from topologies.reports.recommending import recommend
 from topologies.topology import Topology, available, build, family, options_of
 

@@ -15,7 +15,7 @@ from tiny_gpt2 import Tokens, make_module
 from torch import nn
 from transformers import TrainingArguments
 
-import gossip.integrations.trainer_checks
+import gossip.integrations.transformers
 from gossip import GossipDataParallel
 from gossip.integrations.transformers import GossipTrainer
 
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]],
 
 SURROUNDINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "SageMaker": (
-        (gossip.integrations.trainer_checks, "is_sagemaker_dp_enabled", lambda: True),
+        (gossip.integrations.transformers, "is_sagemaker_dp_enabled", lambda: True),
         "SageMaker's parallelism.*torchrun",
     ),
     "accelerate's FSDP": (

@@ -16,15 +16,14 @@ import numpy as np
 from topologies.analysis import consensus_errors, product
 from topologies.analysis.description import count
 from topologies.analysis.disagreement import ROUNDING
-from topologies.drawing.layouts import layout_of
 from topologies.drawing.picture_files import output_path, save, settings
-from topologies.drawing.round_pictures import caption, draw_round
+from topologies.drawing.round_pictures import caption, draw_round, layout_of
 from topologies.matrix_storage import FloatArray
 from topologies.schedule import title
 from topologies.validation import check_integer
 
 if TYPE_CHECKING:
-    from topologies.drawing.layouts import Layout
+    from topologies.drawing.round_pictures import Layout
     from topologies.topology import Topology
 
 #: Of more ranks only matrices and the curve are drawn: lines between them show nothing.

@@ -7,8 +7,7 @@ import pytest
 import topologies
 from topologies import Round, Topology
 from topologies.reports.comparing import chosen_topologies
-from topologies.reports.disguises import without_disguises
-from topologies.reports.family_samples import title_of
+from topologies.reports.family_samples import title_of, without_disguises
 
 PAIRS = (Round.from_groups(4, [(0, 1), (2, 3)]), Round.from_groups(4, [(0, 2), (1, 3)]))
 EMPTY = Round.identity(4)

@@ -4,7 +4,7 @@ import pytest
 
 import topologies
 from gossip.lab.probe.cluster_measuring import Measured
-from gossip.lab.probe.probe_advice import DRIFT, MANY_RANKS, Choice, DataKind, choose
+from gossip.lab.probe.probe import DRIFT, MANY_RANKS, Choice, DataKind, choose
 from gossip.simulation import Cluster, Workload
 
 WORKLOAD = Workload(0.03, 0.06, (10_000_000,), update_s=0.01)
