@@ -9,18 +9,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
 
 from topologies.analysis.connectivity import distinct_rounds
 from topologies.matrix_storage import FloatArray
-from topologies.topology import available, build
-
-if TYPE_CHECKING:
-    from topologies.round import Round
-    from topologies.topology import Topology
+from topologies.round import Round
+from topologies.topology import Topology, available, build
 
 _LARGEST_RADIUS = 0.12
 #: Radius of a rank as a share of the distance to the nearest one: many need the place for their numbers.

@@ -9,7 +9,7 @@ import io
 import os
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,11 @@ from topologies.analysis import consensus_errors, product
 from topologies.analysis.description import count
 from topologies.analysis.disagreement import ROUNDING
 from topologies.drawing.picture_files import output_path, save, settings
-from topologies.drawing.round_pictures import caption, draw_round, layout_of
+from topologies.drawing.round_pictures import Layout, caption, draw_round, layout_of
 from topologies.matrix_storage import FloatArray
 from topologies.schedule import title
+from topologies.topology import Topology
 from topologies.validation import check_integer
-
-if TYPE_CHECKING:
-    from topologies.drawing.round_pictures import Layout
-    from topologies.topology import Topology
 
 #: Of more ranks only matrices and the curve are drawn: lines between them show nothing.
 MAX_RANKS_WITH_LINES = 80
@@ -247,10 +244,6 @@ def _check_world_size(topology: Topology) -> None:
             f"a picture shows at most {MAX_DRAWN_WORLD_SIZE} ranks, the topology has {topology.world_size}; draw "
             f"the same family with fewer"
         )
-
-
-if TYPE_CHECKING:
-    from topologies.topology import Topology
 
 
 def draw_matrix(axes: Any, matrix: FloatArray, title: str) -> None:
