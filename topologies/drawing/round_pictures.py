@@ -3,8 +3,6 @@
 And where ranks stand in a picture. A family that is no circle has a line in the table ``_LAYOUTS``.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 And panels about how a schedule mixes: a matrix as a heat map, and the distance to the mean over the rounds.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import textwrap
