@@ -19,8 +19,7 @@ from gossip.checkpoints.model_description import (
     describe_part,
     exported_tensors,
 )
-from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.replicas import Replicas, compare, run_on_all_ranks
+from gossip.checkpoints.replicas import Replicas, compare, rng_states, run_on_all_ranks
 from gossip.checkpoints.resizing import reshard
 from gossip.communication.world import World
 from gossip.optimizers.schedule_free import check_evaluated

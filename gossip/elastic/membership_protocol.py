@@ -21,9 +21,8 @@ import torch.distributed as dist
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, StoreMonitor, Vote
+from gossip.elastic.consensus_store import ConsensusStore, Decision, Generation, Proposal, StoreLost, StoreMonitor, Vote
 from gossip.elastic.flag_votes import FlagVotes, Position
-from gossip.elastic.generations import Generation
 from gossip.elastic.running_time import RunningTime
 from gossip.errors import ExchangeError, GossipError
 

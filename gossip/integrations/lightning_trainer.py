@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 import gossip
 from gossip import GossipDataParallel
 from gossip.communication import training_store
-from gossip.integrations.common_checks import released_gradients, steps_in_backward, weakly
+from gossip.integrations.common_checks import SampleCount, released_gradients, steps_in_backward, weakly
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
-from gossip.integrations.sample_counts import SampleCount
 from gossip.optimizers.bucket_optimizer import requires_closure
 from topologies import Topology
 

@@ -17,10 +17,17 @@ from transformers.utils import is_sagemaker_dp_enabled, is_sagemaker_mp_enabled
 from gossip import GossipDataParallel, World, load, save
 from gossip.communication import training_store
 from gossip.integrations.accelerate import renumber
-from gossip.integrations.common_checks import check_accelerator, check_options, refuse, steps_in_backward, weakly, wrap
+from gossip.integrations.common_checks import (
+    SampleCount,
+    check_accelerator,
+    check_options,
+    refuse,
+    steps_in_backward,
+    weakly,
+    wrap,
+)
 from gossip.integrations.held_batches import HeldBatches, HeldLoader
 from gossip.integrations.remaining_ranks import remaining_ranks
-from gossip.integrations.sample_counts import SampleCount
 from gossip.integrations.trainer_epochs import UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
 from topologies.validation import check_integer

@@ -18,8 +18,7 @@ from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
 from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
 from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import Closure, state_to_come
-from gossip.optimizers.foreign_optimizers import OptimizerWatch
+from gossip.optimizers.bucket_optimizer import Closure, OptimizerWatch, state_to_come
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots

@@ -19,8 +19,7 @@ from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.terminal import configure_logging, print_table, print_text
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, read, value_of
 from gossip.lab.report.report_document import Choice, Document, Metric, Number, Trial
-from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, MARKDOWN_FILE, PAGE_FILE, texts, write_report
-from gossip.lab.report.verdict import verdict
+from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, MARKDOWN_FILE, PAGE_FILE, texts, verdict, write_report
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job, Plan, Run, is_gossip_only, make_plan, read_variants
 

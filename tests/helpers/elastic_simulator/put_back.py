@@ -76,7 +76,9 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
-    PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
+    PutBack(
+        "elastic.consensus_store.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True
+    ),
     PutBack(
         "elastic.consensus_store.ConsensusStore._set_once",
         'self.store.compare_set, key, "",',
