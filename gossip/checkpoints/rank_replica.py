@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gossip.checkpoints.model_description import (
+from gossip.checkpoints.replicas import (
     Divisions,
+    Replicas,
+    compare,
     describe_model,
     describe_module,
     describe_optimizers,
     describe_part,
     exported_tensors,
+    rng_states,
+    run_on_all_ranks,
 )
-from gossip.checkpoints.replicas import Replicas, compare, rng_states, run_on_all_ranks
 from gossip.checkpoints.resizing import reshard
 from gossip.communication.world import World
 from gossip.optimizers.schedule_free import check_evaluated

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.model_description import describe_model, describe_optimizers, exported_tensors
-from gossip.checkpoints.replicas import Replicas, rng_states
+from gossip.checkpoints.replicas import Replicas, describe_model, describe_optimizers, exported_tensors, rng_states
 from gossip.errors import CheckpointError, GossipError
 from gossip.optimizers.scopes import IMPLEMENTATION, elementwise_keys, has_shape
 from gossip.parameters.buckets import unfit_buffers

@@ -28,8 +28,7 @@ from gossip.compression.conversation import Arrival, Conversation, Delivery, Mes
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.message_notes import VARIABLE, Note, NotesInFile, digest
-from gossip.exchange.pair_averaging import PairAverager
-from gossip.exchange.pair_transport import PairTransport
+from gossip.exchange.pair_averaging import PairAverager, PairTransport
 from gossip.exchange.recording import Missed
 from gossip.exchange.transport import LateDifference, SoftDeadline, Transport
 from topologies import Round, Topology

@@ -16,8 +16,7 @@ from gossip.algorithms import Algorithm
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
-from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
-from gossip.measuring.step_stats import Meter
+from gossip.measuring.step_stats import READ_BY_OTHERS, MemoryUse, Meter, memory_use
 from gossip.optimizers.bucket_optimizer import Closure, OptimizerWatch, state_to_come
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters

@@ -9,9 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
-from gossip.compression.codec import BucketShape, Codec, Compression
+from gossip.compression.codec import BucketShape, Codec, Compression, StackedArrival, StackedCodec
 from gossip.compression.conversation import accumulation_dtype, all_finite, carry
-from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
 from gossip.parameters.buckets import Bucket, BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences

@@ -27,10 +27,9 @@ from gossip.step.building.wrapper_arguments import check_choice, check_update, p
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
-from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.replayed_exchanges import ReplayedExchanges, check_recording
 from gossip.virtual.replays import Replay
-from gossip.virtual.replica_calls import ReplicaCalls
+from gossip.virtual.replica_calls import ReplicaCalls, count_samples, divide, gather, scatter
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers

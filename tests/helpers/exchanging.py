@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from gossip import BucketShape, Codec, Compression, Exchange, Transport, Uncompressed, World
+from gossip.compression.codec import StackedArrival, StackedCodec
 from gossip.compression.codec import View as View
 from gossip.compression.conversation import Parts, carry
-from gossip.compression.stacked_codec import StackedArrival, StackedCodec
 from gossip.virtual.stacked_exchanges import RankCodecs
 from topologies import Round, Topology
 

@@ -50,8 +50,7 @@ from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.private_torch import fsdp_modules
 from gossip.sharding.fsdp_group import FSDPGroup
-from gossip.sharding.local_group import LocalGroup, check_mesh, check_mesh_of_all
-from gossip.sharding.replica_group import ReplicaGroup
+from gossip.sharding.local_group import LocalGroup, ReplicaGroup, check_mesh, check_mesh_of_all
 from gossip.sharding.zero_group import ZeroGroup
 from gossip.step.building.wrapper_arguments import (
     Arguments,

@@ -13,7 +13,7 @@ from sharded_models import make_mesh
 from torch import nn
 
 from gossip import GossipDataParallel, GossipError
-from gossip.sharding.replica_group import ReplicaGroup, part_of
+from gossip.sharding.local_group import ReplicaGroup, part_of
 
 SGD = partial(torch.optim.SGD, lr=0.0)
 NUMEL = 12
