@@ -13,7 +13,7 @@ from topologies.analysis.description import Description
 from topologies.drawing import draw, draw_comparison
 from topologies.graphs.edge_weights import weighted_round
 from topologies.reports.comparing import Comparison, compare
-from topologies.reports.docstring_facts import Facts, facts_of
+from topologies.reports.family_samples import Facts, facts_of
 from topologies.reports.recommending import Recommendation, recommend
 from topologies.round import Round
 from topologies.schedule import Phase, Schedule

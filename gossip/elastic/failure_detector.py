@@ -12,8 +12,7 @@ from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.consensus_store import Generation
 from gossip.elastic.flag_votes import Position
 from gossip.elastic.membership_consensus import Consensus
-from gossip.elastic.membership_protocol import SILENT
-from gossip.elastic.running_time import RunningTime
+from gossip.elastic.membership_protocol import SILENT, RunningTime
 from gossip.elastic.shard_group_world import MOST_TIMEOUTS
 from gossip.errors import GenerationEndedError
 

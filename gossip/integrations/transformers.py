@@ -26,9 +26,8 @@ from gossip.integrations.common_checks import (
     weakly,
     wrap,
 )
-from gossip.integrations.held_batches import HeldBatches, HeldLoader
 from gossip.integrations.remaining_ranks import remaining_ranks
-from gossip.integrations.trainer_epochs import UnevenEpoch
+from gossip.integrations.trainer_epochs import HeldBatches, HeldLoader, UnevenEpoch
 from gossip.wrapper import DEFAULT_TIMEOUT
 from topologies.validation import check_integer
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from gossip import ALGORITHMS, Cluster, SimulatedRun, SlowRank, Workload, simulate_time
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
-from gossip.lab.experiments.devices import Device, backend_for, own_device
+from gossip.lab.experiments.run_settings import Device, backend_for, own_device
 from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
 from gossip.launching import DEFAULT_TIMEOUT

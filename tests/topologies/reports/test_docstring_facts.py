@@ -11,7 +11,7 @@ from contracts import tau
 import topologies
 from topologies import Facts, Topology, facts_of
 from topologies.analysis import beta, slem
-from topologies.reports.docstring_facts import PROPERTIES
+from topologies.reports.family_samples import PROPERTIES
 
 DOCSTRING = inspect.getdoc(topologies.family("complete")) or ""
 
