@@ -23,9 +23,11 @@ from topologies.validation import check_integer
 LARGEST_SAMPLE = 1024
 #: Exchanges that are compared, and rounds in which they are looked for where there is no period.
 _COMPARED = 64
-
 #: Fingerprints closer than this belong to the same round.
 _SAME = 1e-9
+#: The lines of a docstring's section Properties, each a field of :class:`Facts`.
+PROPERTIES = ("sizes", "degree", "period", "exact", "rate", "weights")
+_MOST_SUMMARY_CHARACTERS = 130
 _HEAD = (
     "| topology | world sizes | peers | rounds in a period | the mean exactly after "
     "| what a period leaves of a disagreement |\n"
@@ -155,12 +157,6 @@ def _percent(share: float) -> str:
         if rounded < 100:
             break
     return f"{rounded:.{decimals}f} %"
-
-
-#: The lines of a docstring's section Properties, each a field of :class:`Facts`.
-PROPERTIES = ("sizes", "degree", "period", "exact", "rate", "weights")
-
-_MOST_SUMMARY_CHARACTERS = 130
 
 
 @dataclass(frozen=True)
