@@ -19,6 +19,9 @@ MEANT = (
 )  # fmt: skip
 """What others call the number of ranks."""
 _FLAG = "--world-size"
+CUT = 141
+"""The exit status of a program that SIGPIPE ends (128 + 13)."""
+Status = TypeVar("Status", int, int | None)
 
 
 def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
@@ -70,13 +73,6 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2 and the message."""
         written = "world_size=N" if "required: " in message else "world_size"
         self.exit(2, f"{self.prog}: error: {message.replace(_FLAG, written)}\n")
-
-
-CUT = 141
-"""The exit status of a program that SIGPIPE ends (128 + 13)."""
-
-
-Status = TypeVar("Status", int, int | None)
 
 
 def ends_quietly(main: Callable[[], Status]) -> Status | int:

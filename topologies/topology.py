@@ -38,6 +38,8 @@ _FamilyT = TypeVar("_FamilyT", bound=Family)
 FAMILIES: Registry[Family] = Registry("topology")
 
 _VARIANTS: dict[Family, Variants] = {}
+#: What to do about data that are not those of a topology.
+_WRITTEN = "pass what Topology.to_json() returned"
 
 
 def register(name: str, *, variants: Variants | None = None) -> Callable[[_FamilyT], _FamilyT]:
@@ -133,10 +135,6 @@ def _fill_in_defaults(name: str, function: Family, options: Mapping[str, Any]) -
         if default is inspect.Parameter.empty and option not in options:
             raise TypeError(f"topology {name!r} needs the option {option!r}; {listed}")
     return {option: options.get(option, default) for option, default in known.items()}
-
-
-#: What to do about data that are not those of a topology.
-_WRITTEN = "pass what Topology.to_json() returned"
 
 
 def to_dict(topology: Schedule) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from gossip.communication.liveness.progress_markers import STORE_PATIENCE_S
 from gossip.elastic.flag_votes import FlagVote, Position
 from gossip.errors import ExchangeError
 
+_INTERVAL_S = 1.0
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -213,9 +215,6 @@ def _asked(call: Callable[..., Any], *args: Any) -> Any:
         raise
     except RuntimeError as error:  # stores have no specific type of errors
         raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
-
-
-_INTERVAL_S = 1.0
 
 
 class StoreMonitor:

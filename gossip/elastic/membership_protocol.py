@@ -25,6 +25,14 @@ from gossip.elastic.consensus_store import ConsensusStore, Decision, Generation,
 from gossip.elastic.flag_votes import FlagVotes, Position
 from gossip.errors import ExchangeError, GossipError
 
+_PAUSE_S = 0.002
+_TICK_S = 0.5
+_REMINDER_S = 0.1
+_GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
+_NUM_BEATS_MISSED = 3
+SILENT = 0.9
+"""For so many time-outs a rank that is lost has been silent."""
+
 
 class RunningTime:
     """The time that passes while this process runs.
@@ -44,15 +52,6 @@ class RunningTime:
         self._seconds += min(now - self._looked_at, self._most_s)
         self._looked_at = now
         return self._seconds
-
-
-_PAUSE_S = 0.002
-_TICK_S = 0.5
-_REMINDER_S = 0.1
-_GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
-_NUM_BEATS_MISSED = 3
-SILENT = 0.9
-"""For so many time-outs a rank that is lost has been silent."""
 
 
 class MembershipProtocol:

@@ -25,6 +25,8 @@ from gossip.parameters.parameter_slots import ModuleSnapshot
 from gossip.private_torch import own_buffers, own_parameters, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from gossip.step.backward_pass import tensors_in
 
+Tensors = dict[str, torch.Tensor]
+
 
 class StackedSlots(ModuleSnapshot):
     """Refuses parameters that were added, removed or reshaped since the replicas were made from the module.
@@ -62,9 +64,6 @@ class StackedSlots(ModuleSnapshot):
 
     def _find_shapes(self) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in named_parameters(self._module, remove_duplicate=False)}
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 class ReplicaCalls:

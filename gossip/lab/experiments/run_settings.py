@@ -26,6 +26,20 @@ from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, blaming, shown, value_of
 from gossip.step.building.wrapper_arguments import Arguments, check_arguments, refuse_any
 
+SECTION = "wrapper"
+ALL_REDUCE_OPTIONS = ("bucket_cap_mb", "clip_grad_norm")
+"""The options that also apply to torch's DistributedDataParallel."""
+_SAID_ELSEWHERE = {
+    "module": "model",
+    "optimizer": "optimizer",
+    "topology": "topology",
+    "algorithm": "algorithm",
+    "compression": "compression",
+    "timeout": "launch.timeout_s",
+}
+_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption", "record")
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
+
 
 def _there(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
@@ -50,23 +64,6 @@ def backend_for(num_local_ranks: int, wanted: str = "auto") -> str:
     """Return the backend for so many ranks on each node: gloo, and NCCL where each has a GPU of its own."""
     has_nccl = wanted != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if has_nccl and num_local_ranks <= torch.cuda.device_count() else "gloo"
-
-
-SECTION = "wrapper"
-
-ALL_REDUCE_OPTIONS = ("bucket_cap_mb", "clip_grad_norm")
-"""The options that also apply to torch's DistributedDataParallel."""
-
-_SAID_ELSEWHERE = {
-    "module": "model",
-    "optimizer": "optimizer",
-    "topology": "topology",
-    "algorithm": "algorithm",
-    "compression": "compression",
-    "timeout": "launch.timeout_s",
-}
-_ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption", "record")
-_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
 
 
 class _Section(Model):

@@ -33,6 +33,7 @@ _NUM_CONTENDED_MESSAGES = 4
 
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """The pieces of a message, and where those of the peer's go."""
+_SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,6 @@ def _wait(works: list[dist.Work], device: torch.device) -> None:
         work.wait()
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
-
-
-_SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,21 @@ SETTINGS = {
 TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
 """For each metric, the value that compares a row with all-reduce."""
 _COSTS = ("predicted_time_to_target_s", "bytes_to_target", "predicted_step_time_s", "bytes_per_step")
+PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
+
+CHIEF = (
+    "averaged_accuracy", "averaged_loss", "local_accuracy_worst", "average_difference", "loss_ratio",
+    "worst_difference", "worst_loss_ratio", "bytes_per_step", "bytes_to_target", "rounds_to_target",
+    "predicted_step_time_s", "predicted_time_to_target_s",
+)  # fmt: skip
+"""The values that are shown."""
+
+LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
+
+#: The libraries with which charts.js draws, in the order of their dependencies.
+_LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
+_NOTHING = "–"  # noqa: RUF001
+_NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
 
 
 @dataclass(frozen=True)
@@ -126,23 +141,6 @@ def best(rows: Sequence[Row], column: Column) -> set[int]:
             extreme = max(means.values()) if column.better == "higher" else min(means.values())
             found.update(index for index, mean in means.items() if mean == extreme)
     return found
-
-
-PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
-
-CHIEF = (
-    "averaged_accuracy", "averaged_loss", "local_accuracy_worst", "average_difference", "loss_ratio",
-    "worst_difference", "worst_loss_ratio", "bytes_per_step", "bytes_to_target", "rounds_to_target",
-    "predicted_step_time_s", "predicted_time_to_target_s",
-)  # fmt: skip
-"""The values that are shown."""
-
-LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
-
-#: The libraries with which charts.js draws, in the order of their dependencies.
-_LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
-_NOTHING = "–"  # noqa: RUF001
-_NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
 
 
 def render_page(document: Document) -> str:

@@ -23,7 +23,20 @@ from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, MARKDOWN_FILE, 
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
 from gossip.lab.sweeps.sweep_jobs import Job, Plan, Run, is_gossip_only, make_plan, read_variants
 
+if TYPE_CHECKING:
+    from hydra.plugins.launcher import Launcher
+    from hydra.types import HydraContext, TaskFunction
+    from omegaconf import DictConfig
+
 Axes = Mapping[str, Sequence[str]]
+SWEEP_FILE = "sweep.csv"
+_COLUMNS = (
+    "job", "overrides", "status", "reason", "method", "engine", "topology", "algorithm", "compression", "clipping",
+    "data", "seed", "world_size", "averaged_test_accuracy", "averaged_test_loss", "local_test_accuracy_mean",
+    "local_test_accuracy_worst", "local_test_accuracy_best", "consensus_distance_before",
+    "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
+    "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
+)  # fmt: skip
 
 
 class Tuning(Model):
@@ -107,21 +120,6 @@ def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
             f"{tuning.seed + 1},{tuning.seed + 2}"
         )
     return tuning
-
-
-if TYPE_CHECKING:
-    from hydra.plugins.launcher import Launcher
-    from hydra.types import HydraContext, TaskFunction
-    from omegaconf import DictConfig
-
-SWEEP_FILE = "sweep.csv"
-_COLUMNS = (
-    "job", "overrides", "status", "reason", "method", "engine", "topology", "algorithm", "compression", "clipping",
-    "data", "seed", "world_size", "averaged_test_accuracy", "averaged_test_loss", "local_test_accuracy_mean",
-    "local_test_accuracy_worst", "local_test_accuracy_best", "consensus_distance_before",
-    "consensus_distance_before_relative", "consensus_distance_after", "steps", "wall_time_s", "training_time_s",
-    "exposed_wait_s", "overlapped_s", "bytes_sent_per_step",
-)  # fmt: skip
 
 
 class GridSweeper:
