@@ -35,7 +35,7 @@ SILENT = 0.9
 
 
 class RunningTime:
-    """The time that passes while this process runs.
+    """The time that passes while this process runs, and waits for another one, which may have waited for this one.
 
     A process that stood still, because it was stopped or its host was suspended, must not conclude from the time that
     others have been silent: it has not looked. An interval between two looks counts at most ``most_s``.

@@ -275,7 +275,7 @@ def _answer_all(frames: Questions, reference: weakref.ReferenceType[PairAverager
 
 
 class PairTransport(Transport):
-    """Averages between the members of a generation, see ``gossip.exchange.pair_averaging``.
+    """Averages between members of a generation that do not make their steps together, see ``PairAverager``.
 
     An exchange asks for an average with the peer of a round; its result is what all averages have added to the bucket
     since the previous exchange, whoever asked for them.

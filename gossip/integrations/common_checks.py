@@ -95,7 +95,7 @@ def refuse(refused: Mapping[str, Any], sentence: str) -> None:
 
 
 class SampleCount:
-    """The samples of the batches since the model's newest step."""
+    """The samples of the batches since the newest step, told to a model whose algorithm counts ranks by them."""
 
     def __init__(self) -> None:
         self._step, self._num_samples = -1, 0

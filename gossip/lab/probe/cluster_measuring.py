@@ -1,4 +1,7 @@
-"""A workload and a cluster for :func:`gossip.simulate_time`, measured on the ranks themselves."""
+"""A workload and a cluster for :func:`gossip.simulate_time`, measured on the ranks themselves.
+
+Latency and bandwidth are measured between pairs of ranks, while all ranks exchange.
+"""
 
 import itertools
 import statistics
