@@ -31,8 +31,7 @@ from gossip.exchange.transport import Exchange, Transport
 from gossip.exchange.transport_names import TRANSPORTS
 from gossip.launching.joining import join_training
 from gossip.launching.launcher import launch
-from gossip.measuring.memory_use import MemoryUse
-from gossip.measuring.step_stats import StepStats
+from gossip.measuring.step_stats import MemoryUse, StepStats
 from gossip.optimizers.accum_adam import AccumAdam, AccumAdamW
 from gossip.optimizers.muon_adamw import MuonAdamW
 from gossip.sharding.shard_mesh import make_shard_mesh

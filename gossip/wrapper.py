@@ -21,11 +21,9 @@ from gossip.communication.world import World
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError, names_arguments
 from gossip.exchange.transport import TransportFactory
-from gossip.measuring.memory_use import MemoryUse
-from gossip.measuring.step_stats import StepStats
+from gossip.measuring.step_stats import MemoryUse, StepStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
-from gossip.parameters.double_wrapping import Outermost
-from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, forward_like
+from gossip.parameters.module_proxy import ForwardOfModule, ModuleProxy, Outermost, forward_like
 from gossip.private_torch import fast_range
 from gossip.step.building.construction import construct, give_back, make_worlds
 from gossip.step.building.wrapper_arguments import OF_DDP, Arguments

@@ -14,7 +14,7 @@ and ``--min-ranks`` counts groups. The folder gets the notes of all ranks, ``rep
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
     sys.exit(main("chaos", __doc__))

@@ -11,7 +11,7 @@ the values, as training does.
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
     sys.exit(main("compression_speed", __doc__))

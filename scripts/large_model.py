@@ -9,7 +9,7 @@
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
     sys.exit(main("large_model", __doc__))

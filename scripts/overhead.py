@@ -11,7 +11,7 @@ table shows the median and the quartiles of the ratio within a pair; the row ``c
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
     sys.exit(main("overhead", __doc__))

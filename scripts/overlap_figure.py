@@ -9,7 +9,7 @@ perceptron, a bucket per layer; every bar comes from torch.profiler's trace. The
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
     sys.exit(main("overlap", __doc__))

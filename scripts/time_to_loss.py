@@ -10,7 +10,7 @@ namespaces: Linux, root, iproute2); all methods train in the same processes, in 
 
 import sys
 
-from gossip.lab.benchmarks.bench_script import main
+from gossip.lab.benchmarks.harness import main
 from gossip.lab.gossip_command import config_folder
 
 if __name__ == "__main__":

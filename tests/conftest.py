@@ -22,7 +22,7 @@ from listening import logged
 from preloaded import PRELOAD
 
 from gossip.launching import fork_server
-from topologies.family_registry import FAMILIES
+from topologies.topology import FAMILIES
 
 # A shell's background job begins with interrupts ignored, and all that it starts does so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

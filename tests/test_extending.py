@@ -12,7 +12,7 @@ from replicas import SGD, TINY_BUCKETS, rank_module, snapshot, train
 
 import topologies
 from gossip import TRANSPORTS, GossipDataParallel, launch
-from topologies.family_registry import FAMILIES
+from topologies.topology import FAMILIES
 
 
 def test_added_topology_is_built_by_its_name_and_agrees_after_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ The examples of its modules, too, begin after ``import topologies``.
 from topologies import analysis, families
 from topologies.analysis.description import Description
 from topologies.drawing import draw, draw_comparison
-from topologies.family_registry import available, family, register
 from topologies.graphs.edge_weights import weighted_round
 from topologies.reports.comparing import Comparison, compare
-from topologies.reports.docstring_facts import Facts, facts_of
+from topologies.reports.family_samples import Facts, facts_of
 from topologies.reports.recommending import Recommendation, recommend
 from topologies.round import Round
 from topologies.schedule import Phase, Schedule
-from topologies.topology import Topology, build, variants
+from topologies.topology import Topology, available, build, family, register, variants
 from topologies.validation import Stochasticity
 from topologies.version import __version__
 

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from topologies.command_lines import Parser
+from topologies.command_lines import Parser, ends_quietly
 from topologies.drawing import draw, draw_comparison
 from topologies.drawing.picture_files import output_path
-from topologies.family_registry import available, family, options_of
 from topologies.reports.comparing import compare
-from topologies.reports.family_table import markdown_table
+from topologies.reports.family_samples import markdown_table
 from topologies.reports.recommending import recommend
-from topologies.standard_output import ends_quietly
-from topologies.topology import Topology, build
+from topologies.topology import Topology, available, build, family, options_of
 
 #: Rows of ``recommend`` without ``--all``.
 _RECOMMENDED = 5

@@ -1,11 +1,16 @@
-"""One spelling of the number of ranks on every command line, ``world_size=8``, whatever the parser behind it reads."""
+"""One spelling of the number of ranks on every command line, ``world_size=8``, whatever the parser behind it reads.
+
+And the end of a program whose output is not read to its end, as in ``program | head``.
+"""
 
 import argparse
 import itertools
+import os
 import re
+import select
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 _ALIASES = ("world_size", "--world-size", "--world_size", "--ranks", "launch.world_size", "bench.world_size")
 MEANT = (
@@ -14,6 +19,9 @@ MEANT = (
 )  # fmt: skip
 """What others call the number of ranks."""
 _FLAG = "--world-size"
+CUT = 141
+"""The exit status of a program that SIGPIPE ends (128 + 13)."""
+Status = TypeVar("Status", int, int | None)
 
 
 def with_world_size(arguments: Sequence[str], spelling: str) -> Iterator[str]:
@@ -65,3 +73,24 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2 and the message."""
         written = "world_size=N" if "required: " in message else "world_size"
         self.exit(2, f"{self.prog}: error: {message.replace(_FLAG, written)}\n")
+
+
+def ends_quietly(main: Callable[[], Status]) -> Status | int:
+    """Return the status of ``main``, or 141 without a message if the reader of standard output has gone.
+
+    SIGPIPE itself stays ignored, as Python has it: it would end a process for a socket that a peer has closed.
+    """
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()  # here, because an error at the interpreter's end could not be caught
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # of another pipe: the reader of this one is there
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # takes what is still in the buffer
+        os.close(nowhere)
+        return CUT

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from topologies.array_arguments import rank_array
+from topologies.matrix_storage import rank_array
 from topologies.round import Round
 from topologies.schedule import (
     Composition,
@@ -80,11 +80,7 @@ def in_bursts(topology: ScheduleT, k: int, rounds: int, apart: int) -> ScheduleT
         bursts = Bursts(part, k, rounds, apart, phase.start)
         period = None if part.period is None else math.lcm(part.period, rounds) // rounds * k
         schedule = type(topology)(
-            world_size=part.world_size,
-            make_round=bursts,
-            period=period,
-            stochasticity=part.stochasticity,
-            name=name,
+            world_size=part.world_size, make_round=bursts, period=period, stochasticity=part.stochasticity, name=name
         )
         stop = None if phase.stop is None else replace(bursts, start=phase.stop).begin
         phases.append(Phase(schedule, start=bursts.begin, stop=stop))

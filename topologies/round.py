@@ -12,7 +12,6 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from topologies.array_arguments import rank_array, weight_array
 from topologies.matrix_storage import (
     Explicit,
     FloatArray,
@@ -23,6 +22,8 @@ from topologies.matrix_storage import (
     Storage,
     UniformGroups,
     complete_row,
+    rank_array,
+    weight_array,
 )
 from topologies.validation import check_integer, check_real, check_world_size
 

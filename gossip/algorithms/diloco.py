@@ -7,8 +7,7 @@ import torch
 
 from gossip.algorithms.base import VALUES, Form, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
-from gossip.algorithms.outer_steps import OuterSteps
+from gossip.algorithms.outer_steps import ANCHOR, Nesterov, OuterFactory, OuterSteps
 
 _SAMPLES = "samples"
 _NO_SAMPLES = 1e-12  # so that ranks that have all seen none count equally

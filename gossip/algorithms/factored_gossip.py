@@ -6,8 +6,7 @@ import torch
 
 from gossip.algorithms.base import VALUES, Form, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, Nesterov, OuterFactory
-from gossip.algorithms.outer_steps import OuterSteps
+from gossip.algorithms.outer_steps import ANCHOR, Nesterov, OuterFactory, OuterSteps
 from topologies import Topology
 from topologies.compositions import in_bursts
 from topologies.validation import check_integer

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory, OuterOptimizer
-from gossip.algorithms.outer_steps import OuterSteps
+from gossip.algorithms.outer_steps import ANCHOR, OuterFactory, OuterOptimizer, OuterSteps
 
 _BEFORE = "before"
 

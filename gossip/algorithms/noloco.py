@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from gossip.algorithms.base import VALUES, Form, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR, VELOCITY
-from gossip.algorithms.outer_steps import OuterSteps
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, OuterSteps
 from topologies.validation import check_real
 
 

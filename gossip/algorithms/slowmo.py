@@ -7,8 +7,7 @@ import torch
 from gossip.algorithms.base import VALUES, Form, Kept, add_
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.gossip_pga import GossipPGA
-from gossip.algorithms.outer_optimizers import ANCHOR, VELOCITY
-from gossip.algorithms.outer_steps import Anchored
+from gossip.algorithms.outer_steps import ANCHOR, VELOCITY, Anchored
 from topologies.validation import check_real
 
 

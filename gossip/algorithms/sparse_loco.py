@@ -6,8 +6,7 @@ import torch
 
 from gossip.algorithms.base import VALUES, Form, Kept, Requires
 from gossip.algorithms.bucket_view import Arrived, BucketView
-from gossip.algorithms.outer_optimizers import ANCHOR
-from gossip.algorithms.outer_steps import OuterSteps
+from gossip.algorithms.outer_steps import ANCHOR, OuterSteps
 from gossip.compression.sparse_quantization import SparseQuantization
 from topologies.validation import check_real
 

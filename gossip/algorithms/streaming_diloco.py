@@ -9,7 +9,7 @@ import torch
 from gossip.algorithms.base import VALUES, Algorithm, Kept
 from gossip.algorithms.bucket_view import Arrived, BucketView
 from gossip.algorithms.diloco import DiLoCo
-from gossip.algorithms.outer_optimizers import ANCHOR, OuterFactory
+from gossip.algorithms.outer_steps import ANCHOR, OuterFactory
 from topologies import Round, Topology
 from topologies.validation import check_integer, check_real
 

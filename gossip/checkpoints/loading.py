@@ -12,8 +12,7 @@ from loguru import logger
 
 from gossip.checkpoints import checkpoint_folder as layout_on_disk
 from gossip.checkpoints.checkpoint_files import read_tensors
-from gossip.checkpoints.random_states import restore_rng_states
-from gossip.checkpoints.replicas import Replicas, raise_on_all_ranks, run_on_all_ranks
+from gossip.checkpoints.replicas import Replicas, raise_on_all_ranks, restore_rng_states, run_on_all_ranks
 from gossip.checkpoints.resizing import mean_state
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.errors import CheckpointError

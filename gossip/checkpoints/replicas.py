@@ -1,17 +1,32 @@
-"""What a checkpoint is made from and restored into, and what all processes do to it or fail at together."""
+"""What a checkpoint is made from and restored into, and what all processes do to it or fail at together.
+
+Also the states of the random number generators that training draws from, as tensors and plain numbers,
+and textual descriptions of a model, which can be compared with another rank's and with a checkpoint's.
+"""
 
 import hashlib
 import json
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from loguru import logger
+from torch import nn
 
 from gossip.errors import CheckpointError, ExchangeError, ManifestError, reason
-from gossip.parameters.manifest import first_difference
+from gossip.parameters.buckets import Bucket, BufferBucket, persistent_buffers
+from gossip.parameters.manifest import describe_topology, first_difference
+from gossip.parameters.names import named_parameters
+from gossip.sharding.shard_mesh import Division
 from gossip.step.state.kept_objects import KeptObjects
+
+Divisions = Mapping[str, Division]
+NOT_DIVIDED: Divisions = MappingProxyType({})
 
 
 class Replicas(ABC):
@@ -167,3 +182,127 @@ def _by_rank(ranks_by_reason: dict[str, list[int]], world_size: int) -> str:
             return text if world_size == 1 else f"on every rank: {text}"
         parts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}")
     return "; ".join(parts)
+
+
+def rng_states() -> dict[str, Any]:
+    """Return the states of torch (CPU, and CUDA if it is in use), Python and NumPy. Local."""
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "python": [version, torch.tensor(numbers), gauss],
+        "numpy": None,
+    }
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 -- training may draw from it nevertheless
+    assert isinstance(numpy_state, dict)
+    if numpy_state["bit_generator"] == "MT19937":
+        states["numpy"] = [
+            torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            int(numpy_state["state"]["pos"]),
+            int(numpy_state["has_gauss"]),
+            float(numpy_state["gauss"]),
+        ]
+    else:
+        logger.warning("NumPy's global generator is a {}; its state is not saved", numpy_state["bit_generator"])
+    return states
+
+
+def restore_rng_states(states: dict[str, Any]) -> list[str]:
+    """Set the states and return in words what could not be restored. Local."""
+    left_out = []
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and (not torch.cuda.is_available() or torch.cuda.device_count() != len(states["cuda"])):
+        left_out.append(f"the states of {len(states['cuda'])} CUDA generators: the devices here differ")
+    elif states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    if states["numpy"] is not None:
+        key, pos, has_gauss, cached = states["numpy"]
+        np.random.set_state(("MT19937", key.numpy().astype(np.uint32), pos, has_gauss, cached))  # noqa: NPY002
+    return left_out
+
+
+def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of everything in the module's state_dict, each tensor once."""
+    for name, parameter in named_parameters(module):
+        yield name, parameter.detach()
+    for name, buffer in persistent_buffers(module):
+        yield name, buffer.detach()
+
+
+def describe_model(
+    model: Any,
+    optimizers: Mapping[str, str],
+    buckets: Iterable[Bucket | BufferBucket],
+    unfrozen: Iterable[Sequence[str]],
+    divisions: Divisions = NOT_DIVIDED,
+) -> dict[str, Any]:
+    """Describe a GossipDataParallel or VirtualWorkers as plain data for the manifest."""
+    return {
+        "module": describe_module(model.module),
+        "optimizers": optimizers,
+        "buckets": describe_buckets(buckets, divisions),
+        "unfrozen": [list(names) for names in unfrozen],
+        "topology": describe_topology(model.topology),
+        "compression": model.compression.describe(),
+        "algorithm": type(model.algorithm).__name__,
+    }
+
+
+def describe_module(module: nn.Module, divisions: Divisions = NOT_DIVIDED) -> dict[str, str]:
+    """Describe parameters and persistent buffers, which must match for a checkpoint to be loaded.
+
+    ``divisions`` are those of a shard's parameters that have other shapes on other ranks, where the text is the same.
+    """
+    entries = {
+        f"parameter {name!r}": describe_part(parameter, divisions.get(name))
+        for name, parameter in named_parameters(module)
+    }
+    entries |= {f"buffer {name!r}": describe_part(buffer, None) for name, buffer in persistent_buffers(module)}
+    return entries
+
+
+def describe_optimizers(
+    groups: Sequence[tuple[str, Sequence[Sequence[torch.Tensor]]]], named: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, str]:
+    """Describe types, groups and the place of each parameter, which state_dict() numbers without their names."""
+    names = {id(parameter): repr(name) for name, parameter in named}
+    entries = {"number of optimizers": str(len(groups))}
+    for number, (kind, parameters_by_group) in enumerate(groups, 1):
+        title = f"optimizer {number}" if len(groups) > 1 else "optimizer"
+        entries[title] = kind
+        entries[f"{title}, number of groups"] = str(len(parameters_by_group))
+        for place, parameters in enumerate(parameters_by_group, 1):
+            entries[f"{title}, group {place}, number of parameters"] = str(len(parameters))
+            for index, parameter in enumerate(parameters, 1):
+                entries[f"{title}, group {place}, parameter {index}"] = names.get(id(parameter), "outside the module")
+    return entries
+
+
+def describe_buckets(buckets: Iterable[Bucket | BufferBucket], divisions: Divisions = NOT_DIVIDED) -> list[str]:
+    """Describe where each value lies in each bucket: a message in flight fits no other arrangement.
+
+    It follows from the order of the parameters where these are divided unequally, so that each rank has others.
+    """
+    lines = []
+    for bucket in buckets:
+        kind = "trainable" if isinstance(bucket, Bucket) else "buffers"
+        if not divisions.keys().isdisjoint(bucket.names):
+            lines.append(f"{kind} {_name(bucket.block.dtype)}: {' '.join(bucket.names)}")
+            continue
+        views = zip(bucket.names, bucket.shape.views, strict=False)  # of buffers one, over all
+        places = [f"{name}@{offset}{list(stride)}" for name, (_, stride, offset) in views]
+        lines.append(f"{kind} {_name(bucket.block.dtype)} {bucket.block.numel()}: {' '.join(places)}")
+    return lines
+
+
+def describe_part(tensor: torch.Tensor, division: Division | None) -> str:
+    """Describe dtype and shape of a tensor; of a part, those of the whole, and where the parts begin."""
+    if division is None:
+        return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+    return f"{_name(tensor.dtype)} {division.whole_shape(tensor.shape)} divided at {list(division.starts)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

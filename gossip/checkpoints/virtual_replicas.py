@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossip.checkpoints.model_description import describe_model, describe_optimizers, exported_tensors
-from gossip.checkpoints.random_states import rng_states
-from gossip.checkpoints.replicas import Replicas
+from gossip.checkpoints.replicas import Replicas, describe_model, describe_optimizers, exported_tensors, rng_states
 from gossip.errors import CheckpointError, GossipError
 from gossip.optimizers.scopes import IMPLEMENTATION, elementwise_keys, has_shape
-from gossip.parameters.buffers import unfit_buffers
+from gossip.parameters.buckets import unfit_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward

@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import NO_MEMORY, BucketShape, Compression, WholeCodec
+from gossip.compression.codec import (
+    NO_MEMORY,
+    BucketShape,
+    Compression,
+    Edges,
+    KnownRounds,
+    StackedArrival,
+    StackedCodec,
+    WholeCodec,
+    message_rows,
+)
 from gossip.compression.conversation import Messages, Turn, Turns, arrived, chunks, receive_buffers
 from gossip.compression.sparsifiers import SPARSIFIERS, Sparsifier, WeightedMessages, finite
-from gossip.compression.stacked_codec import Edges, KnownRounds, StackedArrival, StackedCodec, message_rows
 from gossip.errors import GossipError
 from topologies import Round, Topology
 from topologies.analysis.static_rounds import check_static

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from loguru import logger
 
-from gossip.compression.conversation import CHUNK_NUMEL, Parts
+from gossip.compression.conversation import CHUNK_NUMEL, Parts, scratch
 from gossip.compression.eager_passes import EagerPasses
 from gossip.compression.lattice import Layout, eighths, tables
-from gossip.compression.part_memory import scratch
 
 _REALS = {torch.float32: "float", torch.float64: "double"}
 

@@ -1,10 +1,11 @@
-"""One exchange of one bucket, from what is sent to the decoded messages of the peers."""
+"""One exchange of one bucket, from what is sent to the decoded messages of the peers, and passes over memory."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import MappingProxyType
@@ -12,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.compression.part_memory import all_finite
 from gossip.errors import GossipError
 
 Messages = Mapping[int, torch.Tensor]
@@ -22,6 +22,7 @@ Parts = Iterator[tuple[slice, torch.Tensor]]
 #: The number of elements processed at a time on a CPU: what one operation writes is still in the cache for the next.
 CHUNK_NUMEL = 2**18
 _NOTHING = nullcontext()
+_thread = threading.local()
 
 
 class Turn:
@@ -305,3 +306,20 @@ def squared_norm(values: torch.Tensor) -> float | torch.Tensor:
 def finite_on_host(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all tensors in host memory are finite; checking others would block the host."""
     return all(not tensor.is_cpu or all_finite(tensor) for tensor in tensors)
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return scratch memory. On a CPU it is the thread's own, one piece per dtype, so that it stays in the cache."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    pieces: dict[torch.dtype, torch.Tensor] = _thread.__dict__.setdefault("pieces", {})
+    numel = math.prod(shape)
+    if dtype not in pieces or pieces[dtype].numel() < numel:
+        pieces[dtype] = torch.empty(numel, dtype=dtype)
+    return pieces[dtype][:numel].view(shape)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Return whether all values are finite; if they are, usually with a single pass over memory."""
+    total = float(values.sum())  # it can overflow even if all values are finite
+    return total - total == 0.0 or bool(values.isfinite().all())

@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from gossip.compression.codec import BucketShape, Codec, Compression, generator
-from gossip.compression.compiled_passes import passes
-from gossip.compression.conversation import Arrival, Parts, Turn, Turns, chunks, receive_buffers
-from gossip.compression.eager_passes import in_blocks
-from gossip.compression.lattice import COARSEST, LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
-from gossip.compression.part_memory import all_finite
-from gossip.compression.stacked_codec import (
+from gossip.compression.codec import (
+    BucketShape,
+    Codec,
+    Compression,
     Edges,
     KnownRounds,
     Readers,
     StackedArrival,
     StackedCodec,
+    generator,
     message_rows,
     row_slices,
 )
+from gossip.compression.compiled_passes import passes
+from gossip.compression.conversation import Arrival, Parts, Turn, Turns, all_finite, chunks, receive_buffers
+from gossip.compression.eager_passes import in_blocks
+from gossip.compression.lattice import COARSEST, LEVELS_PER_OCTAVE, NOISE_PERIOD, RAW, Layout, levels_of
 from topologies import Round
 from topologies.validation import check_integer, check_real
 

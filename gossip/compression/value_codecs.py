@@ -20,9 +20,9 @@ from gossip.compression.conversation import (
     chunks,
     finite_on_host,
     receive_buffers,
+    scratch,
     squared_norm,
 )
-from gossip.compression.part_memory import scratch
 from topologies import Round
 
 

@@ -21,11 +21,8 @@ import torch.distributed as dist
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote
+from gossip.elastic.consensus_store import ConsensusStore, Decision, Generation, Proposal, StoreLost, StoreMonitor, Vote
 from gossip.elastic.flag_votes import FlagVotes, Position
-from gossip.elastic.generations import Generation
-from gossip.elastic.running_time import RunningTime
-from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import ExchangeError, GossipError
 
 _PAUSE_S = 0.002
@@ -35,6 +32,26 @@ _GRACE_S = 1.0  # how long the other side of a network partition has to make a p
 _NUM_BEATS_MISSED = 3
 SILENT = 0.9
 """For so many time-outs a rank that is lost has been silent."""
+
+
+class RunningTime:
+    """The time that passes while this process runs, and waits for another one, which may have waited for this one.
+
+    A process that stood still, because it was stopped or its host was suspended, must not conclude from the time that
+    others have been silent: it has not looked. An interval between two looks counts at most ``most_s``.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._looked_at = time.monotonic()
+        self._seconds = 0.0
+
+    def passed(self) -> float:
+        """Look at the clock, and return the seconds that have passed so far."""
+        now = time.monotonic()
+        self._seconds += min(now - self._looked_at, self._most_s)
+        self._looked_at = now
+        return self._seconds
 
 
 class MembershipProtocol:

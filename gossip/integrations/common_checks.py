@@ -92,3 +92,18 @@ def refuse(refused: Mapping[str, Any], sentence: str) -> None:
     for what, is_refused in refused.items():
         if is_refused:
             raise ValueError(sentence.format(what))
+
+
+class SampleCount:
+    """The samples of the batches since the newest step, told to a model whose algorithm counts ranks by them."""
+
+    def __init__(self) -> None:
+        self._step, self._num_samples = -1, 0
+
+    def add(self, model: GossipDataParallel, count: Callable[[], int]) -> None:
+        """Add those of a batch that is about to be trained on, and tell the model. Local."""
+        if model.algorithm.weighted:
+            if self._step != model.step:
+                self._step, self._num_samples = model.step, 0
+            self._num_samples += count()
+            model.weigh(self._num_samples)

@@ -13,7 +13,7 @@ import gossip
 from gossip import GossipDataParallel, GossipError
 from gossip.integrations.common_checks import released_gradients
 from gossip.integrations.lightning_base import KEY, BaseStrategy, folder_beside, unscaled_by_owner
-from gossip.optimizers.closures import requires_closure
+from gossip.optimizers.bucket_optimizer import requires_closure
 from topologies import Topology
 
 _REMEDY = "pass clip_grad_norm to the strategy"

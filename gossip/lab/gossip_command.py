@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gossip.lab.experiments.option_help import FLAGS
 from gossip.lab.experiments.validated_models import nearest
-from topologies.command_lines import with_world_size
-from topologies.standard_output import ends_quietly
+from topologies.command_lines import ends_quietly, with_world_size
 
 APPLICATIONS = {
     "train": "train one experiment, or with -m several",
@@ -106,11 +105,11 @@ def _start(name: str) -> int:
 
     if name not in ("bench", "probe"):
         return train_command.main(config_folder(), name)
-    from gossip.lab.benchmarks import bench_script
+    from gossip.lab.benchmarks import harness
 
     if name == "probe":
-        return bench_script.main("probe", PROBE)
+        return harness.main("probe", PROBE)
     if sys.argv[1:2] == ["failures"]:
         del sys.argv[1]
-        return bench_script.main("failures", FAILURES)
-    return train_command.main(config_folder(), name, bench_script.measure_steps)
+        return harness.main("failures", FAILURES)
+    return train_command.main(config_folder(), name, harness.measure_steps)

@@ -1,19 +1,28 @@
-"""The user's torch optimizers, stepped by the engine, all at once or bucket by bucket."""
+"""The user's torch optimizers, stepped by the engine, all at once or bucket by bucket.
+
+Closures of ``optimizer.step(closure)`` are evaluated before messages in flight are mixed in. Foreign
+optimizers that step a wrapped model's parameters are detected.
+"""
 
 import collections
+import functools
+import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossip import private_torch
 from gossip.errors import GossipError
-from gossip.optimizers.closures import requires_closure
 from gossip.parameters.names import named_parameters
 
+Closure = Callable[[], Any]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
 OptimizerArgument = Optimizer | Sequence[Optimizer] | OptimizerFactory | None
 
@@ -235,3 +244,113 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
             text = ", ".join(f"{name}={value}" for name, value in sorted(constants.items()))
             described[f"optimizer {number} group {place}"] = f"{len(group['params'])} parameters, {text}"
     return described
+
+
+def requires_closure(optimizer: Optimizer) -> bool:
+    """Return whether ``step()`` requires a closure, which it then evaluates as often as it likes, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class EvaluatedClosure:
+    """The replacement for a closure that was evaluated in advance: it returns the loss, once.
+
+    Nearly all optimizers evaluate their closure once, before anything else. When it is evaluated before the exchange is
+    combined, its gradients are computed at x(t), and the messages have this time to arrive, as in a loop without a
+    closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, closure: Closure) -> None:
+        if optimizer.__dict__.get("found_inf") is not None:
+            raise ValueError(
+                "scaler.step(optimizer, closure) cannot work: the scaler looks for overflows before the closure is "
+                "evaluated; evaluate it yourself, then call scaler.step(optimizer)"
+            )
+        with torch.enable_grad():
+            self.loss = closure()
+        self._optimizer = optimizer
+        self._where = ""
+        self._seen: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._was_called = False
+
+    def hand_over(self, where: str) -> None:
+        """Note that the optimizer is about to be stepped; ``where`` is for error texts."""
+        self._where = where
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._seen = [(parameter, parameter._version, parameter.grad) for parameter in parameters]
+
+    def __call__(self) -> Any:
+        """Return the loss."""
+        is_elsewhere = any(
+            parameter._version != version or parameter.grad is not gradient
+            for parameter, version, gradient in self._seen
+        )
+        if self._was_called or is_elsewhere:
+            when = "again" if self._was_called else "after it has changed parameters or gradients"
+            raise GossipError(
+                f"{self._where}: {type(self._optimizer).__name__}.step(closure) evaluates the closure {when}, but a "
+                "closure that step() does not require is evaluated once, before the exchange is mixed in; make it "
+                "required in a subclass: def step(self, closure): return super().step(closure)"
+            )
+        self._was_called = True
+        return self.loss
+
+
+class OptimizerWatch:
+    """Raises when an optimizer is stepped that holds a parameter of an open model but is not one of the model's own.
+
+    Either its gradients have been used up inside backward, or its step would not be exchanged: in both cases the loop
+    would silently train something other than it says.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizers: Iterable[Optimizer]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._is_paused = False
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
+        _watches.add(self)
+        _look_at_every_step()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if the optimizer holds a parameter of this model but is not one of the model's own. Local."""
+        if self._is_paused or optimizer in self._known:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._names:
+                    raise GossipError(
+                        f"{type(optimizer).__name__}.step(): parameter {self._names[id(parameter)]!r} belongs to a "
+                        "GossipDataParallel, which only its own optimizer steps; pass this one to "
+                        "GossipDataParallel(module, optimizer), for the usual loop with step_in_backward=False"
+                    )
+        self._known.add(optimizer)  # it does not concern this model
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Suspend the watch while the model's own optimizers step, as they may contain others."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def close(self) -> None:
+        """Stop watching. Local."""
+        _watches.discard(self)
+
+
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _look_at_every_step() -> None:
+    """Have torch call all watches before any optimizer steps.
+
+    There is a single permanent hook. A hook for each model would be removed when the garbage collector finds the model,
+    possibly while torch iterates over its hooks.
+    """
+
+    def on_step(optimizer: Optimizer, *_: Any) -> None:
+        for watch in tuple(_watches):
+            watch.check(optimizer)
+
+    register_optimizer_step_pre_hook(on_step)

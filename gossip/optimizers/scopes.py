@@ -12,8 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip.errors import reason, warn_user
-from gossip.optimizers.bucket_optimizer import NOT_COUNTED, OptimizerArgument, build_optimizers, step_of, view_of
-from gossip.optimizers.closures import requires_closure
+from gossip.optimizers.bucket_optimizer import (
+    NOT_COUNTED,
+    OptimizerArgument,
+    build_optimizers,
+    requires_closure,
+    step_of,
+    view_of,
+)
 from gossip.parameters.names import named_parameters
 
 COUNTER = "step"

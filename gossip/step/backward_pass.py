@@ -1,19 +1,21 @@
-"""The engine's knowledge of torch's autograd."""
+"""The engine's knowledge of torch's autograd, and of the progress of a step."""
 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
+from gossip.measuring.step_stats import Meter
 from gossip.private_torch import at_end_of_backward, backward_task, fast_range, is_autograd_compiled, tree_leaves
 
 
@@ -122,3 +124,36 @@ class GradientHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+
+class StepProgress:
+    """The progress of the current step; every step has its own."""
+
+    def __init__(self, buckets: Sequence[AnyBucket]) -> None:
+        self.awaited_gradients = [set(bucket.places) for bucket in buckets]
+        self.num_launched = 0  # buckets are launched in index order, which is the same on every rank
+        self.backward: BackwardPass | None = None  # the pass at whose end the step is made
+        self.has_gradients = False
+        self.is_unreduced = False  # the newest backward pass only accumulated
+        self.was_reduced = False  # a backward pass has averaged gradients over the ranks that hold this replica
+        self.is_counting = False  # there are gradients and no bucket is withheld
+        self.has_begun = False
+        self.stepped: list[Optimizer] = []  # stepped by the user in this step
+        self.is_directed = False  # the algorithm has seen the gradients of optimizers that the user steps
+        self.meter = Meter()
+        self._withheld_by = 0  # a thread's identifier
+
+    def count_gradients(self) -> None:
+        """Note the first gradient; no bucket is withheld."""
+        self.has_gradients = self.is_counting = True
+        self._withheld_by = 0
+
+    def withhold(self) -> None:
+        """Note that a complete bucket must not be launched before the other hooks of this gradient have been called."""
+        self.is_counting = False
+        self._withheld_by = threading.get_ident()
+
+    @property
+    def may_release(self) -> bool:
+        """Whether a withheld bucket's other hooks have been called, as this thread got another gradient."""
+        return self._withheld_by == threading.get_ident()

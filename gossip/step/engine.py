@@ -16,24 +16,20 @@ from gossip.algorithms import Algorithm
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport
-from gossip.measuring.memory_use import READ_BY_OTHERS, MemoryUse, memory_use
-from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import state_to_come
-from gossip.optimizers.closures import Closure
-from gossip.optimizers.foreign_optimizers import OptimizerWatch
+from gossip.measuring.step_stats import READ_BY_OTHERS, MemoryUse, Meter, memory_use
+from gossip.optimizers.bucket_optimizer import Closure, OptimizerWatch, state_to_come
 from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
 from gossip.sharding.local_group import LocalGroup
-from gossip.step.backward_pass import BackwardPass, GradientHooks, refuse_compiled_autograd, tensors_in
+from gossip.step.backward_pass import BackwardPass, GradientHooks, StepProgress, refuse_compiled_autograd, tensors_in
 from gossip.step.forward_waits import ForwardWaits
 from gossip.step.health_checks import HealthChecks
 from gossip.step.local_update import Updater
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.algorithm_state import algorithm_state, load_algorithm_state, regroup
 from gossip.step.step_order import StepOrder
-from gossip.step.step_progress import StepProgress
 from topologies import Topology
 
 #: After this number of consecutive steps with values that are not finite, training has failed permanently.

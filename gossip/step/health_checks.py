@@ -12,9 +12,8 @@ from gossip.errors import GenerationEndedError, GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.private_torch import is_in_backward
 from gossip.sharding.local_group import LocalGroup
-from gossip.step.backward_pass import DEAD_BACKWARD
+from gossip.step.backward_pass import DEAD_BACKWARD, StepProgress
 from gossip.step.local_update import Updater
-from gossip.step.step_progress import StepProgress
 
 _LETTING_GO = timedelta(milliseconds=100)
 

@@ -15,8 +15,13 @@ from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.measuring.step_stats import Meter
-from gossip.optimizers.bucket_optimizer import BucketOptimizer, check_parameters_held, num_held
-from gossip.optimizers.closures import Closure, EvaluatedClosure
+from gossip.optimizers.bucket_optimizer import (
+    BucketOptimizer,
+    Closure,
+    EvaluatedClosure,
+    check_parameters_held,
+    num_held,
+)
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors, norms_of
 from gossip.sharding.local_group import LocalGroup

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gossip.compression.stacked_codec import KnownRounds
+from gossip.compression.codec import KnownRounds
 from gossip.virtual.shards import Shard
 from topologies import Round
 

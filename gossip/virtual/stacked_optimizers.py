@@ -19,15 +19,7 @@ from gossip.optimizers.bucket_optimizer import (
     step_of,
     view_of,
 )
-from gossip.optimizers.scopes import (
-    COUNTER,
-    Scope,
-    elementwise_keys,
-    has_rows,
-    has_shape,
-    kept_for_several,
-    scope_of,
-)
+from gossip.optimizers.scopes import COUNTER, Scope, elementwise_keys, has_rows, has_shape, kept_for_several, scope_of
 from gossip.private_torch import note_step_called
 
 Stacks = Mapping[int, Sequence[nn.Parameter]]

@@ -9,8 +9,7 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.compression.conversation import accumulation_dtype
-from gossip.compression.part_memory import all_finite
+from gossip.compression.conversation import accumulation_dtype, all_finite
 from gossip.errors import GossipError
 from gossip.optimizers.bucket_optimizer import num_held
 from gossip.optimizers.scopes import COUNTER

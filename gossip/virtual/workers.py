@@ -18,8 +18,7 @@ from gossip.errors import GossipError
 from gossip.exchange.recording import Recording
 from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
-from gossip.parameters.buckets import check_unfrozen, make_buckets
-from gossip.parameters.buffers import make_buffer_buckets
+from gossip.parameters.buckets import check_unfrozen, make_buckets, make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves
@@ -28,10 +27,9 @@ from gossip.step.building.wrapper_arguments import check_choice, check_update, p
 from gossip.step.optimizer_step_calls import OptimizerStepCalls
 from gossip.step.state.kept_objects import KeepsObjects, KeptObjects
 from gossip.step.step_order import StepOrder
-from gossip.virtual.batch_division import count_samples, divide, gather, scatter
 from gossip.virtual.replayed_exchanges import ReplayedExchanges, check_recording
 from gossip.virtual.replays import Replay
-from gossip.virtual.replica_calls import ReplicaCalls
+from gossip.virtual.replica_calls import ReplicaCalls, count_samples, divide, gather, scatter
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from gossip import BucketShape, Codec, Compression, Exchange, Transport, Uncompressed, World
+from gossip.compression.codec import StackedArrival, StackedCodec
 from gossip.compression.codec import View as View
 from gossip.compression.conversation import Parts, carry
-from gossip.compression.stacked_codec import StackedArrival, StackedCodec
-from gossip.virtual.rank_codecs import RankCodecs
+from gossip.virtual.stacked_exchanges import RankCodecs
 from topologies import Round, Topology
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import LabelSmoother
 
-import gossip.integrations.trainer_checks
+import gossip.integrations.transformers
 from gossip import GossipDataParallel
 from gossip.integrations.transformers import GossipTrainer
 
@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[Callable[[TrainingArguments, nn.Module], dict[str, Any]
 
 SURROUNDINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "SageMaker": (
-        (gossip.integrations.trainer_checks, "is_sagemaker_dp_enabled", lambda: True),
+        (gossip.integrations.transformers, "is_sagemaker_dp_enabled", lambda: True),
         "SageMaker's parallelism.*torchrun",
     ),
     "accelerate's FSDP": (

@@ -11,7 +11,7 @@ import pytest
 from repository import REPOSITORY
 from running import TIMEOUT_S, TRAIN, run_here
 
-from topologies.standard_output import CUT, ends_quietly
+from topologies.command_lines import CUT, ends_quietly
 
 PROGRAMS = {"train": [str(TRAIN), "--cfg", "job"], "topologies": ["-m", "topologies", "list"]}
 

@@ -12,10 +12,9 @@ import topologies
 from topologies import Round, Topology, analysis, build, compare, recommend, weighted_round
 from topologies.families.uniform_groups import fewest_factors
 from topologies.graphs.edge_colouring import edge_colouring
-from topologies.integers import divisors
 from topologies.registry import Registry
-from topologies.serialization import from_dict
-from topologies.validation import MAX_WORLD_SIZE
+from topologies.topology import from_dict
+from topologies.validation import MAX_WORLD_SIZE, divisors
 
 pytestmark = pytest.mark.timeout(15)
 

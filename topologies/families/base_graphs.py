@@ -6,11 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from topologies.families.uniform_groups import fewest_factors, hyper_hypercube, strided_groups
-from topologies.family_registry import register
-from topologies.integers import powers, prime_factors
 from topologies.round import Round
-from topologies.topology import Topology
-from topologies.validation import check_integer
+from topologies.topology import Topology, register
+from topologies.validation import check_integer, powers, prime_factors
 
 
 @register("simple_base", variants=lambda *_: [{"k": k} for k in (1, 2, 3)])

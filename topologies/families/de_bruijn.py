@@ -1,10 +1,8 @@
 """De Bruijn graphs: one directed round, the same forever, that averages exactly."""
 
-from topologies.family_registry import register
-from topologies.integers import powers
 from topologies.round import Round
-from topologies.topology import Topology
-from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served
+from topologies.topology import Topology, register
+from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served, powers
 
 
 @register("de_bruijn", variants=lambda *_: [{"p": p} for p in (2, 3, 4)])

@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 
 from topologies.families.static_families import weighted_circulant
-from topologies.family_registry import register
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.topology import Topology, register
 from topologies.validation import check_integer, check_real
 
 _MOST_HOPS = 10**6

@@ -6,10 +6,8 @@ import numpy as np
 
 from topologies.families.given_graph import weighted_topology
 from topologies.families.static_families import simple_edges
-from topologies.family_registry import register
-from topologies.integers import is_prime
-from topologies.topology import Topology
-from topologies.validation import check_served, check_stored
+from topologies.topology import Topology, register
+from topologies.validation import check_served, check_stored, is_prime
 
 
 @register("margulis")

@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.analysis.exactness import sums
-from topologies.family_registry import register
 from topologies.graphs.edge_weights import warn_if_values_circulate, weighted_round
 from topologies.graphs.graph_files import GraphSource, clean_graph, read_graph
 from topologies.round import Round
-from topologies.topology import Topology
+from topologies.topology import Topology, register
 from topologies.validation import SUM_TOLERANCE
 
 

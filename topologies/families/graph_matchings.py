@@ -8,13 +8,12 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from topologies.family_registry import available, register
 from topologies.graphs.edge_colouring import edge_colouring
 from topologies.graphs.graph_files import GraphSource, clean_graph, read_graph
 from topologies.graphs.matching_activation import Activation, activation
 from topologies.matrix_storage import IntArray
 from topologies.round import Round
-from topologies.topology import Topology, build
+from topologies.topology import Topology, available, build, register
 from topologies.validation import check_integer, check_real, check_stored
 
 _GRAPHS = ("ring", "torus")

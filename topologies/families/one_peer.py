@@ -4,11 +4,9 @@ import numpy as np
 
 from topologies.families.static_families import circulant
 from topologies.families.uniform_groups import hyper_cuboid
-from topologies.family_registry import register
-from topologies.integers import is_power_of_two, prime_factors
 from topologies.round import Round
-from topologies.topology import Topology
-from topologies.validation import check_integer, check_served, check_stored
+from topologies.topology import Topology, register
+from topologies.validation import check_integer, check_served, check_stored, is_power_of_two, prime_factors
 
 
 @register("one_peer_ring")

@@ -9,10 +9,8 @@ import networkx as nx
 import numpy as np
 
 from topologies.families.given_graph import weighted_topology
-from topologies.family_registry import register
-from topologies.integers import listed
-from topologies.topology import Topology
-from topologies.validation import check_integer, check_real, check_served, check_stored
+from topologies.topology import Topology, register
+from topologies.validation import check_integer, check_real, check_served, check_stored, listed
 
 #: How many graphs are drawn in the hope of a connected one.
 _MAX_ATTEMPTS = 100

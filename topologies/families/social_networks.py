@@ -6,9 +6,8 @@ The edges count, how often people met does not: weights in the data are ignored.
 import networkx as nx
 
 from topologies.families.given_graph import weighted_topology
-from topologies.family_registry import Family, register
 from topologies.graphs.graph_files import clean_graph
-from topologies.topology import Topology
+from topologies.topology import Family, Topology, register
 
 _DOCSTRING = """{summary}; Metropolis weights.
 

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from topologies.family_registry import DEFAULT, register
 from topologies.graphs.edge_weights import weighted_round
-from topologies.integers import divisors, is_power_of_two, listed, powers
 from topologies.round import Round
-from topologies.topology import Topology
-from topologies.validation import check_integer, check_served, check_stored
+from topologies.topology import DEFAULT, Topology, register
+from topologies.validation import check_integer, check_served, check_stored, divisors, is_power_of_two, listed, powers
 
 
 @register("complete")

@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from topologies.family_registry import register
-from topologies.integers import divisors, is_power_of_two, is_prime, listed, powers, prime_factors
 from topologies.round import Round
-from topologies.topology import Topology
-from topologies.validation import MAX_WORLD_SIZE, check_integer, check_served, check_stored
+from topologies.topology import Topology, register
+from topologies.validation import (
+    MAX_WORLD_SIZE,
+    check_integer,
+    check_served,
+    check_stored,
+    divisors,
+    is_power_of_two,
+    is_prime,
+    listed,
+    powers,
+    prime_factors,
+)
 
 #: Numbers without a larger prime factor are so rare that all are listed, 400,000 below 2^32.
 _MOST_ENUMERATED = 31

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from topologies.array_arguments import rank_array
-from topologies.matrix_storage import IntArray
+from topologies.matrix_storage import IntArray, rank_array
 from topologies.validation import MAX_WORLD_SIZE
 
 #: How often an edge that finds no colour may recolour a path at one of its ends before one more colour is opened.

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from topologies.graphs.edge_weights import DIRECTED_SCHEMES, SCHEMES, directed_graph, unknown_scheme
-from topologies.integers import listed
-from topologies.validation import check_real
+from topologies.validation import check_real, listed
 
 #: A graph as users give it: a networkx graph, a file or node-link data.
 GraphSource: TypeAlias = nx.Graph | str | os.PathLike[str] | Mapping[str, Any]

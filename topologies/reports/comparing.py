@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.family_registry import available, choices_of
-from topologies.reports.disguises import without_disguises
-from topologies.reports.family_samples import title_of
+from topologies.reports.family_samples import title_of, without_disguises
 from topologies.reports.units import aligned, bytes_text
-from topologies.topology import Topology, build, variants
+from topologies.topology import Topology, available, build, choices_of, variants
 from topologies.validation import check_measured_size, check_world_size
 
 

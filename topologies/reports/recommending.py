@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from topologies import analysis
-from topologies.family_registry import DEFAULT
 from topologies.reports.comparing import chosen_topologies
-from topologies.reports.disguises import without_disguises
-from topologies.reports.family_samples import title_of
+from topologies.reports.family_samples import title_of, without_disguises
 from topologies.reports.units import aligned, seconds_text
-from topologies.topology import Topology, build
+from topologies.topology import DEFAULT, Topology, build
 from topologies.validation import check_local_size, check_real, check_world_size
 
 

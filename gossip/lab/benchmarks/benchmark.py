@@ -1,7 +1,13 @@
-"""What a benchmark is: its settings, what a worker does, what becomes of the records, and how that is reported."""
+"""What a benchmark is: its settings, what a worker does, what becomes of the records, and how that is reported.
 
+Also summaries of many values, tables of them in Markdown, and the look of figures.
+"""
+
+from __future__ import annotations
+
+import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -18,7 +24,7 @@ from pydantic import (
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Lab, bits_per_second
-from gossip.lab.benchmarks.summaries import table
+from gossip.lab.experiments.run_figures import BLUE, GREEN, ORANGE
 from gossip.lab.experiments.validated_models import Model
 
 Record = dict[str, Any]
@@ -26,6 +32,8 @@ Record = dict[str, Any]
 Records = Sequence[Sequence[Mapping[str, Any]]]
 """The records of each rank."""
 Write = Callable[[Record], None]
+_COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES = ("-", "--", ":")
 S = TypeVar("S", bound="BenchmarkSettings")
 R = TypeVar("R", bound=BaseModel)
 
@@ -42,7 +50,7 @@ Links = Annotated[tuple[Link, ...], Field(min_length=1, strict=False), BeforeVal
 class BenchmarkSettings(Model):
     """The settings that every benchmark has; a case, which one start of the workers measures, has a single link.
 
-    A field with a description is an option of the command line of :mod:`gossip.lab.benchmarks.bench_script`.
+    A field with a description is an option of the command line of :mod:`gossip.lab.benchmarks.harness`.
     """
 
     world_size: int = Field(4, ge=2, description="workers; in the lab each is a host of its own")
@@ -194,3 +202,40 @@ class RowsBenchmark(Benchmark[S, Rows]):
     def cells(self, row: Record) -> list[str]:
         """Return the texts of a row of the table."""
         return [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+
+
+class Spread(BaseModel):
+    """A median with a range: quartiles over steps and ranks, or the lowest and highest value over repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def quartiles(cls, values: Sequence[float]) -> Spread:
+        """Return the median and the quartiles of many values."""
+        if len(values) == 1:
+            return cls.over(values)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high)
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Spread:
+        """Return the median, the lowest and the highest value, for example over repetitions."""
+        return cls(median=statistics.median(values), low=min(values), high=max(values))
+
+    def shown(self, form: str, factor: float = 1.0) -> str:
+        """Return the median, and the range if there is one."""
+        median, low, high = (format(factor * value, form) for value in (self.median, self.low, self.high))
+        return median if low == high else f"{median} ({low} to {high})"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown: texts to the left in the first column, numbers to the right in all others."""
+    header = [f"| {' | '.join(titles)} |", "| --- |" + " ---: |" * (len(titles) - 1)]
+    return "\n".join([*header, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def look(number: int) -> dict[str, Any]:
+    """Return colour and line style of the method with this number."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}

@@ -20,13 +20,12 @@ from torch import nn
 import gossip
 from gossip import GossipDataParallel, World
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
-from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Rows, Write
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, Records, Rows, Write, table
 from gossip.lab.benchmarks.network.counters import PeakDeviceMemory, PeakMemory
-from gossip.lab.benchmarks.summaries import table
 from gossip.lab.benchmarks.workloads import Batch
 from gossip.lab.experiments.datasets import stdlib_text
-from gossip.lab.experiments.devices import Device, backend_for, own_device
 from gossip.lab.experiments.models import CharTransformer
+from gossip.lab.experiments.run_settings import Device, backend_for, own_device
 from gossip.lab.experiments.validated_models import OneOf
 
 _ADAMW = partial(torch.optim.AdamW, lr=3e-4)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossip import GossipDataParallel
-from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, RowsBenchmark, Write
-from gossip.lab.benchmarks.summaries import Spread
+from gossip.lab.benchmarks.benchmark import BenchmarkSettings, Place, Record, RowsBenchmark, Spread, Write
 from gossip.lab.experiments.models import CharTransformer
 from gossip.lab.experiments.validated_models import OneOf
 

@@ -9,8 +9,8 @@ from typing import Any
 from gossip import ALGORITHMS, COMPRESSIONS
 from gossip.lab.experiments.experiment_build import import_modules
 from gossip.lab.experiments.targets import OPTION, TARGET, locate, trusting
-from topologies.family_registry import FAMILIES
 from topologies.registry import Registry
+from topologies.topology import FAMILIES
 
 REGISTRIES: Mapping[str, Registry[Any]] = {"topology": FAMILIES, "algorithm": ALGORITHMS, "compression": COMPRESSIONS}
 """The registries, keyed by the config group that they extend."""

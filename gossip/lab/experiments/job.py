@@ -13,11 +13,10 @@ from loguru import logger
 from gossip import LaunchError, World, launch
 from gossip.communication import training_store
 from gossip.lab.experiments import resuming, run_folder
-from gossip.lab.experiments.devices import backend_for
 from gossip.lab.experiments.experiment_build import check
 from gossip.lab.experiments.graceful_stop import signals_for_workers
 from gossip.lab.experiments.run_figures import draw_figures
-from gossip.lab.experiments.run_settings import Settings
+from gossip.lab.experiments.run_settings import Settings, backend_for
 from gossip.lab.experiments.terminal import configure_logging, restore_cursor
 from gossip.lab.experiments.training import MODEL_FILE, train, train_experiment
 from gossip.lab.experiments.validated_models import ConfigurationError, value_of

@@ -3,30 +3,32 @@
 ``configs/train.yaml`` and ``configs/launch/local.yaml`` say what each key means. The signature of
 :class:`gossip.GossipDataParallel` determines names, types and defaults of the options in the section ``wrapper``, for
 every method and engine, and the wrapper's own argument check the permitted values.
+
+Also the devices of a configured run's ranks, and the backend of their messages.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+import torch
+import torch.distributed as dist
+from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, model_validator
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
-from gossip.lab.experiments.devices import Device
 from gossip.lab.experiments.targets import TARGET
 from gossip.lab.experiments.validated_models import ConfigurationError, Model, blaming, shown, value_of
 from gossip.step.building.wrapper_arguments import Arguments, check_arguments, refuse_any
 
 SECTION = "wrapper"
-
 ALL_REDUCE_OPTIONS = ("bucket_cap_mb", "clip_grad_norm")
 """The options that also apply to torch's DistributedDataParallel."""
-
 _SAID_ELSEWHERE = {
     "module": "model",
     "optimizer": "optimizer",
@@ -37,6 +39,31 @@ _SAID_ELSEWHERE = {
 }
 _ONLY_IN_PROGRAMS = ("scaler", "process_group", "partition_timeout", "on_preemption", "record")
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(GossipDataParallel).parameters.items()}
+
+
+def _there(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here; take cpu or auto")
+    return device
+
+
+Device = Annotated[Literal["auto", "cpu", "cuda"], AfterValidator(_there)]
+"""As a setting: auto is cuda where torch finds it."""
+
+
+def own_device(wanted: str) -> torch.device:
+    """Return this rank's device, the current one from now on: a GPU by its number on the node, or the CPU."""
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_for(num_local_ranks: int, wanted: str = "auto") -> str:
+    """Return the backend for so many ranks on each node: gloo, and NCCL where each has a GPU of its own."""
+    has_nccl = wanted != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_nccl and num_local_ranks <= torch.cuda.device_count() else "gloo"
 
 
 class _Section(Model):

@@ -18,11 +18,11 @@ from gossip import ExchangeError, LaunchError, World
 from gossip.communication import training_store
 from gossip.lab.experiments import config_store, resuming, run_folder
 from gossip.lab.experiments.config_store import plain
-from gossip.lab.experiments.devices import backend_for
 from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.job import reason, run_job
 from gossip.lab.experiments.option_help import FLAGS, check_flags, explain, help_text
 from gossip.lab.experiments.resuming import State
+from gossip.lab.experiments.run_settings import backend_for
 from gossip.lab.experiments.terminal import configure_logging, print_run
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.launching import DEFAULT_TIMEOUT, Placement, find_placement, fork_server, joined_process_group

@@ -21,12 +21,11 @@ from torch.profiler import ProfilerAction, profile
 
 from gossip import export
 from gossip.checkpoints.exporting import write_module
-from gossip.lab.experiments.devices import own_device
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import SIGNALS, GracefulStop
 from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter
-from gossip.lab.experiments.run_settings import every
+from gossip.lab.experiments.run_settings import every, own_device
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
 from gossip.lab.experiments.training_methods import GossipMethod, Method, VirtualMethod, make_method

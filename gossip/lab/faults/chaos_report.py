@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field
 
-from gossip.lab.benchmarks.benchmark import Records
-from gossip.lab.benchmarks.summaries import Spread, table
+from gossip.lab.benchmarks.benchmark import Records, Spread, table
 from gossip.lab.experiments.run_figures import BLUE, GREY, ORANGE, drawn
 
 Notes = Sequence[Mapping[str, Any]]

@@ -18,7 +18,7 @@ from unittest import mock
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, PeerConnection
 from gossip.exchange.edge_transport import EdgeTransport
-from gossip.exchange.pair_transport import PairTransport
+from gossip.exchange.pair_averaging import PairTransport
 
 SENDING_PATIENCE = timedelta(seconds=20)
 KINDS = ("kill", "freeze", "leave", "cut", "delay")

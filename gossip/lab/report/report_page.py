@@ -1,6 +1,8 @@
 """The files of a report: its page, its document, and each setting compared with all-reduce as CSV and as Markdown.
 
-The page is what the template report.html.jinja shows of a document.
+The page is what the template report.html.jinja shows of a document. The columns of its table are the
+settings in which rows differ, what was tuned, and the values. A verdict is its findings in sentences: one for each
+number of ranks, partition of the data and condition.
 """
 
 import base64
@@ -8,19 +10,26 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
-from gossip.lab.report.charts import RESULTS, Chart, Panel, Series, charts, panels, setting, told, varying
-from gossip.lab.report.columns import COLUMNS, SETTINGS, Column, best, columns, same_steps, text_columns
-from gossip.lab.report.quantities import Scale
-from gossip.lab.report.report_document import Document, Row, Setting
-from gossip.lab.report.verdict import verdict
+from gossip.lab.report.charts import DIVIDING, RESULTS, Chart, Panel, Series, charts, panels, setting, told, varying
+from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, POINTS, RATIO, SECONDS, Quantity, Scale
+from gossip.lab.report.report_document import FEWEST_SEEDS, Document, Metric, Row, Setting, Value
 
+SETTINGS = {
+    name: "Ranks" if name == "world_size" else name.capitalize()
+    for name in Setting.model_fields
+    if name not in ("label", "method")
+}
+"""The titles of the settings besides the label, which has the topology with its options already."""
+TO_ALL_REDUCE = {"accuracy": "average_difference", "loss": "loss_ratio"}
+"""For each metric, the value that compares a row with all-reduce."""
+_COSTS = ("predicted_time_to_target_s", "bytes_to_target", "predicted_step_time_s", "bytes_per_step")
 PAGE_FILE, TABLE_FILE, DOCUMENT_FILE, MARKDOWN_FILE = "report.html", "results.csv", "results.json", "results.md"
 
 CHIEF = (
@@ -36,6 +45,102 @@ LEGEND = "means over the seeds ± sample standard deviation, or (95 % interval)"
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 _NOTHING = "–"  # noqa: RUF001
 _NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table, which shows a text or, if it has a quantity, a value, of which one may be the best.
+
+    Either "higher" or "lower" values are better, or neither, among the rows of some methods: without communication
+    nothing is sent, which is not an achievement.
+    """
+
+    name: str
+    title: str
+    explanation: str = ""
+    quantity: Quantity | None = None
+    better: str | None = None
+    among: tuple[str, ...] = ("gossip", "ddp")
+
+    @property
+    def heading(self) -> str:
+        """Its title and explanation in one line."""
+        return f"{self.title} {self.explanation}".strip().lower()
+
+    def text(self, row: Row) -> str | None:
+        """Return what the column shows of a row; None if there is nothing."""
+        if self.quantity is not None:
+            value = row.values.get(self.name)
+            return None if value is None else self.quantity.value_text(value)
+        if self.name in SETTINGS:
+            return setting(row, self.name)
+        return row.tuning.text if row.tuning is not None and row.tuning.parameter == self.name else None
+
+
+COLUMNS = (
+    Column("averaged_accuracy", "Accuracy", "of the averaged model", FRACTION, "higher"),
+    Column("averaged_loss", "Loss", "of the averaged model", NUMBER, "lower"),
+    Column("local_accuracy_mean", "Local accuracy, mean", "over the ranks", FRACTION, "higher"),
+    Column("local_accuracy_worst", "Local accuracy, worst", "of the ranks", FRACTION, "higher"),
+    Column("average_difference", "To all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
+    Column("loss_ratio", "Loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
+    Column("worst_difference", "Worst local to all-reduce", "accuracy in points", POINTS, "higher", ("gossip",)),
+    Column("worst_loss_ratio", "Worst local loss to all-reduce", "ratio", RATIO, "lower", ("gossip",)),
+    Column("consensus_distance", "Consensus distance", "absolute, at the end", NUMBER, "lower", ("gossip",)),
+    Column("consensus_distance_relative", "Consensus distance", "relative, at the end", NUMBER, "lower", ("gossip",)),
+    Column("bytes_per_step", "Sent per step", "by one rank", BYTES, "lower"),
+    Column("bytes_to_target", "Sent to target", "by one rank", BYTES, "lower"),
+    Column("rounds_to_target", "Rounds to target", "steps", NUMBER, "lower"),
+    Column("predicted_step_time_s", "Step time", "predicted", SECONDS, "lower"),
+    Column("predicted_time_to_target_s", "Time to target", "predicted", SECONDS, "lower"),
+    Column("predicted_total_time_s", "Total time", "predicted", SECONDS, "lower"),
+    Column("steps", "Steps", "local updates", NUMBER),
+    Column("training_time_s", "Run time", "of the experiment itself", SECONDS),
+    Column("local_loss_mean", "Local loss, mean", "over the ranks", NUMBER, "lower"),
+    Column("local_loss_worst", "Local loss, worst", "of the ranks", NUMBER, "lower"),
+)  # fmt: skip
+"""The columns of all values that rows have."""
+
+
+def text_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column]]:
+    """Return the columns of the settings in which the rows differ, and those of what was tuned."""
+    settings = [Column(name, SETTINGS[name]) for name in varying(rows, list(SETTINGS)) if name != "topology"]
+    tuned = dict.fromkeys(row.tuning.parameter for row in rows if row.tuning is not None)
+    return settings, [Column(name, name) for name in tuned]
+
+
+def columns(document: Document) -> list[Column]:
+    """Return the columns of the values that any row has, the deciding ones first."""
+    rows, metric = document.rows, document.metric.name
+    present = [column for column in COLUMNS if any(row.values.get(column.name) is not None for row in rows)]
+    if same_steps(rows) is not None:
+        present = [column for column in present if column.name != "steps"]
+    first = [f"averaged_{metric}", TO_ALL_REDUCE[metric], *_COSTS, "averaged_loss", "local_accuracy_worst"]
+    return sorted(present, key=lambda column: first.index(column.name) if column.name in first else len(first))
+
+
+def same_steps(rows: Sequence[Row]) -> str | None:
+    """Return the number of steps if all rows that have one agree, so that no column is needed; otherwise None."""
+    means = {mean for row in rows if (mean := row.mean("steps")) is not None}
+    return NUMBER.text(means.pop()) if len(means) == 1 else None
+
+
+def best(rows: Sequence[Row], column: Column) -> set[int]:
+    """Return the indices of the best rows among those with the same number of ranks, partition and condition.
+
+    If all rows of a group are equal, or there is only one, none is best.
+    """
+    groups: dict[tuple[str | None, ...], dict[int, float]] = {}
+    for index, row in enumerate(rows):
+        mean = row.mean(column.name)
+        if column.better is not None and mean is not None and row.method in column.among:
+            groups.setdefault(tuple(setting(row, name) for name in DIVIDING), {})[index] = mean
+    found: set[int] = set()
+    for means in groups.values():
+        if len(set(means.values())) > 1:
+            extreme = max(means.values()) if column.better == "higher" else min(means.values())
+            found.update(index for index, mean in means.items() if mean == extreme)
+    return found
 
 
 def render_page(document: Document) -> str:
@@ -261,3 +366,72 @@ def markdown(document: Document) -> str:
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)
     sentences = "".join(f"- {sentence}\n" for sentence in verdict(document))
     return "\n\n".join(filter(None, (sentences.rstrip(), f"{document.title}: {LEGEND}", table))) + "\n"
+
+
+def verdict(document: Document) -> Iterator[str]:
+    """Yield the sentences in the order of the rows; none if no gossip row is compared with all-reduce."""
+    metric = document.metric
+    name = TO_ALL_REDUCE[metric.name]
+    column = next((each for each in columns(document) if each.name == name), None)
+    if column is None:
+        return
+    winners = best(document.rows, column)
+    for panel in panels(document.rows):
+        compared = [each for each in panel.series if each.row.method == "gossip" and each.row.mean(name) is not None]
+        if not compared:
+            continue
+        # Among equal rows, choose the one that sends the least.
+        found = [each for each in compared if each.index in winners] or compared
+        chosen = min(found, key=lambda each: each.row.mean("bytes_per_step") or 0.0)
+        value = chosen.row.values[name]
+        assert value is not None
+        place = ", ".join(filter(None, [panel.title, f"best of {len(compared)}" if len(compared) > 1 else ""]))
+        parts = [chosen.name, _result(chosen.row, metric), _difference(value, metric)]
+        reference = next((each.row for each in panel.series if each.row.method == "ddp"), None)
+        text = f"{': '.join(filter(None, [place, ', '.join(filter(None, parts))]))}.{_costs(chosen.row, reference)}"
+        yield text[0].upper() + text[1:] if place else text
+
+
+def _result(row: Row, metric: Metric) -> str | None:
+    mean = row.mean(f"averaged_{metric.name}")
+    if mean is None:
+        return None
+    return f"{100 * mean:.1f} %" if metric.name == "accuracy" else f"loss {RESULTS[metric.name].text(mean)}"
+
+
+def _difference(value: Value, metric: Metric) -> str:
+    """Return a difference in words: in points of accuracy, or in percent of all-reduce's loss."""
+    is_accuracy = metric.name == "accuracy"
+    mean, *ends = (each if is_accuracy else 100 * (each - 1) for each in (value.mean, *(value.interval or ())))
+    decimals = 1 if abs(mean) >= 1 else 2
+    size = f"{abs(mean):.{decimals}f} {'points' if is_accuracy else '%'}"
+    text = f"{size} {'above' if mean > 0 else 'below'} all-reduce" if mean else "the same as all-reduce"
+    if not ends or value.count < FEWEST_SEEDS:
+        return f"{text} ({'only one seed' if value.count == 1 else f'{value.count} seeds: no interval'})"
+    low, high = ends
+    if low == high:
+        return f"{text} (the same with all {value.count} seeds)"
+    if low <= 0 <= high:
+        found = "no significant difference"
+    else:
+        found = f"significantly {'better' if (low > 0) == is_accuracy else 'worse'}"
+    return f"{text} (95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}; {found})"
+
+
+def _costs(row: Row, reference: Row | None) -> str:
+    if reference is None:
+        return ""
+    parts = []
+    own, other = row.mean("bytes_per_step"), reference.mean("bytes_per_step")
+    if own is not None and other:
+        parts.append(f"it sends {BYTES.text(own)} per step, {own / other:.2f} times as much as all-reduce")
+    for name, what in (
+        ("predicted_time_to_target_s", "the target is predicted after"),
+        ("predicted_step_time_s", "a step is predicted to take"),
+    ):
+        own, other = row.mean(name), reference.mean(name)
+        if own is not None and other is not None:
+            parts.append(f"{what} {SECONDS.text(own)}, all-reduce's {SECONDS.text(other)}")
+            break
+    text = "; ".join(parts)
+    return f" {text[0].upper()}{text[1:]}." if text else ""

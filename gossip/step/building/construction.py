@@ -33,23 +33,25 @@ from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
 from gossip.exchange.transport import Transport, TransportFactory, make_transport
 from gossip.exchange.transport_names import resolve_transport
-from gossip.optimizers.bucket_optimizer import build_optimizers, describe_optimizers, replace_step, restore_step
-from gossip.optimizers.foreign_optimizers import OptimizerWatch
+from gossip.optimizers.bucket_optimizer import (
+    OptimizerWatch,
+    build_optimizers,
+    describe_optimizers,
+    replace_step,
+    restore_step,
+)
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.optimizers.scopes import names_needed_whole
-from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
-from gossip.parameters.buffers import make_buffer_buckets
-from gossip.parameters.double_wrapping import Outermost
+from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets, make_buffer_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
+from gossip.parameters.module_proxy import Outermost
 from gossip.parameters.names import named_parameters
 from gossip.parameters.parameter_slots import check_not_wrapped
 from gossip.private_torch import fsdp_modules
 from gossip.sharding.fsdp_group import FSDPGroup
-from gossip.sharding.local_group import LocalGroup, check_mesh, check_mesh_of_all
-from gossip.sharding.replica_group import ReplicaGroup
+from gossip.sharding.local_group import LocalGroup, ReplicaGroup, check_mesh, check_mesh_of_all
 from gossip.sharding.zero_group import ZeroGroup
-from gossip.step.backward_steps import BackwardSteps, BucketwiseSteps, GatheredSteps
 from gossip.step.building.wrapper_arguments import (
     Arguments,
     check_arguments,
@@ -62,7 +64,7 @@ from gossip.step.building.wrapper_arguments import (
 from gossip.step.engine import StepEngine
 from gossip.step.forward_waits import AwaitHook, ForwardWaits
 from gossip.step.local_update import Updater
-from gossip.step.optimizer_steps import OptimizerSteps
+from gossip.step.step_kinds import BackwardSteps, BucketwiseSteps, GatheredSteps, OptimizerSteps
 from topologies import Topology
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from gossip.exchange.clipping import check_clipping, check_max_difference
 from gossip.exchange.exchanges import UsesExchange
 from gossip.exchange.transport import SoftDeadline, TransportFactory
 from gossip.exchange.transport_names import name_of, resolve_transport
-from gossip.optimizers.bucket_optimizer import OptimizerArgument
-from gossip.optimizers.closures import requires_closure
+from gossip.optimizers.bucket_optimizer import OptimizerArgument, requires_closure
 from gossip.optimizers.scopes import Scope, known_scope_of
 from gossip.parameters.buckets import check_dense
 from gossip.parameters.names import named_parameters

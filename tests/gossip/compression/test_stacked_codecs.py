@@ -13,8 +13,8 @@ from replicas import assert_equal_states
 import topologies
 from gossip import BucketShape, Compression, GossipError
 from gossip.compression.choco import StackedChocoCodec
-from gossip.compression.stacked_codec import StackedArrival, StackedCodec
-from gossip.virtual.rank_codecs import RankCodecs
+from gossip.compression.codec import StackedArrival, StackedCodec
+from gossip.virtual.stacked_exchanges import RankCodecs
 from topologies import Round, Topology
 
 STACKED = ("int8", "int4", "choco", "choco random_k", "choco sign")

@@ -17,8 +17,7 @@ import gossip
 import topologies
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.elastic_world import ElasticWorld
-from gossip.exchange.edge_transport import make_generation_transport
-from gossip.exchange.late_messages import MOST_LATE, LateMessages
+from gossip.exchange.edge_transport import MOST_LATE, LateMessages, make_generation_transport
 from gossip.exchange.recording import Missed
 from gossip.lab.faults.injection import Fault
 
@@ -126,7 +125,7 @@ def test_what_comes_late_is_mixed_later_as_in_the_dense_recursion(num_steps: int
 
 def test_a_step_waits_as_long_as_messages_usually_take() -> None:
     late, clock = LateMessages(mock.Mock(), "auto"), mock.Mock()
-    with mock.patch("gossip.exchange.late_messages.time.monotonic", clock):
+    with mock.patch("gossip.exchange.edge_transport.time.monotonic", clock):
         for member, delays in {1: [1, 2, 3, 5, 9], 2: [2]}.items():
             for number in range(70):  # of which 64 count
                 assert (late.ends_at(0, 100.0, [member]) is None) == (member == 1 and number < 8)
@@ -162,7 +161,7 @@ def test_a_peer_that_is_always_late_is_waited_for() -> None:
     world.consensus.position = (0, 9, 0)
     world.wait_until = lambda look, *_, **__: look()
     late, own = LateMessages(world, "auto"), torch.ones(4)
-    with mock.patch("gossip.exchange.late_messages.time.monotonic", clock):
+    with mock.patch("gossip.exchange.edge_transport.time.monotonic", clock):
         for step in range(8):
             late.await_later(0, 1, Key(Kind.MESSAGE, step), 0.5, own, 7.0)
             assert late.ends_at(0, 100.0, [1]) is None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gossip import Codec, Compression, DistributedTransport, GossipDataParallel, make_shard_mesh
-from gossip.measuring.memory_use import READ_BY_OTHERS, memory_use
+from gossip.measuring.step_stats import READ_BY_OTHERS, memory_use
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 OTHER_MACHINES = functools.partial(DistributedTransport, shares_memory=False)

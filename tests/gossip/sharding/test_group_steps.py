@@ -18,7 +18,7 @@ from torch import nn
 
 import gossip
 from gossip import GossipDataParallel, GossipError
-from gossip.sharding.replica_group import ReplicaGroup, part_of
+from gossip.sharding.local_group import ReplicaGroup, part_of
 
 WAYS = ("fsdp", "optimizer", "none")
 

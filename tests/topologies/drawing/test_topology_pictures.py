@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import topologies
 from topologies import Round, Topology, draw
 from topologies.drawing import layout_of, picture_files, round_pictures, topology_pictures
-from topologies.drawing.mixing_panels import draw_matrix
+from topologies.drawing.topology_pictures import draw_matrix
 
 
 def texts(path: Path) -> str:

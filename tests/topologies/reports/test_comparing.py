@@ -13,8 +13,7 @@ import topologies
 from topologies import Round, Topology, analysis
 from topologies.__main__ import main
 from topologies.reports.comparing import chosen_topologies
-from topologies.reports.disguises import without_disguises
-from topologies.reports.family_samples import title_of
+from topologies.reports.family_samples import title_of, without_disguises
 
 
 def test_rows_are_what_the_analysis_says() -> None:

@@ -13,8 +13,7 @@ import topologies
 from topologies import Facts, Round, Topology, facts_of
 from topologies.__main__ import main
 from topologies.analysis import beta, slem
-from topologies.reports.docstring_facts import PROPERTIES
-from topologies.reports.family_samples import samples
+from topologies.reports.family_samples import PROPERTIES, samples
 
 DOCSTRING = inspect.getdoc(topologies.family("complete")) or ""
 

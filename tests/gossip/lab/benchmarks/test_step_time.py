@@ -12,11 +12,10 @@ import torch.distributed as dist
 from benchmark_cases import step_time_case
 
 import gossip
-from gossip.lab.benchmarks import bench_methods, predicted_steps
+from gossip.lab.benchmarks import bench_methods, step_time
 from gossip.lab.benchmarks.bench_methods import expand
 from gossip.lab.benchmarks.harness import run, run_workers
-from gossip.lab.benchmarks.predicted_steps import predicted_s, scaled
-from gossip.lab.benchmarks.step_time import straggler_delay_s
+from gossip.lab.benchmarks.step_time import predicted_s, scaled, straggler_delay_s
 from gossip.lab.benchmarks.workloads import WORKLOADS
 from gossip.lab.probe.cluster_measuring import Measured
 
@@ -75,7 +74,7 @@ UNPREDICTED: dict[str, dict[str, Any]] = {"hsdp": {}, "gossip": {"bucket_cap_mb"
 
 @pytest.mark.slow
 def test_what_is_measured_is_also_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicted_steps, "_NODES", (2, 4))
+    monkeypatch.setattr(step_time, "_NODES", (2, 4))
     case = step_time_case(methods=PREDICTED, model="small_mlp", predicts=True)
     (result,), report = run("step_time", case, tmp_path)
     assert [row.predicted_s > 0 for row in result.rows] == [True] * 6

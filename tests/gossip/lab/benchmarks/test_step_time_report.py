@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification
+from gossip.lab.benchmarks.benchmark import Spread
 from gossip.lab.benchmarks.step_time import Row, StepTimeResult, ratios_of, references_of, result_of, section
-from gossip.lab.benchmarks.summaries import Spread
 
 METHODS = [
     MethodSpecification(label=label, kind=label.split()[0], options=options)

@@ -14,7 +14,7 @@ from gossip.lab.experiments.option_help import help_text
 from gossip.lab.loggers.logger_choice import make_loggers
 from gossip.lab.sweeps import sweeper
 from gossip.lab.sweeps.sweep_jobs import read_variants
-from gossip.lab.sweeps.sweep_tuning import read_tuning
+from gossip.lab.sweeps.sweeper import read_tuning
 
 TEXT = ("data=stdlib_text", "data.max_bytes=60000", "data.context_length=16")
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from gossip.lab.probe import link_probe
-from gossip.lab.probe.cluster_measuring import cluster_of, local_size_of, workload_of
+from gossip.lab.probe import cluster_measuring
+from gossip.lab.probe.cluster_measuring import (
+    Link,
+    cluster_of,
+    local_size_of,
+    matchings,
+    measure_contention,
+    workload_of,
+)
 from gossip.lab.probe.compute_probe import StepTimes
-from gossip.lab.probe.link_probe import Link, matchings, measure_contention
 from gossip.simulation import SlowRank
 
 
@@ -57,8 +63,8 @@ def test_messages_that_are_there_before_a_step_begins_were_taken_nothing_from() 
 
     clock = Clock()
     with (
-        mock.patch.object(link_probe, "daemon_threads", SimpleNamespace(start=start)),
-        mock.patch.object(link_probe, "time", clock),
+        mock.patch.object(cluster_measuring, "daemon_threads", SimpleNamespace(start=start)),
+        mock.patch.object(cluster_measuring, "time", clock),
     ):
         assert measure_contention(clock.compute, 0.01, 1000, torch.device("cpu")) == pytest.approx(0, abs=1e-9)
 
@@ -110,5 +116,5 @@ def test_workload_is_the_mean_step_of_the_usual_ranks() -> None:
 
 def test_the_rate_is_that_of_the_usual_message(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = iter([0.1, 0.2, 5.0, 0.2])  # with what an idle link lets through, and one that was held up
-    monkeypatch.setattr(link_probe, "_send", lambda *_: next(times_s))
-    assert link_probe._bytes_per_s(1, 8_000_000, torch.device("cpu")) == pytest.approx(4e7)
+    monkeypatch.setattr(cluster_measuring, "_send", lambda *_: next(times_s))
+    assert cluster_measuring._bytes_per_s(1, 8_000_000, torch.device("cpu")) == pytest.approx(4e7)

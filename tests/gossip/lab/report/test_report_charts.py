@@ -7,9 +7,9 @@ from report_documents import TOPOLOGIES, comparison, document, failed_row, read,
 
 from gossip.lab.report.chart_specs import make_ends, make_spec
 from gossip.lab.report.charts import charts, panels
-from gossip.lab.report.columns import best, columns
 from gossip.lab.report.quantities import BYTES, FRACTION, NUMBER, SECONDS, Quantity, Scale
 from gossip.lab.report.report_document import Value
+from gossip.lab.report.report_page import best, columns
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import report_documents
 
-from gossip.lab.report.columns import best, columns
-from gossip.lab.report.verdict import verdict
+from gossip.lab.report.report_page import best, columns, verdict
 
 
 def compared(label: str, mean: float, ends: list[float] | None, name: str = "average_difference", **more: Any) -> Any:

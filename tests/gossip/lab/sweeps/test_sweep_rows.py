@@ -9,8 +9,8 @@ from composing import composed
 
 from gossip.lab.experiments.records import JsonlWriter
 from gossip.lab.experiments.run_folder import write_json
-from gossip.lab.report.columns import COLUMNS
 from gossip.lab.report.report_document import Metric, Value
+from gossip.lab.report.report_page import COLUMNS
 from gossip.lab.sweeps import sweep_document
 from gossip.lab.sweeps.sweep_document import Point, make_rows, mean_curve, read_curve, steps_to_target
 from gossip.lab.sweeps.sweep_jobs import Job, Run, make_setting

@@ -9,7 +9,7 @@ import pytest
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.report.report_document import Choice, Metric, Setting
 from gossip.lab.sweeps.sweep_jobs import Job, Run, expand
-from gossip.lab.sweeps.sweep_tuning import Tuning, read_tuning
+from gossip.lab.sweeps.sweeper import Tuning, read_tuning
 
 ACCURACY, LOSS = Metric(metric="accuracy", target=None), Metric(metric="loss", target=None)
 TUNING = Tuning(parameter="optimizer.lr", values=(0.1, 0.2, 0.4), seed=0)
