@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossip.checkpoints.checkpoint_files import SafetensorsFile
 from gossip.checkpoints.replicas import Replicas, exported_tensors, run_on_all_ranks
+from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.checkpoints.trained_models import TrainedModel, collectively
 from gossip.parameters.names import named_parameters
 

@@ -27,7 +27,8 @@ from gossip.checkpoints.resizing import reshard
 from gossip.communication.world import World
 from gossip.optimizers.schedule_free import check_evaluated
 from gossip.parameters import digests
-from gossip.parameters.buckets import as_real, is_averaged, is_mixable, persistent_buffers
+from gossip.parameters.buckets import is_mixable
+from gossip.parameters.buffers import as_real, is_averaged, persistent_buffers
 from gossip.parameters.digests import chunks_in_memory_order, digest_of, memory_order
 from gossip.parameters.extra_state import extra_states
 from gossip.parameters.global_average import shares

@@ -19,7 +19,8 @@ from loguru import logger
 from torch import nn
 
 from gossip.errors import CheckpointError, ExchangeError, ManifestError, reason
-from gossip.parameters.buckets import Bucket, BufferBucket, persistent_buffers
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket, persistent_buffers
 from gossip.parameters.manifest import describe_topology, first_difference
 from gossip.parameters.names import named_parameters
 from gossip.sharding.shard_mesh import Division

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from gossip.errors import CheckpointError, reason
-from gossip.parameters.buckets import is_averaged, is_mixable
+from gossip.parameters.buckets import is_mixable
+from gossip.parameters.buffers import is_averaged
 from gossip.sharding.shard_mesh import Division
 from gossip.step.state.algorithm_state import for_new_world, weight_of
 

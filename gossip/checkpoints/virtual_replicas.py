@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossip.checkpoints.replicas import Replicas, describe_model, describe_optimizers, exported_tensors, rng_states
 from gossip.errors import CheckpointError, GossipError
 from gossip.optimizers.scopes import IMPLEMENTATION, elementwise_keys, has_shape
-from gossip.parameters.buckets import unfit_buffers
+from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.digests import bytes_of
 from gossip.parameters.serializable_state import compact
 from gossip.private_torch import is_in_backward

@@ -1,82 +1,17 @@
-"""Which ranks train, from which step on, and proposals, votes and decisions about it in the key-value store.
-
-And whether that still replies: training does not need it before ranks are lost, leave or join.
-"""
-
-from __future__ import annotations
+"""Proposals, votes and decisions of the ranks that agree on who trains, in the key-value store."""
 
 import json
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from loguru import logger
 
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.communication.host import daemon_threads
-from gossip.communication.liveness.progress_markers import STORE_PATIENCE_S
 from gossip.elastic.flag_votes import FlagVote, Position
 from gossip.errors import ExchangeError
-
-_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Steps that the same ranks make.
-
-    Attributes
-    ----------
-    number : int
-        The number of the generation: 0 at the beginning, later ones increasing, not always by 1.
-    members : tuple of int
-        The ranks that train, numbered as at the beginning; their positions here are their ranks in the topology.
-    first_step : int
-        The step from which on steps belong to it, unless a later generation has them.
-    positions : tuple of (int, tuple of int)
-        The members that agreed on it, and their positions at the time.
-    has_first_steps : bool
-        Whether members join or leave with its first step, so that no rank may enter it before.
-    left : tuple of int
-        The ranks that left with its first step, and had announced it.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    first_step: int = 0
-    positions: tuple[tuple[int, Position], ...] = ()
-    has_first_steps: bool = False
-    left: tuple[int, ...] = ()
-
-    def followed_by(
-        self,
-        number: int,
-        members: Sequence[int],
-        leaving: Sequence[int],
-        positions: Iterable[tuple[int, Sequence[int]]],
-        *,
-        begun: Sequence[int] | None,
-        is_in_step: bool,
-    ) -> Generation:
-        """Return the generation of these members, which begins after the newest of the positions in the votes.
-
-        If some have ``begun`` a collective operation there, before that step, ranks that are leaving do not make it:
-        they take no part, and the others exchange without them from then on. Those that left before may still make it.
-        """
-        noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
-        newest = max(position for _, position in noted)
-        is_before = bool(leaving) and begun is not None and tuple(begun) == newest
-        is_before = is_before and not (self.has_first_steps and self.first_step > newest[1])
-        first_step = newest[1] + (not is_before) if is_in_step else 0
-        changes = bool(set(members) - set(self.members) or leaving)
-        is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
-        return Generation(
-            number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
-        )
 
 
 class Proposal(NamedTuple):
@@ -215,73 +150,3 @@ def _asked(call: Callable[..., Any], *args: Any) -> Any:
         raise
     except RuntimeError as error:  # stores have no specific type of errors
         raise StoreLost(f"the key-value store does not reply ({str(error).partition(chr(10))[0]})") from error
-
-
-class StoreMonitor:
-    """Asks the store every second, in a thread of its own, and says once if it does not reply.
-
-    A store that was only silent, because its process or its host's network stood still, may reply again, which is said
-    too. A connection that is closed stays closed: ranks do not connect to another store. ``failed`` is called with an
-    exception of the thread that is not the store's.
-
-    Attributes
-    ----------
-    status : callable, optional
-        Returns what this rank says of itself for ``gossip status``, which is written every second; None writes nothing.
-    is_lost : bool
-        Whether the store does not reply, so that the next rank that is lost or leaves ends the training.
-    """
-
-    def __init__(self, member: int, consensus_store: ConsensusStore, failed: Callable[[Exception], object]) -> None:
-        self.status: Callable[[], object] | None = None
-        self.is_lost = False
-        self._member = member
-        self._consensus_store = consensus_store
-        self._asked_at: float | None = None
-        self._stop = threading.Event()
-        self._thread = daemon_threads.start(
-            f"gossip-store-{member}",
-            daemon_threads.weak_run(self, StoreMonitor._ask),
-            end=self._stop.set,
-            failed=failed,
-        )
-
-    def look(self, now: float) -> None:
-        """Note whether the thread has waited for long for a reply; ``now`` is of ``time.monotonic()``."""
-        asked_at = self._asked_at
-        if asked_at is not None and now - asked_at > STORE_PATIENCE_S:
-            self._lose(f"the key-value store has not replied for {STORE_PATIENCE_S:g} s")
-
-    def _ask(self) -> bool:
-        """Ask once and wait; return whether to continue."""
-        self._asked_at = time.monotonic()
-        try:
-            self._consensus_store.is_proposed(0)  # which waits for a reply
-            if self.status is not None:
-                self._consensus_store.note_status(self._member, self.status())
-        except StoreLost as error:
-            self._lose(str(error))
-            return False
-        finally:
-            self._asked_at = None
-        if self.is_lost:
-            self.is_lost = False
-            logger.warning(
-                "rank {}: the key-value store replies again; ranks may be lost, leave and join", self._member
-            )
-        return not self._stop.wait(_INTERVAL_S)
-
-    def _lose(self, why: str) -> None:
-        if not (self.is_lost or self._stop.is_set()):
-            self.is_lost = True
-            logger.error(
-                "rank {}: {}: the ranks keep training, but the next one that is lost or leaves ends the training of "
-                "all, and none can join; save a checkpoint now",
-                self._member,
-                why,
-            )
-
-    def close(self) -> None:
-        """End the thread, unless it waits for the store. Local."""
-        self._stop.set()
-        self._thread.join(daemon_threads.CLOSING_PATIENCE.total_seconds())

@@ -26,7 +26,8 @@ from gossip.elastic.connections.frame_authentication import network_number
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Frame, Identity, Kind
 from gossip.elastic.connections.shared_payloads import SharedPayloads, can_share
-from gossip.elastic.consensus_store import Generation, within
+from gossip.elastic.consensus_store import within
+from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.repeated_operations import RepeatedOperations
 from gossip.elastic.shard_group_world import ShardGroupWorld

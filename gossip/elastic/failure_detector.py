@@ -9,8 +9,8 @@ from loguru import logger
 from gossip.communication.world import World
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import Generation
 from gossip.elastic.flag_votes import Position
+from gossip.elastic.generations import Generation
 from gossip.elastic.membership_consensus import Consensus
 from gossip.elastic.membership_protocol import SILENT, RunningTime
 from gossip.elastic.shard_group_world import MOST_TIMEOUTS

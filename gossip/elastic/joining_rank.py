@@ -14,8 +14,8 @@ from loguru import logger
 from gossip.communication import training_store
 from gossip.communication.host.available_memory import ShrinkingMemory
 from gossip.elastic.connections.mesh import in_words
-from gossip.elastic.consensus_store import Generation
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.generations import Generation
 from gossip.elastic.shard_group_world import ShardGroupWorld
 from gossip.elastic.state_transfer import let_go, step_of, take_state
 from gossip.errors import CannotJoinError, ExchangeError

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from gossip.communication.host import daemon_threads
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import Generation, StoreMonitor, within
+from gossip.elastic.consensus_store import within
+from gossip.elastic.generations import Generation
 from gossip.elastic.membership_protocol import MembershipProtocol
+from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import CannotJoinError, ExchangeError, GossipError
 
 

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from gossip.communication.authenticated_store import NotGenuine
 from gossip.elastic.connections.mesh import Mesh, in_words
 from gossip.elastic.connections.peer_connection import Key, Kind
-from gossip.elastic.consensus_store import ConsensusStore, Decision, Generation, Proposal, StoreLost, StoreMonitor, Vote
+from gossip.elastic.consensus_store import ConsensusStore, Decision, Proposal, StoreLost, Vote
 from gossip.elastic.flag_votes import FlagVotes, Position
+from gossip.elastic.generations import Generation
+from gossip.elastic.store_monitor import StoreMonitor
 from gossip.errors import ExchangeError, GossipError
 
 _PAUSE_S = 0.002
@@ -35,7 +37,7 @@ SILENT = 0.9
 
 
 class RunningTime:
-    """The time that passes while this process runs, and waits for another one, which may have waited for this one.
+    """The time that passes while this process runs.
 
     A process that stood still, because it was stopped or its host was suspended, must not conclude from the time that
     others have been silent: it has not looked. An interval between two looks counts at most ``most_s``.

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 
 from gossip.elastic.connections.peer_connection import Kind
-from gossip.elastic.consensus_store import Generation
 from gossip.elastic.failure_detector import FailureDetector
+from gossip.elastic.generations import Generation
 from gossip.errors import GenerationEndedError, GossipError
 
 _Result = TypeVar("_Result")

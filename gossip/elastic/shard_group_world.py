@@ -57,7 +57,12 @@ class ShardGroupWorld(World):
         return self.gossip if self.gossip is not None and self.gossip.is_joint else None
 
     def wait_for(
-        self, awaited: Awaited, where: str, ranks: Callable[[], Sequence[int]], *, sequence: int | None = None
+        self,
+        awaited: Awaited,
+        where: str,
+        ranks: Callable[[], Sequence[int]],
+        *,
+        sequence: int | None = None,
     ) -> Failure | None:
         gossip = self.gossip
         if gossip is None or gossip.is_alone:

@@ -21,7 +21,8 @@ from gossip.exchange.messages_in_flight import Known, MessagesInFlight
 from gossip.exchange.outlier_detection import NUM_ASTRAY, Edge, OutlierDetector
 from gossip.exchange.transport import Transport
 from gossip.measuring.step_stats import Meter
-from gossip.parameters.buckets import Bucket, BufferBucket
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.parameters.serializable_state import compact
 from gossip.private_torch import fast_range
 from topologies import Round, Topology

@@ -10,7 +10,8 @@ from torch import nn
 from gossip.communication.staged_collectives import StagedCollectives
 from gossip.communication.world import World
 from gossip.errors import ExchangeError, GossipError
-from gossip.parameters.buckets import Bucket, as_real, is_averaged, is_mixable
+from gossip.parameters.buckets import Bucket, is_mixable
+from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states, describe_extra_states, snapshot_extra_states
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import compare_manifests

@@ -15,7 +15,8 @@ from gossip.communication.row_collectives import RowCollectives
 from gossip.communication.world import World
 from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, Turns, accumulation_dtype
-from gossip.parameters.buckets import Bucket, as_real, is_averaged
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import as_real, is_averaged
 from gossip.parameters.extra_state import broadcast_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.sharding.shard_mesh import DIMENSIONS, Division, chunk_length

@@ -13,8 +13,8 @@ from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import training_store
 from gossip.communication.world import World
 from gossip.elastic.connections.mesh import in_words
-from gossip.elastic.consensus_store import Generation
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.elastic.generations import Generation
 from gossip.elastic.joining_rank import JoiningRank
 from gossip.elastic.state_transfer import take_second_part
 from gossip.errors import CannotJoinError, ExchangeError, GenerationEndedError, ManifestError, reason, warn_user

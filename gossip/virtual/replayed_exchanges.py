@@ -14,7 +14,8 @@ from gossip.errors import GossipError
 from gossip.exchange.exchanges import CHANNEL_STRIDE
 from gossip.exchange.recording import Agreed, Idle, Joined, Members, Missed, Recording
 from gossip.optimizers.scopes import has_shape
-from gossip.parameters.buckets import Bucket, BufferBucket
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.step.building.wrapper_arguments import resized_or
 from gossip.step.state.algorithm_state import regroup
 from gossip.virtual.shards import Shard

@@ -12,7 +12,8 @@ from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.recording import Average, Members, Recording
 from gossip.optimizers.scopes import COUNTER
-from gossip.parameters.buckets import Bucket, BufferBucket
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.virtual.shards import Shard, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges
 from gossip.virtual.stacked_optimizers import left_alone, step_all, step_counters

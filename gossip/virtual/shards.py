@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossip.parameters.buckets import is_averaged, is_mixable
+from gossip.parameters.buckets import is_mixable
+from gossip.parameters.buffers import is_averaged
 from gossip.parameters.digests import memory_order
 from gossip.parameters.names import named_buffers, named_parameters
 

@@ -12,7 +12,8 @@ from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.compression.codec import BucketShape, Codec, Compression, StackedArrival, StackedCodec
 from gossip.compression.conversation import accumulation_dtype, all_finite, carry
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
-from gossip.parameters.buckets import Bucket, BufferBucket, as_real
+from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_updating import StackedUpdater

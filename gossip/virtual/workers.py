@@ -18,7 +18,8 @@ from gossip.errors import GossipError
 from gossip.exchange.recording import Recording
 from gossip.measuring.step_stats import VirtualStats
 from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
-from gossip.parameters.buckets import check_unfrozen, make_buckets, make_buffer_buckets
+from gossip.parameters.buckets import check_unfrozen, make_buckets
+from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.private_torch import at_end_of_backward, is_in_backward, tree_leaves

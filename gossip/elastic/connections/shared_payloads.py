@@ -70,7 +70,11 @@ class SharedPayloads:
         self._arenas: dict[int, Arena] = {}
         # By the address of a message: whose it is, and this rank's place as its reader.
         self._lent: dict[int, tuple[int, Buffer, int]] = {}
-        mesh.handlers |= {Kind.MEMORY: self._on_memory, Kind.READER: self._on_reader, Kind.LENT: self._on_lent}
+        mesh.handlers |= {
+            Kind.MEMORY: self._on_memory,
+            Kind.READER: self._on_reader,
+            Kind.LENT: self._on_lent,
+        }
         mesh.on_given_back = self._give_back
         mesh.on_met = self._introduce
 

@@ -34,7 +34,7 @@ from gossip.lab.experiments.evaluation import evaluate
 from gossip.lab.experiments.run_figures import drawn
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure
-from gossip.lab.probe.probe import advise
+from gossip.lab.probe.probe_advice import advise
 
 _POLL_S = 0.01
 _NOISE_BYTES = 2000  # traffic of an interface that does not belong to training, such as keep-alives

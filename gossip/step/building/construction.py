@@ -42,7 +42,8 @@ from gossip.optimizers.bucket_optimizer import (
 )
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.optimizers.scopes import names_needed_whole
-from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets, make_buffer_buckets
+from gossip.parameters.buckets import Bucket, check_dense, check_parameters, make_buckets
+from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.manifest import CONSTRUCTION, Manifest, build_manifest, compare_manifests
 from gossip.parameters.module_proxy import Outermost

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossip.parameters.buckets import unfit_buffers
+from gossip.parameters.buffers import unfit_buffers
 from gossip.parameters.extra_state import extra_states, load_extra_states
 from gossip.parameters.names import named_buffers, named_parameters
 from gossip.parameters.serializable_state import compact, is_serializable, state_of, to_serializable

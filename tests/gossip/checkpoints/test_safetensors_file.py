@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from gossip import CheckpointError
 from gossip.checkpoints import checkpoint_files
-from gossip.checkpoints.checkpoint_files import SafetensorsFile
+from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.parameters import digests
 
 

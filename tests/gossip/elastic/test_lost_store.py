@@ -21,7 +21,8 @@ from running import running
 import gossip
 from gossip import ExchangeError
 from gossip.communication.liveness.progress_markers import STORE_PATIENCE_S
-from gossip.elastic.consensus_store import ConsensusStore, StoreMonitor
+from gossip.elastic.consensus_store import ConsensusStore
+from gossip.elastic.store_monitor import StoreMonitor
 
 LOST = "the next one that is lost or leaves ends the training of all, and none can join; save a checkpoint now"
 

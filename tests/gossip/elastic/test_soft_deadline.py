@@ -17,7 +17,8 @@ import gossip
 import topologies
 from gossip.elastic.connections.peer_connection import Key, Kind
 from gossip.elastic.elastic_world import ElasticWorld
-from gossip.exchange.edge_transport import MOST_LATE, LateMessages, make_generation_transport
+from gossip.exchange.edge_transport import make_generation_transport
+from gossip.exchange.late_messages import MOST_LATE, LateMessages
 from gossip.exchange.recording import Missed
 from gossip.lab.faults.injection import Fault
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from elastic_simulator.simulated_ranks import Message, schedule
-from gossip.elastic.consensus_store import Generation
 from gossip.elastic.flag_votes import Position
+from gossip.elastic.generations import Generation
 
 _MOST_EXACT_STEPS = 20
 

@@ -50,7 +50,7 @@ _FLAG, _VOTES = "elastic.elastic_flag.ElasticFlag.", "elastic.flag_votes.FlagVot
 _MESH, _PEER = "elastic.connections.mesh.Mesh.", "elastic.connections.peer_connection.PeerConnection."
 _OUTGOING = "elastic.connections.peer_connection.Outgoing."
 _SOURCE, _TRANSFER = "elastic.state_transfer.StateSource.", "elastic.state_transfer."
-_LATE, _EDGE = "exchange.edge_transport.LateMessages.", "exchange.edge_transport.EdgeExchange."
+_LATE, _EDGE = "exchange.late_messages.LateMessages.", "exchange.edge_transport.EdgeExchange."
 _CHANGE = "step.generation_change.GenerationChange."
 _JOINING = "elastic.joining_rank.JoiningRank."
 _PROTOCOL = "elastic.membership_protocol.MembershipProtocol."
@@ -76,9 +76,7 @@ FAULTS = (
     ),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
-    PutBack(
-        "elastic.consensus_store.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True
-    ),
+    PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
     PutBack(
         "elastic.consensus_store.ConsensusStore._set_once",
         'self.store.compare_set, key, "",',

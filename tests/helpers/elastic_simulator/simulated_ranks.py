@@ -34,7 +34,7 @@ from gossip.elastic import elastic_world, joining_rank, membership_protocol, sha
 from gossip.elastic.connections import listener, mesh
 from gossip.elastic.elastic_flag import ElasticFlag
 from gossip.elastic.elastic_world import ElasticWorld
-from gossip.exchange import edge_transport
+from gossip.exchange import edge_transport, late_messages
 from gossip.step import generation_change
 from gossip.step.generation_change import GenerationChange, agree_on_
 from topologies import Round, Topology
@@ -48,7 +48,7 @@ Message = tuple[float, float, float, float]
 @functools.cache
 def _imports() -> list[tuple[object, str, object]]:
     """Return the module and the name under which something that is replaced has been imported, and what it is."""
-    modules = [edge_transport, generation_change]
+    modules = [edge_transport, late_messages, generation_change]
     for package in (gossip.elastic, gossip.elastic.connections):
         modules += [
             importlib.import_module(f"{package.__name__}.{each.name}")

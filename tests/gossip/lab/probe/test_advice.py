@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 import topologies
-from gossip.lab.probe import probe
+from gossip.lab.probe import probe_advice
 from gossip.lab.probe.cluster_measuring import Measured
-from gossip.lab.probe.probe import DRIFT, MANY_RANKS, Advice, Choice, DataKind, Predicted, advise, choose
+from gossip.lab.probe.probe_advice import DRIFT, MANY_RANKS, Advice, Choice, DataKind, Predicted, advise, choose
 from gossip.simulation import Cluster, SlowRank, Workload
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.family_samples import title_of, without_disguises
@@ -26,7 +26,7 @@ def measured(n: int, gbps: float, workload: Workload = WORKLOAD, local_size: int
 def of_named(of: Measured, names: Sequence[str]) -> Advice:
     """The advice if there were no other topologies."""
     there = [topologies.build(name, of.cluster.world_size) for name in names]
-    with mock.patch.object(probe, "chosen_topologies", return_value=there):
+    with mock.patch.object(probe_advice, "chosen_topologies", return_value=there):
         return advise(of)
 
 
@@ -64,7 +64,7 @@ def test_advice_for_one_rank() -> None:
 
 
 @pytest.mark.parametrize(("n", "local_size"), [(3, 1), (8, 4)])
-@mock.patch.object(probe, "NUM_STEPS", 5)
+@mock.patch.object(probe_advice, "NUM_STEPS", 5)
 def test_rows_are_ddp_and_every_topology_that_serves_the_ranks(n: int, local_size: int) -> None:
     advice = advise(measured(n, 1.0, local_size=local_size))
     serving = without_disguises(t for t in chosen_topologies(None, n, local_size) if t.doubly_stochastic)
@@ -82,7 +82,7 @@ def test_what_hardly_agrees_is_not_recommended_however_short_its_steps() -> None
     assert best_of(advice).title == "complete"
 
 
-@mock.patch.object(probe, "NUM_STEPS", 5)
+@mock.patch.object(probe_advice, "NUM_STEPS", 5)
 def test_report_tells_of_slow_ranks_and_nodes() -> None:
     workload = Workload(0.03, 0.06, (25_000_000,) * 2, stragglers=(SlowRank(3, 2.5),))
     cluster = Cluster(2, 4, latency_us=50.0, bandwidth_gbps=1.0, shares_memory=True)

@@ -1,0 +1,62 @@
+"""Which ranks train, and from which step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gossip.elastic.flag_votes import Position
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Steps that the same ranks make.
+
+    Attributes
+    ----------
+    number : int
+        The number of the generation: 0 at the beginning, later ones increasing, not always by 1.
+    members : tuple of int
+        The ranks that train, numbered as at the beginning; their positions here are their ranks in the topology.
+    first_step : int
+        The step from which on steps belong to it, unless a later generation has them.
+    positions : tuple of (int, tuple of int)
+        The members that agreed on it, and their positions at the time.
+    has_first_steps : bool
+        Whether members join or leave with its first step, so that no rank may enter it before.
+    left : tuple of int
+        The ranks that left with its first step, and had announced it.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    first_step: int = 0
+    positions: tuple[tuple[int, Position], ...] = ()
+    has_first_steps: bool = False
+    left: tuple[int, ...] = ()
+
+    def followed_by(
+        self,
+        number: int,
+        members: Sequence[int],
+        leaving: Sequence[int],
+        positions: Iterable[tuple[int, Sequence[int]]],
+        *,
+        begun: Sequence[int] | None,
+        is_in_step: bool,
+    ) -> Generation:
+        """Return the generation of these members, which begins after the newest of the positions in the votes.
+
+        If some have ``begun`` a collective operation there, before that step, ranks that are leaving do not make it:
+        they take no part, and the others exchange without them from then on. Those that left before may still make it.
+        """
+        noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
+        newest = max(position for _, position in noted)
+        is_before = bool(leaving) and begun is not None and tuple(begun) == newest
+        is_before = is_before and not (self.has_first_steps and self.first_step > newest[1])
+        first_step = newest[1] + (not is_before) if is_in_step else 0
+        changes = bool(set(members) - set(self.members) or leaving)
+        is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
+        return Generation(
+            number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
+        )
