@@ -90,7 +90,7 @@ class FailureDetector(World):
                         member
                         for member in missing
                         if self._is_suspect(member, waited_s, is_sent_at)
-                        and not (lets_train and now - self.mesh.stepped_at.get(member, began) <= timeout_s)
+                        and not (lets_train and now - self.mesh.stepped.get(member, (0, began))[1] <= timeout_s)
                     ]
                     if suspects and not is_warned:
                         is_warned = True

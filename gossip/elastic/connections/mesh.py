@@ -84,8 +84,8 @@ class Mesh:
         is returned, which they may handle.
     step : int
         This member's step, which its signs of life report.
-    stepped_at : dict of int to float
-        When a member last reported another step than before.
+    stepped : dict of int to (int, float)
+        The step that a member last reported, and when it first did.
     failure : GossipError or None
         A thread that serves the other members has failed, and this one cannot continue; the cause is its exception.
     on_failed : callable
@@ -96,16 +96,14 @@ class Mesh:
 
     def __init__(self, own: Identity, host: str, timeout: timedelta) -> None:
         self._own, self.member = own, own.member
-        self.timeout = timeout
+        self.timeout, self.step = timeout, 0
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.farewells: dict[int, tuple[int, int, int]] = {}
         self.ended: set[int] = set()
         self._waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}  # who said that it waits when, and where
-        self.step = 0
-        self.stepped_at: dict[int, float] = {}
-        self._steps: dict[int, int] = {}  # of the others, as they last reported them
+        self.stepped: dict[int, tuple[int, float]] = {}
         self.on_lost: Lost = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
@@ -259,10 +257,9 @@ class Mesh:
         """Return memory of payloads that are no longer needed, for reuse by others of the same size."""
         with self.changed:
             for payload in payloads:
-                if self.on_given_back(payload):
-                    continue
-                if payload.nbytes and len(self._buffers[payload.nbytes]) < _KEPT_BUFFERS:
-                    self._buffers[payload.nbytes].append(payload)
+                kept = self._buffers[payload.nbytes]
+                if not self.on_given_back(payload) and payload.nbytes and len(kept) < _KEPT_BUFFERS:
+                    kept.append(payload)
 
     def forget(self, is_stale: Callable[[int, Key], bool]) -> None:
         """Drop the frames that nobody will ask for."""
@@ -426,8 +423,8 @@ class Mesh:
         elif kind == Kind.WAITING:
             self._waiting[member] = time.monotonic(), frame.key[1:]
         elif kind == Kind.BEAT:
-            if self._steps.get(member) != frame.key.first:
-                self._steps[member], self.stepped_at[member] = frame.key.first, time.monotonic()
+            if member not in self.stepped or self.stepped[member][0] != frame.key.first:
+                self.stepped[member] = frame.key.first, time.monotonic()
         else:
             self.put(member, frame.key, frame.payload, frame.payload.nbytes)
 
