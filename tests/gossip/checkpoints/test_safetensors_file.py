@@ -11,7 +11,7 @@ from checkpointing import names_in
 from safetensors.torch import save_file
 
 from gossip import CheckpointError
-from gossip.checkpoints import checkpoint_files
+from gossip.checkpoints import safetensors_file
 from gossip.checkpoints.safetensors_file import SafetensorsFile
 from gossip.parameters import digests
 
@@ -40,7 +40,7 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("chunk_bytes")
 def test_every_dtype_is_written_as_the_library_does(tmp_path: Path) -> None:
     tensors = {}
-    for dtype in checkpoint_files._NAMES:
+    for dtype in safetensors_file._NAMES:
         tensors[f"{dtype} matrix"] = values_of(dtype, 5, 7)
         tensors[f"{dtype} scalar"] = values_of(dtype)
         tensors[f"{dtype} empty"] = values_of(dtype, 0, 3)

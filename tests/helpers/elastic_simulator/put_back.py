@@ -180,8 +180,8 @@ FAULTS = (
     PutBack(_PEER + "_take_in", "self._await_header()", "pass", is_common=True),
     PutBack(
         _MESH + "give_back",
-        "if self.on_given_back(payload):",
-        "if self._buffers[payload.nbytes].append(payload):",
+        "self.on_given_back(payload)",
+        "kept.append(payload)",
         is_common=True,
     ),
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
