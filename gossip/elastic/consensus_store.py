@@ -19,7 +19,7 @@ class Proposal(NamedTuple):
 
     Ranks that are ``leaving`` vote with their steps like the members. A member that is ``returning`` joins from within
     its loop, where it ends a step like the others. Ranks that ``ended`` have closed their models, and said goodbye.
-    With ``is_last`` all members end together.
+    With ``is_last`` all members end together. Ranks that are ``parting`` by an earlier decision make their last steps.
     """
 
     members: Sequence[int]
@@ -27,6 +27,7 @@ class Proposal(NamedTuple):
     returning: Sequence[int] = ()
     ended: Sequence[int] = ()
     is_last: bool = False
+    parting: Sequence[int] = ()
 
 
 class Vote(NamedTuple):

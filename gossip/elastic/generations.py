@@ -25,7 +25,7 @@ class Generation:
     has_first_steps : bool
         Whether members join or leave with its first step, so that no rank may enter it before.
     left : tuple of int
-        The ranks that left with its first step, and had announced it.
+        The ranks that left with its first step, or an earlier one, and had announced it.
     """
 
     number: int
@@ -40,6 +40,7 @@ class Generation:
         number: int,
         members: Sequence[int],
         leaving: Sequence[int],
+        parting: Sequence[int],
         positions: Iterable[tuple[int, Sequence[int]]],
         *,
         begun: Sequence[int] | None,
@@ -54,9 +55,9 @@ class Generation:
         newest = max(position for _, position in noted)
         is_before = bool(leaving) and begun is not None and tuple(begun) == newest
         is_before = is_before and not (self.has_first_steps and self.first_step > newest[1])
-        first_step = newest[1] + (not is_before) if is_in_step else 0
+        least = self.first_step * self.has_first_steps  # whoever leaves with it makes those before with the others
+        first_step = max(newest[1] + (not is_before), least) if is_in_step else 0
         changes = bool(set(members) - set(self.members) or leaving)
         is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
-        return Generation(
-            number, tuple(members), first_step, noted, has_first_steps=is_in_step and is_exact, left=tuple(leaving)
-        )
+        left, is_exact = (*leaving, *parting), is_in_step and is_exact
+        return Generation(number, tuple(members), first_step, noted, has_first_steps=is_exact, left=left)

@@ -195,7 +195,8 @@ class MembershipProtocol:
             return is_another or (is_unsure and not self._may_be_cut_off(proposed.members))
 
         if not self._consensus_store.is_proposed(number):
-            is_same = proposed == Proposal(list(latest.members), [], ended=[]) and not self._lost_leaving(latest)
+            same = Proposal(list(latest.members), [], ended=[], parting=() if proposed is None else proposed.parting)
+            is_same = proposed == same and not self._lost_leaving(latest)
             if self._is_dropped:
                 self._is_soon_proposed(number)
                 return
@@ -220,7 +221,7 @@ class MembershipProtocol:
         asked = {*agreed.members, *agreed.leaving}
         told = (asked | set(latest.members)) - {member}
         self._tell(told, Key(Kind.ALARM, number))
-        gone = {*latest.members, *latest.left} - asked
+        gone = {*latest.members, *latest.left} - asked - {*agreed.parting}
         if member in asked:
             # Ranks that join are connected before they ask.
             unmet = self._await(asked - set(latest.members) - {member}, self._mesh.has_met)
@@ -264,15 +265,16 @@ class MembershipProtocol:
         member = self._mesh.member
         if self._error is not None or self._is_dropped:
             return None
+        have_ended = self._ended | self._mesh.farewells.keys()
+        parting = [other for other in latest.left if other not in self._suspects.keys() | have_ended]
         if member not in latest.members:
-            joined = sorted({*latest.members, *self._own_group()})
-            return Proposal(joined, returning=[member] * self._returns) if self._may_join(latest) else None
+            joined, returning = sorted({*latest.members, *self._own_group()}), [member] * self._returns
+            return Proposal(joined, returning=returning, parting=parting) if self._may_join(latest) else None
         is_last = self._must_end(latest)
         leaving = sorted(self._own_group()) if self._is_leaving and not is_last else []
         members = self._of_whole_groups(latest.members, {*self._suspects, *leaving})
-        have_ended = self._ended | self._mesh.farewells.keys()
         ended = [other for other in latest.members if other not in members and other in have_ended]
-        return Proposal(members, leaving, ended=ended, is_last=is_last)
+        return Proposal(members, leaving, ended=ended, is_last=is_last, parting=parting)
 
     def _may_join(self, latest: Generation) -> bool:
         """Return whether all ranks of this shard group are connected to all members of a generation, and ask to join.
@@ -372,9 +374,9 @@ class MembershipProtocol:
     def _adopt(self, number: int, agreed: Proposal, decision: Decision) -> None:
         """Adopt a decision."""
         before, member = self._generations[-1], self._mesh.member
-        members, leaving, returning, _, is_last = agreed
+        members, leaving, returning, _, is_last, parting = agreed
         generation = before.followed_by(
-            number, members, leaving, decision.positions, begun=decision.begun, is_in_step=self._is_in_step
+            number, members, leaving, parting, decision.positions, begun=decision.begun, is_in_step=self._is_in_step
         )
         dropped = None
         if member in before.members and member not in (*members, *leaving):

@@ -34,7 +34,7 @@ class RepeatedOperations(FailureDetector):
         if generation.number != self._generation.number:
             self.mesh.forget(
                 lambda member, key: (
-                    (member in self.mesh.lost and member not in self.mesh.left)
+                    (member in self.mesh.lost and member not in self.mesh.farewells)
                     or (key.kind == Kind.COLLECTIVE and key.first < generation.number)
                 )
             )

@@ -114,6 +114,9 @@ def test_a_shard_group_that_loses_a_rank_is_gone_as_a_whole_and_comes_back(tmp_p
     assert report.num_steps_compared > 20
     assert report.drift_of_the_mean < 1e-11
     assert len(report.accuracies) == 1
+    simulation = Simulation(FaultSchedule.recorded(tmp_path / "run")).run()
+    assert [fault.kind for fault in simulation.applied] == ["kill"]
+    assert [simulation.outcomes[mate] for mate in (2, 3)] == ["error", "killed"]
 
 
 def test_what_followed_a_fault_is_of_the_others_and_of_the_whole_group() -> None:
@@ -149,6 +152,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
     for arguments, words in (
         ((tmp_path,), "is there already; name a new folder"),
         ((tmp_path / "new", "--faults", "kill:1"), "faults[0] must match pattern '^(kill|freeze"),
+        ((tmp_path / "new", "world_size=4", "--local-size", "2", "--record", "R"), "record=R is of single ranks"),
     ):
         refused = run_here("chaos.py", *arguments)
         assert refused.status == 2

@@ -24,7 +24,7 @@ from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place,
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate
 from gossip.lab.experiments.training_methods import AllRanks, grouped
-from gossip.lab.experiments.validated_models import OneOf
+from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.lab.faults.chaos_report import ChaosResult, draw, examine, in_words
 from gossip.lab.faults.injection import KINDS, Fault, injected
 from gossip.launching import DEFAULT_TIMEOUT
@@ -63,6 +63,8 @@ class ChaosSettings(BenchmarkSettings):
 
     def cases(self) -> Iterator[tuple[str, Self]]:
         """Yield the one case, whose time begins now."""
+        if self.record is not None and self.local_size > 1:
+            raise ConfigurationError(f"record={self.record} is of single ranks: leave it out, or set local_size=1")
         yield "chaos", self.model_copy(update={"deadline": time.time() + self.seconds})
 
     def faults_of(self, member: int, first_step: int) -> list[Fault]:

@@ -318,3 +318,11 @@ def test_ranks_that_are_not_in_step_let_others_in_between_what_all_do_together(
         (joined,) = members.generations_after(0, [0, 1, 2, 3])
         assert joined.members == (0, 1, 2, 3)
         assert not joined.has_first_steps
+
+
+def test_a_generation_begins_no_sooner_than_ranks_that_are_still_leaving_have_agreed_on() -> None:
+    """Rank 2 had made most steps when it was agreed that it leaves, and makes its last ones when the next one is."""
+    leaving = Generation(1, (0, 1), first_step=3, has_first_steps=True, left=(2,))
+    positions = [(member, (0, 1, 0)) for member in (0, 1)]
+    after = leaving.followed_by(2, [0, 1], [], [2], positions, begun=None, is_in_step=True)
+    assert (after.first_step, after.has_first_steps, after.left) == (3, True, (2,))

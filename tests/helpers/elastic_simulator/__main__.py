@@ -5,6 +5,7 @@ In ``tests/helpers``, ``python -m elastic_simulator FIRST LAST [FOLDER]``, ``pyt
 """
 
 import collections
+import dataclasses
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from elastic_simulator.fault_schedules import FaultSchedule, Simulation, shrunk
+from elastic_simulator.fault_schedules import FaultSchedule, Simulation
 
 _BLOCK = 500
 
@@ -26,23 +27,37 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     logger.disable("gossip")
     for begin in range(first, last, _BLOCK):
-        path = folder / f"{begin}.json"
+        seeds = range(begin, min(begin + _BLOCK, last))
+        path = folder / f"{begin}-{seeds.stop}.json"
         if path.exists():
             continue
         began, outcomes, violations = time.process_time(), collections.Counter[str](), {}
-        for seed in range(begin, min(begin + _BLOCK, last)):
+        for seed in seeds:
             simulation = Simulation(FaultSchedule.draw(seed))
             try:
                 outcomes.update(simulation.run().outcomes.values())
             except Exception as error:
                 violations[seed] = f"{type(error).__name__}: {error}"
                 print(f"seed {seed}: {violations[seed]}", flush=True)
-        found = {"outcomes": outcomes, "violations": violations, "seconds": round(time.process_time() - began, 1)}
+        seconds = round(time.process_time() - began, 1)
+        found = {"schedules": len(seeds), "outcomes": outcomes, "violations": violations, "seconds": seconds}
         path.write_text(json.dumps(found))
     results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     num_violations = sum(len(each["violations"]) for each in results)
-    print(f"{_BLOCK * len(results)} schedules, {num_violations} violations, {sum(r['seconds'] for r in results):.0f} s")
+    num_schedules, seconds = (sum(each[what] for each in results) for what in ("schedules", "seconds"))
+    print(f"{num_schedules} schedules, {num_violations} violations, {seconds:.0f} s")
     return int(num_violations > 0)
+
+
+def _shrunk(schedule: FaultSchedule) -> FaultSchedule:
+    """Return a schedule in which something is wrong without those of its faults that it does not need for that."""
+    for left_out in schedule.faults:
+        shorter = dataclasses.replace(schedule, faults=[each for each in schedule.faults if each is not left_out])
+        try:
+            Simulation(shorter).run()
+        except Exception:
+            return _shrunk(shorter)
+    return schedule
 
 
 def _show(schedule: FaultSchedule) -> int:
@@ -55,7 +70,7 @@ def _show(schedule: FaultSchedule) -> int:
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
         logger.remove()
-        print("shortest:", *shrunk(schedule).faults, sep="\n  ")
+        print("shortest:", *_shrunk(schedule).faults, sep="\n  ")
         return 1
     finally:
         print(*simulation.log, sep="\n")

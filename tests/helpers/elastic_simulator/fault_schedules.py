@@ -115,6 +115,7 @@ class FaultSchedule:
             step_s=0.005,
             min_ranks=options["min_ranks"],
             topology=options["topology"],
+            group_size=options["local_size"],
         )
         return cls(options["seed"], settings, by_step=by_step, bound_s=math.inf, restart_after_s=0.5)
 
@@ -232,7 +233,8 @@ class Simulation:
         self.scheduler.kill(self.processes[index])
         self.network.end(self.processes[index], is_powered=is_powered)
         has_ended = "ended" in self.outcomes.values()
-        if self.schedule.restart_after_s is not None and not has_ended:
+        group_has_ended = not any(map(self._runs, self._mates(index)))
+        if self.schedule.restart_after_s is not None and group_has_ended and not has_ended:
             self.scheduler.at(self.scheduler.now + self.schedule.restart_after_s, lambda: self._start(None))
         if self.outcomes[index] in ("killed", "error"):
             self._look_after(index, self.scheduler.now)
@@ -446,10 +448,13 @@ class Simulation:
         applied = {fault.kind for fault in self.applied}
         may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
         untouched = [index for index in self.worlds if index not in self.touched]
-        left = {self.worlds[index].member for index in untouched if self.outcomes.get(index) == "left"}
+        left, saved = (
+            {self.worlds[index].member for index in untouched if self.outcomes.get(index) == outcome}
+            for outcome in ("left", "saved")
+        )
         worlds = [world for world in self.worlds.values() if not world.is_alone]
         self.record.check_left(left, {each.number: each for world in worlds for each in world.consensus._generations})
-        self.record.check_end(remaining, self.settings.topology, may_be_cut=may_be_cut)
+        self.record.check_end(remaining, self.settings.topology, saved=saved, left=left, may_be_cut=may_be_cut)
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}
@@ -487,14 +492,3 @@ class Simulation:
 def simulate(seed: int) -> Simulation:
     """Return what became of the ranks under the schedule of a seed."""
     return Simulation(FaultSchedule.draw(seed)).run()
-
-
-def shrunk(schedule: FaultSchedule) -> FaultSchedule:
-    """Return a schedule in which something is wrong without those of its faults that it does not need for that."""
-    for left_out in schedule.faults:
-        shorter = dataclasses.replace(schedule, faults=[each for each in schedule.faults if each is not left_out])
-        try:
-            Simulation(shorter).run()
-        except Exception:
-            return shrunk(shorter)
-    return schedule

@@ -192,8 +192,13 @@ class Record:
             if without and self.last_step[member] != without[0].first_step - 1:
                 raise Violation(f"rank {member} left after step {self.last_step[member]}, others go on in {without[0]}")
 
-    def check_end(self, remaining: set[int], topology: str, *, may_be_cut: bool) -> None:
-        """Check what is alike on the ``remaining`` ranks, which have trained to the end."""
+    def check_end(
+        self, remaining: set[int], topology: str, *, saved: set[int], left: set[int], may_be_cut: bool
+    ) -> None:
+        """Check what is alike on the ``remaining`` ranks, which have trained to the end.
+
+        Nothing is lost of what they, those that have ``saved`` and those that ``left`` sent to the first two kinds.
+        """
         for position, answers in self.answers.items():
             told = {answers[member] for member in remaining & answers.keys()}
             wanted = any(yes for member, yes in self.votes[position].items() if member in remaining)
@@ -216,9 +221,10 @@ class Record:
             rounds = schedule(topology, len(members))[1]
             for place in rounds[step % len(rounds)].targets(members.index(sender)):
                 receiver = members[place]
-                is_due = {sender, receiver} <= remaining and step < last[receiver]  # in the end it is in flight
+                is_due = receiver in remaining | saved and sender in remaining | saved | left
+                is_due = is_due and step < last[receiver]  # then it is in flight
                 if is_due and (receiver, sender, step, number) not in self.mixed:
                     raise Violation(
                         f"rank {receiver} has not mixed what rank {sender} sent in step {step} of {number}; both have "
-                        "trained to the end"
+                        "trained to their ends"
                     )

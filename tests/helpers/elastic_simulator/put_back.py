@@ -65,7 +65,7 @@ def _of_two_kinds(number: int) -> Sequence[int]:
 FAULTS = (
     # ------------------------------------------------------------------ who trains
     PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
-    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, seeds=_of_two_kinds(713)),
+    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, True, (1000712,)),
     PutBack(_CONSENSUS + "_adopt", "not self._own_group().isdisjoint(agreed.ended)", "0", True, seeds=(859347,)),
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, _of_two_kinds(31)),
     PutBack(
@@ -77,6 +77,8 @@ FAULTS = (
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
+    PutBack(_CONSENSUS + "_attempt", " - {*agreed.parting}", "", True, True, (251,)),
+    PutBack(_OPERATIONS + "enter", "not in self.mesh.farewells", "not in self.mesh.left", True, True, (2708,)),
     PutBack(
         "elastic.consensus_store.ConsensusStore._set_once",
         'self.store.compare_set, key, "",',
@@ -104,7 +106,7 @@ FAULTS = (
     PutBack(
         _OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", is_common=True, seeds=range(143)
     ),
-    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", seeds=_of_two_kinds(178)),
+    PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", False, True, (1000177,)),
     PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True, True, (998834,)),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
     PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", False, True, range(201)),
@@ -129,38 +131,37 @@ FAULTS = (
         range(1_000_003, 1_000_111, 4),
     ),
     # ------------------------------------------------------------------ partitions
-    PutBack(
-        _CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, seeds=_of_two_kinds(151)
-    ),
+    PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, True, (1000150,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
         _CONSENSUS + "_may_be_cut_off",
         "thawed_at + self._timeout.total_seconds()",
         "thawed_at + 0.3",
         True,
-        seeds=(889208,),
+        True,
+        (889208,),
     ),
     PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
-    PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", seeds=range(379)),
+    PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", False, True, (378,)),
     PutBack(
         _CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:", False, True, _of_two_kinds(23)
     ),
-    PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", seeds=range(896)),
+    PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", False, True, (895,)),
     PutBack(_CONSENSUS + "_adopt", "if member in before.members and", "if 0 and", is_common=True),
-    PutBack(_CONSENSUS + "_attempt", "self._mesh.cut(other, reason)", "pass", seeds=_of_two_kinds(513)),
+    PutBack(_CONSENSUS + "_attempt", "self._mesh.cut(other, reason)", "pass", False, True, (1000512,)),
     PutBack(_CONSENSUS + "_attempt", "self._suspects = left_out | self._suspects", "pass", True, True, (903592,)),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),
-    PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", seeds=range(201)),
-    PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", seeds=_of_two_kinds(57)),
+    PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", False, True, (200,)),
+    PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", False, True, (1000541,)),
     PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(139)),
     PutBack(
-        "elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", seeds=_of_two_kinds(57)
+        "elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", False, True, (1000056,)
     ),
-    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", seeds=_of_two_kinds(57)),
+    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", False, True, (1000138,)),
     # ------------------------------------------------------------------ flags
     PutBack(_FLAG + "wait", "if self._world.member not in latest.members", "if 0", True, seeds=_of_two_kinds(374)),
     PutBack(_FLAG + "wait", "or consensus.is_left_behind", "", True, True, (935835,)),
@@ -188,14 +189,14 @@ FAULTS = (
     # ------------------------------------------------------------------ state transfer
     PutBack(_SOURCE + "begun", "is returning", "is not returning", is_common=True),
     PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(59)),
-    PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", seeds=_of_two_kinds(57)),
+    PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", False, True, (1000056,)),
     PutBack(_CHANGE + "_join", "= generation.first_step", "= generation.first_step - 1", is_common=True),
-    PutBack(_SOURCE + "_on_ask", "bool(third)", "False", seeds=_of_two_kinds(526)),
+    PutBack(_SOURCE + "_on_ask", "bool(third)", "False", False, True, (1000525,)),
     # ------------------------------------------------------------------ late messages
     PutBack(_LATE + "arrived", "if is_right or (", "if (", is_common=True, seeds=_of_two_kinds(36)),
     PutBack(_LATE + "arrived", "mul_(late.weight)", "mul_(1.0)", is_common=True),
     PutBack(
-        _LATE + "arrived", "or (late.member in mesh.lost and late.member not in mesh.left)", "", seeds=_of_two_kinds(69)
+        _LATE + "arrived", "or (late.member in mesh.lost and late.member not in mesh.left)", "", False, True, (1000068,)
     ),
     PutBack(_EDGE + "_receive", "self.dropped.add(place)", "pass", is_common=True),
     PutBack(_EDGE + "_puts_off", "self.dropped.add(place)", "pass", is_common=True, seeds=_of_two_kinds(11)),
