@@ -97,7 +97,7 @@ def test_what_no_rank_has_written_is_not_read(
 def test_a_decision_that_no_rank_has_made_is_not_taken_for_a_store_that_does_not_reply() -> None:
     kept = dist.HashStore()
     consensus_store = ConsensusStore(authenticated(kept))
-    assert consensus_store.propose(1, Proposal([0, 1])) == ([0, 1], [], [], [], False)
+    assert consensus_store.propose(1, Proposal([0, 1])) == ([0, 1], [], [], [], False, [])
     kept.set("training/decision/1", "null")
     with pytest.raises(NotGenuine):
         consensus_store.decide(1, Decision())
