@@ -1,6 +1,7 @@
 """Ranks that are started on their own meet in a store, train, come and go; who can reach what they listen on."""
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -385,3 +386,7 @@ def test_fork_server_blocks_what_ends_a_run_and_workers_leave_ctrl_c_to_the_laun
     assert blocked_by_the_fork_server == FOR_ALL  # before its imports are over as well: it inherits them
     assert signal.SIGINT in ignored
     assert signal.SIGUSR1 not in ignored | blocked
+
+
+def test_no_collection_in_a_worker_walks_over_what_the_fork_server_has_imported() -> None:
+    assert gossip.launch(gc.get_freeze_count, world_size=1)[0] > 10_000
