@@ -47,7 +47,7 @@ def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) ->
     assert report.num_joined >= 1
     assert report.num_messages_mixed > 100
     assert report.num_messages_torn == 0
-    assert report.num_steps_compared > 50
+    assert report.num_steps_compared > 10  # of 100 or more; those near a change are left out
     assert report.drift_of_the_mean < 1e-11
     assert len(report.accuracies) == 1
     assert report.accuracies[0] > 0.8
@@ -97,10 +97,12 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
 
 
 @pytest.mark.slow
-def test_the_simulation_repeats_it(ran: Path) -> None:
-    simulation = Simulation(FaultSchedule.recorded(ran)).run()
-    assert len(simulation.applied) >= 2
-    assert "ended" in simulation.outcomes.values()
+def test_the_simulation_repeats_it(ran: Path, notes: Notes) -> None:
+    faults = [note for of_place in notes for note in of_place if "fault" in note]
+    recorded = min(faults, key=lambda note: note["at"])
+    first = Simulation(FaultSchedule.recorded(ran)).run().applied[0]
+    # What follows the first fault is as random as the run was.
+    assert (first.kind, first.process) == (recorded["fault"]["kind"], recorded["member"])
 
 
 @pytest.mark.slow

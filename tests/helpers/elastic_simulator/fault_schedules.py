@@ -112,9 +112,10 @@ class FaultSchedule:
         settings = Settings(
             num_ranks=options["world_size"],
             num_steps=ran["results"][0]["steps"],
-            step_s=0.005,
+            step_s=ran["results"][0]["step_s"]["median"] / timeout_s,
             min_ranks=options["min_ranks"],
             topology=options["topology"],
+            returns=options["local_size"] == 1,
             group_size=options["local_size"],
         )
         return cls(options["seed"], settings, by_step=by_step, bound_s=math.inf, restart_after_s=0.5)
