@@ -24,7 +24,7 @@ class ElasticFlag:
     def vote(self, yes: bool) -> None:
         consensus = self._world.consensus
         members = consensus.entered.members
-        self._pending = consensus.position, yes, members
+        self._pending = consensus.position, yes, tuple(each for each in members if each not in consensus.apart)
         others = (member for member in members if member != self._world.member)
         consensus.flag_votes.tell(others, self._question, consensus.position, yes)
 
@@ -44,10 +44,10 @@ class ElasticFlag:
                 return True  # this rank cannot continue: it raises, or comes back, at the end of its step
             # What ranks that leave have voted is known once they have said goodbye, as long as this one does not leave.
             are_agreed_on = {*latest.members, *(set(latest.left) - mesh.farewells.keys())}
-            if self._world.member not in latest.members or consensus.is_left_behind:
+            if leaves := (self._world.member not in latest.members or consensus.is_left_behind):
                 are_agreed_on.clear()
             for member in list(missing):
-                vote = consensus.flag_votes.vote_of(member, self._question, position)
+                vote = consensus.flag_votes.vote_of(member, self._question, position, or_later=leaves)
                 if vote is not None or (member in mesh.lost and member not in are_agreed_on):
                     answer |= bool(vote)
                     missing.discard(member)

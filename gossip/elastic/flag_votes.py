@@ -33,10 +33,11 @@ class FlagVotes:
         for member in members:
             self._mesh.send(member, Key(Kind.FLAG_VOTE, question, num_loaded * _STEPS + step, 2 * num_ended + yes))
 
-    def vote_of(self, member: int, question: int, position: Position) -> bool | None:
-        """Return how a member has voted, or None; the mesh's ``changed`` must be held."""
-        votes = self._votes.get(member)
-        return None if votes is None else votes.get((question, position))
+    def vote_of(self, member: int, question: int, position: Position, *, or_later: bool = False) -> bool | None:
+        """Return how a member has voted, or later in that step, or None; the mesh's ``changed`` must be held."""
+        votes = self._votes.get(member, OrderedDict())
+        later = (at for what, at in votes if or_later and what == question and at[:2] == position[:2] and at > position)
+        return votes.get((question, next(later, position)))
 
     def votes_of(self, members: Iterable[int]) -> list[FlagVote]:
         """Return what is known here of lost members; nothing is added to it any more."""

@@ -26,6 +26,8 @@ class Generation:
         Whether members join or leave with its first step, so that no rank may enter it before.
     left : tuple of int
         The ranks that left with its first step, or an earlier one, and had announced it.
+    joined_at : tuple of (int, int)
+        How many checkpoints had been loaded, and the first step of the ranks that joined last.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Generation:
     positions: tuple[tuple[int, Position], ...] = ()
     has_first_steps: bool = False
     left: tuple[int, ...] = ()
+    joined_at: tuple[int, int] = (0, -1)
 
     def followed_by(
         self,
@@ -49,15 +52,15 @@ class Generation:
         """Return the generation of these members, which begins after the newest of the positions in the votes.
 
         If some have ``begun`` a collective operation there, before that step, ranks that are leaving do not make it:
-        they take no part, and the others exchange without them from then on. Those that left before may still make it.
+        they take no part, and the others exchange without them from then on. Those that left before may still make it,
+        and so do all if a rank has joined that takes no part yet.
         """
         noted = tuple((other, (loads, step, ends)) for other, (loads, step, ends) in positions)
         newest = max(position for _, position in noted)
-        is_before = bool(leaving) and begun is not None and tuple(begun) == newest
-        is_before = is_before and not (self.has_first_steps and self.first_step > newest[1])
+        is_before = bool(leaving) and begun is not None and tuple(begun) == newest and self.joined_at < newest[:2]
         least = self.first_step * self.has_first_steps  # whoever leaves with it makes those before with the others
         first_step = max(newest[1] + (not is_before), least) if is_in_step else 0
-        changes = bool(set(members) - set(self.members) or leaving)
-        is_exact = changes or (self.has_first_steps and self.first_step >= first_step)
-        left, is_exact = (*leaving, *parting), is_in_step and is_exact
-        return Generation(number, tuple(members), first_step, noted, has_first_steps=is_exact, left=left)
+        joins, left = not set(members).issubset(self.members), (*leaving, *parting)
+        is_exact = joins or bool(leaving) or (self.has_first_steps and self.first_step >= first_step)
+        joined_at = (newest[0], first_step) if joins else self.joined_at
+        return Generation(number, tuple(members), first_step, noted, is_in_step and is_exact, left, joined_at)

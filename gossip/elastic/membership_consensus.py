@@ -60,6 +60,7 @@ class Consensus(MembershipProtocol):
         super().__init__(store, mesh, members, timeout=timeout, **options)
         self._entered = 0
         self._loaded_step: int | None = None  # by the current collective operation
+        self.apart: tuple[int, ...] = ()  # ranks that leave, and have missed a collective operation of this step
         self._has_asked_to_leave = False
         self._due: tuple[int, float] | None = None  # since when there has been something to agree on, after how many
         mesh.position = lambda: self.position
@@ -101,9 +102,9 @@ class Consensus(MembershipProtocol):
         """Begin a step as soon as no agreement prevents it, and return the generation that the step belongs to."""
         self._mesh.step = step
         with self._changed:
-            self._wait_until_free(f"step {step}")
+            self._wait_until(self._is_free, f"step {step}")
             if self._is_in_step and step != self.position[1]:
-                self.position = self.position[0], step, 0
+                self.position, self.apart = (self.position[0], step, 0), ()
             # A checkpoint may return to an earlier step, but lost ranks do not return.
             found = (
                 generation
@@ -120,7 +121,7 @@ class Consensus(MembershipProtocol):
         A rank that joins, and has made none yet, is refused.
         """
         with self._changed:
-            self._wait_until_free(f"step {self.position[1]}: beginning a collective operation")
+            self._wait_until(self._is_free, f"step {self.position[1]}: beginning a collective operation")
             self._loaded_step = None
             latest, step, member = self._generations[-1], self.position[1], self._mesh.member
             here = tuple(other for other in latest.members if self._absent_until.get(other, -1) < step)
@@ -171,7 +172,7 @@ class Consensus(MembershipProtocol):
                     return False
             self.is_joint = False  # with the position: a vote must not say that the next operation has begun
             if self._loaded_step is None:
-                self.position = num_loaded, step, num_ended + 1
+                self.position, self.apart = (num_loaded, step, num_ended + 1), (*self.apart, *generation.left)
             else:
                 self.position = num_loaded + 1, self._loaded_step if self._is_in_step else 0, 0
                 self._absent_until.clear()  # a rank that has not taken part is behind for good
@@ -298,9 +299,6 @@ class Consensus(MembershipProtocol):
         if not is_told:
             self._on_preempted(self._mesh.member)
             self._tell(set(members) - {self._mesh.member}, Key(Kind.PREEMPTED))
-
-    def _wait_until_free(self, where: str) -> None:
-        self._wait_until(self._is_free, where)
 
     def _is_free(self) -> bool:
         """Return whether no agreement is due, or in progress."""

@@ -195,15 +195,14 @@ class MembershipProtocol:
             return is_another or (is_unsure and not self._may_be_cut_off(proposed.members))
 
         if not self._consensus_store.is_proposed(number):
-            same = Proposal(list(latest.members), [], ended=[], parting=() if proposed is None else proposed.parting)
-            is_same = proposed == same and not self._lost_leaving(latest)
             if self._is_dropped:
                 self._is_soon_proposed(number)
                 return
             if self._is_left_out:  # those who were asked try again, if any of them is there
                 self._is_left_out = self._is_soon_proposed(number)
                 return
-            if proposed is None or is_same:  # nobody has: a false alarm
+            is_same = proposed is None or proposed._replace(ended=(), parting=()) == Proposal(list(latest.members), [])
+            if proposed is None or (is_same and not self._lost_leaving(latest)):  # nobody has: a false alarm
                 with self._changed:
                     self._alarm, self._holds = self._num_attempts, False
                     self._changed.notify_all()
@@ -226,9 +225,8 @@ class MembershipProtocol:
             # Ranks that join are connected before they ask.
             unmet = self._await(asked - set(latest.members) - {member}, self._mesh.has_met)
             self.give_up(dict.fromkeys(unmet, "it did not connect"))
-            self._await(
-                gone & set(agreed.ended), lambda other: other in self._mesh.farewells or other in self._mesh.lost
-            )
+            parted = [other for other in gone & set(agreed.ended) if self._mesh.has_met(other)]
+            self._await(parted, lambda other: other in self._mesh.farewells or other in self._mesh.lost)
             left_out = dict.fromkeys(gone, "the others continue without it")
             for other, reason in left_out.items():
                 self._mesh.cut(other, reason)
@@ -267,13 +265,14 @@ class MembershipProtocol:
             return None
         have_ended = self._ended | self._mesh.farewells.keys()
         parting = [other for other in latest.left if other not in self._suspects.keys() | have_ended]
+        ended = [other for other in latest.left if other in have_ended]
         if member not in latest.members:
             joined, returning = sorted({*latest.members, *self._own_group()}), [member] * self._returns
-            return Proposal(joined, returning=returning, parting=parting) if self._may_join(latest) else None
+            return Proposal(joined, (), returning, ended, parting=parting) if self._may_join(latest) else None
         is_last = self._must_end(latest)
         leaving = sorted(self._own_group()) if self._is_leaving and not is_last else []
         members = self._of_whole_groups(latest.members, {*self._suspects, *leaving})
-        ended = [other for other in latest.members if other not in members and other in have_ended]
+        ended += [other for other in latest.members if other not in members and other in have_ended]
         return Proposal(members, leaving, ended=ended, is_last=is_last, parting=parting)
 
     def _may_join(self, latest: Generation) -> bool:
@@ -303,7 +302,7 @@ class MembershipProtocol:
         """Return whether the others must come first, as they may have lost this rank and hear each other.
 
         So it is if one of ``members`` is lost by now, if one of them or of the own shard group is silent, for which
-        others may have waited, or if this rank has stood still. Who is silent for long is given up.
+        others may have waited, or if a rank of that group has stood still. Who is silent for long is given up.
         """
         silent = {other: self._mesh.silent_s(other) for other in {*members, *self._own_group()} - {self._mesh.member}}
         most_s = self._timeout.total_seconds() * SILENT
@@ -311,9 +310,9 @@ class MembershipProtocol:
         if lost:
             self.give_up(lost)
         is_lost = not self._suspects.keys().isdisjoint(members)
-        # Those who have waited while this rank stood still may give it up within a time-out.
-        gives_way_until = max(self._mesh.thawed_at + self._timeout.total_seconds(), self._mesh.woke_at + _GRACE_S)
-        has_just_woken = time.monotonic() < gives_way_until
+        # Those who have waited while a rank of this group stood still may give it up within a time-out.
+        thawed = max(self._mesh.thawed[mate] for mate in self._own_group())
+        has_just_woken = time.monotonic() < max(thawed + self._timeout.total_seconds(), self._mesh.woke_at + _GRACE_S)
         return is_lost or has_just_woken or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
@@ -419,10 +418,8 @@ class MembershipProtocol:
     def _too_few(self, members: Sequence[int]) -> ExchangeError:
         gone = [other for other in self._initial if other not in members]
         missing = "; ".join(f"rank {other}: {self._suspects.get(other, 'dropped by others')}" for other in gone)
-        size = self._group_size
-        remain = (
-            f"{len(members) // size} of {len(self._initial) // size} {'shard groups' if size > 1 else 'ranks'} remain"
-        )
+        size, what = self._group_size, "shard groups" if self._group_size > 1 else "ranks"
+        remain = f"{len(members) // size} of {len(self._initial) // size} {what} remain"
         return ExchangeError(
             f"rank {self._mesh.member}: {remain} ({in_words(members)}), "
             f"fewer than min_ranks={self._min_ranks // size}; missing: {missing}. Start again from the newest "

@@ -33,8 +33,8 @@ class RepeatedOperations(FailureDetector):
         """Become a member of ``generation``, with those of its members that take part; by default all. Local."""
         if generation.number != self._generation.number:
             self.mesh.forget(
-                lambda member, key: (
-                    (member in self.mesh.lost and member not in self.mesh.farewells)
+                lambda member, key: (  # the steps before it may still ask for messages
+                    (member in self.mesh.lost and key.kind != Kind.MESSAGE)
                     or (key.kind == Kind.COLLECTIVE and key.first < generation.number)
                 )
             )

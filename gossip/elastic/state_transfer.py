@@ -61,8 +61,8 @@ class StateSource:
         patience_s = self._mesh.timeout.total_seconds()
         gone = [each for each in known if each in self._mesh.lost or self._mesh.silent_s(each) > patience_s]
         with self._lock:
-            for member in gone:
-                self._forget(member, _SECOND)
+            for member in gone:  # who was silent may have the first part, and come back for the second one
+                self._forget(member, _SECOND if member in self._mesh.lost else _FIRST)
             late = [member for member, (when, _) in self._waiting.items() if _AT_STEP <= when < _AT_STEP + step]
         for member in late:
             self._refuse([member], _FIRST, f"it has already made step {step - 1}")
@@ -261,8 +261,7 @@ def _take_from(mesh: Mesh, source: int, part: int) -> tuple[str, ShrinkingMemory
 
 def _piece(mesh: Mesh, source: int, part: int, number: int) -> torch.Tensor:
     """Wait for a piece that was requested; raise if what arrives is not what was sent."""
-    timeout_s = mesh.timeout.total_seconds()
-    began = time.monotonic()
+    timeout_s, began = mesh.timeout.total_seconds(), time.monotonic()
     deadline = began + timeout_s
     with mesh.changed, mesh.waits():
         while (payload := mesh.take(source, Key(Kind.STATE, number, part))) is None:

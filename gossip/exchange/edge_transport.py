@@ -107,8 +107,7 @@ class EdgeExchange:
         self._world, self._members = transport.world, transport.members
         self._conversation, self._sources = conversation, sources
         self._step, self._bucket, self._where = step, bucket, f"step {step}, bucket {bucket}"
-        num_loaded, _, _ = self._world.consensus.position
-        self._is_sent_at = num_loaded, step + 1, 0
+        self._is_sent_at = self._world.consensus.position[0], step + 1, 0
         self._num_turns, self._number = 0, next_number()
         self._outgoing: list[tuple[int, Outgoing]] = []
         self._payloads: list[torch.Tensor] = []

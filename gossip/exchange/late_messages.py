@@ -98,8 +98,8 @@ class LateMessages:
             return not (awaited and waits)
 
         step = awaited[0].key.first
-        num_loaded, _, _ = self._world.consensus.position
-        where, sent_at = f"step {step}, bucket {bucket}: a late message", (num_loaded, step + 1, 0)
+        sent_at = self._world.consensus.position[0], step + 1, 0
+        where = f"step {step}, bucket {bucket}: a late message"
         self._world.wait_until(look, lambda: sorted({late.member for late in awaited}), where, is_sent_at=sent_at)
         for late, payload in found:
             message = payload.view(late.own.dtype).to(late.own.device)

@@ -13,6 +13,7 @@ from gossip.algorithms import Algorithm, resolve_algorithm
 from gossip.communication import training_store
 from gossip.communication.world import World
 from gossip.elastic.connections.mesh import in_words
+from gossip.elastic.connections.peer_connection import Kind
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.elastic.generations import Generation
 from gossip.elastic.joining_rank import JoiningRank
@@ -398,6 +399,8 @@ class GenerationChange:
         self._engine.move(schedule, transport, algorithm, self.rank)
         self._engine.group.changed()
         before, self.generation = self.generation, generation
+        gone = {*before.members} - {*generation.members}
+        self._world.mesh.forget(lambda member, key: member in gone and key.kind == Kind.MESSAGE)
         self._engine.generation = generation.number
         self._record_members()
         self._agree()

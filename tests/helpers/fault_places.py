@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 from unittest import mock
 
 from gossip.checkpoints import saving
+from gossip.communication.row_collectives import RowCollectives
 from gossip.elastic.connections.mesh import Mesh
 from gossip.elastic.connections.peer_connection import Kind, Outgoing
 from gossip.elastic.consensus_store import ConsensusStore
@@ -98,6 +100,18 @@ def _given(forget: Any, fault: Fault, happen: Callable[[], None]) -> Any:
     return _before(forget, fault, happen, lambda _, __, part: part == 0)
 
 
+def _within(call: Any, fault: Fault, happen: Callable[[], None]) -> Any:
+    count = itertools.count()
+
+    def call_and_happen(*args: Any, **keywords: Any) -> Any:
+        found = call(*args, **keywords)
+        if next(count) >= fault.step:
+            happen()
+        return found
+
+    return call_and_happen
+
+
 def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
     def call_and_happen(*args: Any, **keywords: Any) -> Any:
         found = call(*args, **keywords)
@@ -110,6 +124,9 @@ def _after(call: Any, _: Fault, happen: Callable[[], None]) -> Any:
 PLACES: dict[str, tuple[tuple[Any, ...], str, Callable[[Any, Fault, Callable[[], None]], Any]]] = {
     "agreeing": ((ConsensusStore,), "_set_once", _after),  # it has proposed which ranks train
     "together": ((ElasticWorld,), "exchange", _together),  # in the n-th exchange of all ranks, where n is ``step``
+    # In the n-th collective of a shard group, where n is ``step`` as well.
+    "gathering": ((RowCollectives,), "begin_gather", _within),
+    "summing": ((RowCollectives,), "begin_sum", _within),
     "telling": ((Mesh,), "send", _telling),  # one of the others has been told yes or no, the rest have not
     "saving": ((saving,), "write_tensors", _before),
     "calling": ((Mesh,), "connect", _before),

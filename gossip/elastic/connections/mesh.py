@@ -33,11 +33,8 @@ _BEAT_S = 0.5
 _PROMPT_S = 0.1
 _NUM_BEATS_MISSED = 4
 
-Lost = Callable[[int, str], None]
-"""Called with a member whose connection is lost, and the reason, in the thread that serves the connections."""
-
 Handler = Callable[[int, Frame], None]
-"""Called with a member's frame, in the same thread. Frames of kinds without a handler are kept until taken.
+"""Called with a member's frame, in the thread that serves them. Frames of kinds without a handler are kept until taken.
 
 ``ConnectionLost`` ends the connection with that member (see ``peer_connection.reading``); any other exception is this
 rank's own, and ends its part in the training.
@@ -104,7 +101,7 @@ class Mesh:
         self.ended: set[int] = set()
         self._waiting: dict[int, tuple[float, tuple[int, int, int]]] = {}  # who said that it waits when, and where
         self.stepped: dict[int, tuple[int, float]] = {}
-        self.on_lost: Lost = lambda _member, _reason: None
+        self.on_lost: Callable[[int, str], None] = lambda _member, _reason: None
         self.on_met: Callable[[int], None] = lambda _member: None
         self.on_given_back: Callable[[torch.Tensor], bool] = lambda _payload: False
         self.on_failed: Callable[[GossipError], None] = lambda _error: None
@@ -122,10 +119,11 @@ class Mesh:
         self._watcher = Watcher()
         self._listener = Listener(own.member, host, self._connection)
         self.address = host, int(self._listener.socket.getsockname()[1])
-        self.beat_s = min(_BEAT_S, timeout.total_seconds() / 10)
+        self.beat_s, self._long_s = min(_BEAT_S, timeout.total_seconds() / 10), timeout.total_seconds() / 2
         self._beats_at = self._prompts_at = 0.0
         self._looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
-        self.thawed_at = self.woke_at = float("-inf")  # after standing still, after having heard nobody
+        self.thawed = collections.defaultdict[int, float](lambda: float("-inf"))  # when who came back from a pause
+        self.woke_at = float("-inf")  # after having heard nobody
         self._stop, self._is_parents = threading.Event(), False
         self._thread = daemon_threads.start(
             f"gossip-mesh-{own.member}",
@@ -148,7 +146,7 @@ class Mesh:
         self.call({member: address for member, address in addresses.items() if member < self.member})
         now = time.monotonic()
         deadline, looks_at = now + self.timeout.total_seconds(), now + _TICK_S
-        with self.changed:
+        with self.changed, self.waits():
             while absent := sorted(m for m in {*addresses} - {self.member} if not self.has_met(m)):
                 self.check()
                 self.changed.wait(_TICK_S)
@@ -233,9 +231,8 @@ class Mesh:
         """Return a frame's payload, if it is there; the caller's until :meth:`give_back`. ``changed`` must be held."""
         payload, num_bytes = self._inbox.pop((member, key), (None, 0))
         if num_bytes:
-            was_paused = self._backlog[member] > _MOST_BACKLOG_BYTES
             self._backlog[member] -= num_bytes
-            if was_paused and self._backlog[member] <= _MOST_BACKLOG_BYTES:
+            if self._backlog[member] <= _MOST_BACKLOG_BYTES < self._backlog[member] + num_bytes:
                 self._watcher.ring()
         return payload
 
@@ -325,8 +322,8 @@ class Mesh:
         """Serve once; return whether to continue."""
         self._take_up_changes()
         found, now = self._watcher.wait(_TICK_S), time.monotonic()
-        if now - self._looked_at > self.timeout.total_seconds() / 2:
-            self.thawed_at = now
+        if now - self._looked_at > self._long_s:
+            self.thawed[self.member] = now
         for connection, events in found:
             if not isinstance(connection, PeerConnection):
                 self._listener.accept(time.monotonic())
@@ -403,7 +400,10 @@ class Mesh:
                     with self.changed:
                         self.changed.notify_all()
             if events & READ:
+                heard_at = connection.heard_at
                 connection.receive(lambda frame: self._sort_in(connection, frame))
+                if connection.heard_at - heard_at > self._long_s and connection.member is not None:
+                    self.thawed[connection.member] = connection.heard_at
         except ConnectionLost as error:  # any other exception is this rank's own
             self._lose(connection, str(error))
 

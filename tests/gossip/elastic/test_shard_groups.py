@@ -21,10 +21,19 @@ from gossip.lab.faults.injection import Fault
 NUM_STEPS = 12
 
 
-@pytest.mark.parametrize("shard", rest_is_slow(["optimizer", "fsdp", "none"]))
-def test_the_other_groups_go_on_as_the_dense_recursion_does(shard: str) -> None:
-    ends = {3: Fault(step=5, bucket=1)}
-    outcome = run(NUM_STEPS, ends=ends, world_size=6, shape=(3, 2), shard=shard, topology="ring")
+ENDS = [
+    ("optimizer", {3: Fault(step=5, bucket=1)}),
+    ("optimizer", {4: Fault(place="gathering", step=9)}),
+    ("fsdp", {3: Fault(place="gathering", step=8)}),
+    ("fsdp", {2: Fault(place="summing", step=9)}),
+    ("none", {6: Fault(step=5), 5: Fault(place="agreeing")}),
+]
+
+
+@pytest.mark.parametrize(("shard", "ends"), rest_is_slow(ENDS))
+def test_the_other_groups_go_on_as_the_dense_recursion_does(shard: str, ends: dict[int, Fault]) -> None:
+    shape = (3 + len(ends) - 1, 2)
+    outcome = run(NUM_STEPS, ends=ends, world_size=2 * shape[0], shape=shape, shard=shard, topology="ring", min_ranks=2)
     assert_follow_the_recursion(outcome, "ring")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_simulator.invariants import Record, Violation
+from elastic_simulator.invariants import RECOVERS_WITHIN_S, Record, Violation
 from elastic_simulator.simulated_groups import GroupConnections, SimulatedGroup
 from elastic_simulator.simulated_ranks import Engine, Settings, SimulatedWorld, replaced
 from elastic_simulator.virtual_network import Network, Store
@@ -28,8 +28,6 @@ _NUM_SEEDS_OF_GROUPS = 4
 _OF_TWO_KINDS = 1_000_000
 """From this seed on a schedule has at least two faults, of at most two kinds, which find what needs several alike."""
 _ENDS_WITHIN_S = 15.0
-_COMES_BACK_WITHIN_S = 3.0
-"""After the last fault."""
 KINDS = (
     "kill",
     "power",
@@ -67,6 +65,7 @@ _OF_GROUP = "of its shard group was lost", "within the shard group"
 """What a rank says after another one of its group has ended."""
 _RECORDED = {"delay": "one-way cut"}
 """What a fault of ``scripts/chaos.py`` is here, where the name is another one."""
+_LASTING = "freeze", "cut", "one-way cut", "restart", "silent store"
 _STORE_FAULTS = ("silent store", "end of store")
 
 
@@ -161,7 +160,8 @@ class Simulation:
         self.scheduler = Scheduler(schedule.seed)
         self.network = Network(self.scheduler, self.settings.timeout_s)
         self.store = Store(self.scheduler)
-        self.record = Record(self.settings.num_steps, self.settings.group_size, self.settings.least)
+        settings = self.settings
+        self.record = Record(settings.num_steps, settings.step_s, settings.group_size, settings.least)
         self.processes: list[Process] = []
         self.programs: list[Any] = []
         self.leaving: set[int] = set()
@@ -177,7 +177,6 @@ class Simulation:
         self.trained: set[int] = set()  # processes that have begun
         self.asking: set[int] = set()  # processes that join
         self.failed_early: set[int] = set()  # before any has made all its steps
-        self.healed_at = 0.0  # what lasts has ended
         self.first_ended_at = math.inf  # when one has made all its steps
         self._fault_in_construction = False
         self.store.on_write = self._written
@@ -309,6 +308,7 @@ class Simulation:
             if engine.step % self.settings.sums_every == 0:
                 engine.sum_up()
         engine.sum_up()
+        self.record.ends_step(engine.world.member, self.scheduler.now)
         self.outcomes[index] = "ended"
         self.first_ended_at = min(self.first_ended_at, self.scheduler.now)
 
@@ -380,7 +380,8 @@ class Simulation:
         self.log.append(f"{scheduler.now:.3f} {fault}")
         self.applied.append(fault)
         self._fault_in_construction |= not self.trained.issuperset(range(self.settings.num_ranks))
-        self.healed_at = max(self.healed_at, scheduler.now + fault.lasts_s)
+        ends_at = scheduler.now + fault.lasts_s * (fault.kind in _LASTING)
+        self.record.healed_at = max(self.record.healed_at, ends_at)
 
         def later(call: Any) -> None:
             scheduler.at(scheduler.now + fault.lasts_s, call)
@@ -455,14 +456,21 @@ class Simulation:
         )
         worlds = [world for world in self.worlds.values() if not world.is_alone]
         self.record.check_left(left, {each.number: each for world in worlds for each in world.consensus._generations})
-        self.record.check_end(remaining, self.settings.topology, saved=saved, left=left, may_be_cut=may_be_cut)
+        self.record.check_end(
+            remaining,
+            self.settings.topology,
+            saved=saved,
+            left=left,
+            may_be_cut=may_be_cut,
+            is_calm=applied.issubset(("join", "leave", "preempt")),
+        )
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}
         others = self._not_struck()
         if len(others) >= self.settings.least and any(self.outcomes[each] != "ended" for each in others):
             raise Violation(f"one fault has ended one of {others}, which it did not concern: {self.errors}")
-        has_had_time = self.healed_at + _COMES_BACK_WITHIN_S < self.first_ended_at < math.inf
+        has_had_time = self.record.healed_at + RECOVERS_WITHIN_S < self.first_ended_at < math.inf
         for index, error in self.errors.items():
             if "could not rejoin" in str(error) and has_had_time:
                 raise Violation(f"process {index} did not come back: {error}") from error

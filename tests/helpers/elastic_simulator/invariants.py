@@ -11,6 +11,9 @@ from gossip.elastic.flag_votes import Position
 from gossip.elastic.generations import Generation
 
 _MOST_EXACT_STEPS = 20
+RECOVERS_WITHIN_S, _AGREES_WITHIN_S = 3.0, 1.0
+"""After the last fault, in time-outs: members make a step, and who was lost comes back; and without any fault."""
+_LONGEST_STEPS = 3.0
 
 
 class Violation(AssertionError):
@@ -20,8 +23,8 @@ class Violation(AssertionError):
 class Record:
     """What ranks have done, by their numbers as members; in more than some 20 steps halved differences are rounded."""
 
-    def __init__(self, num_steps: int, group_size: int, min_ranks: int) -> None:
-        self._group_size, self._min_ranks = group_size, min_ranks
+    def __init__(self, num_steps: int, step_s: float, group_size: int, min_ranks: int) -> None:
+        self._step_s, self._group_size, self._min_ranks = step_s, group_size, min_ranks
         self._tolerance = 0.0 if num_steps <= _MOST_EXACT_STEPS else 1e-6
         self.generations: dict[int, Generation] = {}
         self.sent: dict[tuple[int, int, int], Message] = {}  # by member, step and generation
@@ -29,8 +32,9 @@ class Record:
         self.put_off: dict[tuple[int, int, int, int], tuple[Message, float]] = {}
         self.given: set[tuple[int, int, float]] = set()  # values by member and step
         self.taken: dict[int, tuple[int, int]] = {}  # the group and step of what a group has taken over
-        self.num_steps: defaultdict[int, int] = defaultdict(int)
-        self.last_step_at: dict[int, float] = {}
+        self._last_step_at: dict[int, float] = {}
+        self._longest_wait_s: defaultdict[int, float] = defaultdict(float)
+        self.healed_at = 0.0  # the last fault so far has ended
         self.last_step: dict[int, int] = {}
         self.votes: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
         self.answers: defaultdict[Position, dict[int, bool]] = defaultdict(dict)
@@ -87,8 +91,11 @@ class Record:
             if is_later and world.member in other.members and step >= other.first_step:
                 raise Violation(f"rank {world.member} makes step {step} in {generation}, others in {other}")
 
-    def ends_step(self, member: int) -> None:
-        self.num_steps[member] += 1
+    def ends_step(self, member: int, now: float) -> None:
+        """Note that a member has made a step, or has ended, so long after its last one and the last fault."""
+        waited_s = now - max(self._last_step_at.get(member, now), self.healed_at)
+        self._longest_wait_s[member] = max(self._longest_wait_s[member], waited_s)
+        self._last_step_at[member] = now
 
     def gives(self, member: int, step: int, value: float) -> None:
         self.given.add((member, step, value))
@@ -193,12 +200,16 @@ class Record:
                 raise Violation(f"rank {member} left after step {self.last_step[member]}, others go on in {without[0]}")
 
     def check_end(
-        self, remaining: set[int], topology: str, *, saved: set[int], left: set[int], may_be_cut: bool
+        self, remaining: set[int], topology: str, *, saved: set[int], left: set[int], may_be_cut: bool, is_calm: bool
     ) -> None:
-        """Check what is alike on the ``remaining`` ranks, which have trained to the end.
+        """Check what is alike on the ``remaining`` ranks, which have trained to the end, and how long they waited.
 
         Nothing is lost of what they, those that have ``saved`` and those that ``left`` sent to the first two kinds.
         """
+        most_s = (_AGREES_WITHIN_S if is_calm else RECOVERS_WITHIN_S) + _LONGEST_STEPS * self._step_s
+        for member in remaining | saved | left:
+            if self._longest_wait_s[member] > most_s:
+                raise Violation(f"rank {member} waited {self._longest_wait_s[member]:.3g} s, without any fault")
         for position, answers in self.answers.items():
             told = {answers[member] for member in remaining & answers.keys()}
             wanted = any(yes for member, yes in self.votes[position].items() if member in remaining)

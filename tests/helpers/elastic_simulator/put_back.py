@@ -64,10 +64,17 @@ def _of_two_kinds(number: int) -> Sequence[int]:
 
 FAULTS = (
     # ------------------------------------------------------------------ who trains
-    PutBack(_CONSENSUS + "enter_step", 'self._wait_until_free(f"step {step}")', "self._check()", True, is_common=True),
-    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, True, (1000712,)),
-    PutBack(_CONSENSUS + "_adopt", "not self._own_group().isdisjoint(agreed.ended)", "0", True, seeds=(859347,)),
-    PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, _of_two_kinds(31)),
+    PutBack(
+        _CONSENSUS + "enter_step",
+        'self._wait_until(self._is_free, f"step {step}")',
+        "self._check()",
+        True,
+        is_common=True,
+    ),
+    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, True, (1017782,)),
+    PutBack(_CONSENSUS + "_attempt", "if self._mesh.has_met(other)]", "]", True, True, (1055713,)),
+    PutBack(_CONSENSUS + "_adopt", "not self._own_group().isdisjoint(agreed.ended)", "0", True),
+    PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, (1000076,)),
     PutBack(
         _CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, True, _of_two_kinds(30)
     ),
@@ -78,7 +85,16 @@ FAULTS = (
     PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
     PutBack(_CONSENSUS + "_attempt", " - {*agreed.parting}", "", True, True, (251,)),
-    PutBack(_OPERATIONS + "enter", "not in self.mesh.farewells", "not in self.mesh.left", True, True, (2708,)),
+    PutBack(_OPERATIONS + "enter", " and key.kind != Kind.MESSAGE", "", True, True, (1410691,)),
+    PutBack(
+        _CONSENSUS + "_proposed",
+        "in latest.left if other in have_ended",
+        "in () if other in have_ended",
+        True,
+        True,
+        (1017782,),
+    ),
+    PutBack("elastic.generations.Generation.followed_by", "self.joined_at < newest[:2]", "True", True, True, (792209,)),
     PutBack(
         "elastic.consensus_store.ConsensusStore._set_once",
         'self.store.compare_set, key, "",',
@@ -99,15 +115,13 @@ FAULTS = (
         _CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", is_common=True, seeds=_of_two_kinds(44)
     ),
     PutBack(_CONSENSUS + "leave", "and self.ends_at is None", "", True, True, (3111,)),
-    PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True, True, (474486,)),
-    PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True, True, (599532,)),
+    PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True),
+    PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True),
     PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
-    PutBack(
-        _OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", is_common=True, seeds=range(143)
-    ),
+    PutBack(_OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", False, True, (1000012,)),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", False, True, (1000177,)),
-    PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True, True, (998834,)),
+    PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
     PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", False, True, range(201)),
     PutBack(_DETECTOR + "exchange", "self.is_joint or not self.is_in_step", "False", True, True, (1202678,)),
@@ -135,13 +149,22 @@ FAULTS = (
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
         _CONSENSUS + "_may_be_cut_off",
-        "thawed_at + self._timeout.total_seconds()",
-        "thawed_at + 0.3",
+        "thawed + self._timeout.total_seconds()",
+        "thawed + 0.3",
         True,
         True,
         (889208,),
     ),
+    PutBack(
+        _CONSENSUS + "_may_be_cut_off",
+        "for mate in self._own_group())",
+        "for mate in (self._mesh.member,))",
+        True,
+        True,
+        (772251,),
+    ),
     PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
+    PutBack(_MESH + "connect", "self.changed, self.waits()", "self.changed", True, True, (1424438,)),
     PutBack(
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
@@ -154,16 +177,18 @@ FAULTS = (
     PutBack(_CONSENSUS + "_attempt", "self._mesh.cut(other, reason)", "pass", False, True, (1000512,)),
     PutBack(_CONSENSUS + "_attempt", "self._suspects = left_out | self._suspects", "pass", True, True, (903592,)),
     # ------------------------------------------------------------------ rejoining
-    PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True, True, (543214,)),
+    PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", False, True, (200,)),
     PutBack(_CHANGE + "_come_back", "engine.on_step_end = self.begin_step", "pass", False, True, (1000541,)),
-    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", is_common=True, seeds=_of_two_kinds(139)),
+    PutBack(_CHANGE + "_join", "returns=self._is_in_loop", "returns=False", False, True, (1000324,)),
     PutBack(
         "elastic.elastic_world.ElasticWorld.come_back", "self._take_number()", "self._listen()", False, True, (1000056,)
     ),
-    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", False, True, (1000138,)),
+    PutBack(_CONSENSUS + "_adopt", "first_step - (other in returning)", "first_step", False, True, (1000324,)),
     # ------------------------------------------------------------------ flags
-    PutBack(_FLAG + "wait", "if self._world.member not in latest.members", "if 0", True, seeds=_of_two_kinds(374)),
+    PutBack(_FLAG + "wait", "self._world.member not in latest.members", "False", True, seeds=_of_two_kinds(374)),
+    PutBack(_FLAG + "vote", "if each not in consensus.apart", "", True),
+    PutBack(_FLAG + "wait", "or_later=leaves", "or_later=False", True),
     PutBack(_FLAG + "wait", "or consensus.is_left_behind", "", True, True, (935835,)),
     PutBack(_FLAG + "wait", "answer |= bool(vote)", "answer = bool(vote)", is_common=True),
     PutBack(_FLAG + "wait", "member not in are_agreed_on", "True", is_common=True),
@@ -187,11 +212,19 @@ FAULTS = (
     ),
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
     # ------------------------------------------------------------------ state transfer
+    PutBack(
+        _SOURCE + "asked_by",
+        "_SECOND if member in self._mesh.lost else _FIRST",
+        "_SECOND",
+        True,
+        True,
+        (1411364,),
+    ),
     PutBack(_SOURCE + "begun", "is returning", "is not returning", is_common=True),
     PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(59)),
     PutBack(_SOURCE + "_send", "sha256(content.numpy().data)", "sha256()", False, True, (1000056,)),
     PutBack(_CHANGE + "_join", "= generation.first_step", "= generation.first_step - 1", is_common=True),
-    PutBack(_SOURCE + "_on_ask", "bool(third)", "False", False, True, (1000525,)),
+    PutBack(_SOURCE + "_on_ask", "bool(third)", "False", False, True, (1000324,)),
     # ------------------------------------------------------------------ late messages
     PutBack(_LATE + "arrived", "if is_right or (", "if (", is_common=True, seeds=_of_two_kinds(36)),
     PutBack(_LATE + "arrived", "mul_(late.weight)", "mul_(1.0)", is_common=True),

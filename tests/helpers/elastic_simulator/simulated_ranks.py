@@ -393,7 +393,7 @@ class Engine:
             self.record.voted(world.member, self._voted_at, yes)
             self._flag.vote(yes)
         self.step += 1
-        self.record.ends_step(world.member)
+        self.record.ends_step(world.member, self._scheduler.now)
         self.on_step_end()
 
     def end_step(self) -> None:
