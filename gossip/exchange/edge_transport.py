@@ -34,8 +34,8 @@ _MIN_SHARED_BYTES = 2**16  # below this size a frame is as fast
 class EdgeTransport(Transport):
     """Messages between the members of one generation, each edge independent of the others.
 
-    A message of a lost member is left out of the exchange, as if that rank had not been in the round. What the others
-    send each other is mixed as usual, so if a round is undirected their mean is kept exactly.
+    What has not arrived of a lost member is left out of the exchange, as if it had not been in the round. What the
+    others send each other is mixed as usual, so if a round is undirected their mean is kept exactly.
     """
 
     num_buffers = BUFFERS_PER_ROW
