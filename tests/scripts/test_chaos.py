@@ -25,7 +25,7 @@ Notes = list[list[dict[str, Any]]]
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run."""
     folder = tmp_path_factory.mktemp("chaos") / "run"
-    options = ("--seconds", "8", "world_size=5", "--steps-between-faults", "20", "--seed", "3", "--timeout-s", "1")
+    options = ("--seconds", "8", "world_size=5", "--steps-between-faults", "60", "--seed", "3", "--timeout-s", "1")
     options += ("--record", str(folder.parent / "recording"))
     with running(folder.parent, str(folder), *options, script=SCRIPTS / "chaos.py") as script:
         finished = script.finished().succeeded()
@@ -47,7 +47,7 @@ def test_nothing_is_torn_and_the_mean_is_moved_by_updates_alone(notes: Notes) ->
     assert report.num_joined >= 1
     assert report.num_messages_mixed > 100
     assert report.num_messages_torn == 0
-    assert report.num_steps_compared > 10  # of 100 or more; those near a change are left out
+    assert report.num_steps_compared > 50
     assert report.drift_of_the_mean < 1e-11
     assert len(report.accuracies) == 1
     assert report.accuracies[0] > 0.8
@@ -100,9 +100,11 @@ def test_what_would_be_wrong_is_seen(notes: Notes) -> None:
 def test_the_simulation_repeats_it(ran: Path, notes: Notes) -> None:
     faults = [note for of_place in notes for note in of_place if "fault" in note]
     recorded = min(faults, key=lambda note: note["at"])
-    first = Simulation(FaultSchedule.recorded(ran)).run().applied[0]
-    # What follows the first fault is as random as the run was.
+    simulation = Simulation(FaultSchedule.recorded(ran)).run()
+    first, *others = simulation.applied
     assert (first.kind, first.process) == (recorded["fault"]["kind"], recorded["member"])
+    assert others
+    assert "ended" in simulation.outcomes.values()
 
 
 @pytest.mark.slow

@@ -448,7 +448,6 @@ class Simulation:
     def _check_end(self) -> None:
         remaining = {self.worlds[index].member for index, outcome in self.outcomes.items() if outcome == "ended"}
         applied = {fault.kind for fault in self.applied}
-        may_be_cut = not applied.isdisjoint(("cut", "one-way cut", "power", "reset"))
         untouched = [index for index in self.worlds if index not in self.touched]
         left, saved = (
             {self.worlds[index].member for index in untouched if self.outcomes.get(index) == outcome}
@@ -456,14 +455,7 @@ class Simulation:
         )
         worlds = [world for world in self.worlds.values() if not world.is_alone]
         self.record.check_left(left, {each.number: each for world in worlds for each in world.consensus._generations})
-        self.record.check_end(
-            remaining,
-            self.settings.topology,
-            saved=saved,
-            left=left,
-            may_be_cut=may_be_cut,
-            is_calm=applied.issubset(("join", "leave", "preempt")),
-        )
+        self.record.check_end(remaining, self.settings.topology, applied, saved=saved, left=left)
         size = self.settings.group_size
         touched = {index // size for index in self.touched}
         of_group = {index for index, error in self.errors.items() if any(sign in str(error) for sign in _OF_GROUP)}

@@ -14,6 +14,7 @@ _MOST_EXACT_STEPS = 20
 RECOVERS_WITHIN_S, _AGREES_WITHIN_S = 3.0, 1.0
 """After the last fault, in time-outs: members make a step, and who was lost comes back; and without any fault."""
 _LONGEST_STEPS = 3.0
+_ON_PURPOSE, _CUTS = ("join", "leave", "preempt"), ("cut", "one-way cut", "power", "reset")
 
 
 class Violation(AssertionError):
@@ -200,12 +201,13 @@ class Record:
                 raise Violation(f"rank {member} left after step {self.last_step[member]}, others go on in {without[0]}")
 
     def check_end(
-        self, remaining: set[int], topology: str, *, saved: set[int], left: set[int], may_be_cut: bool, is_calm: bool
+        self, remaining: set[int], topology: str, faults: set[str], *, saved: set[int], left: set[int]
     ) -> None:
         """Check what is alike on the ``remaining`` ranks, which have trained to the end, and how long they waited.
 
         Nothing is lost of what they, those that have ``saved`` and those that ``left`` sent to the first two kinds.
         """
+        is_calm, may_be_cut = faults.issubset(_ON_PURPOSE), not faults.isdisjoint(_CUTS)
         most_s = (_AGREES_WITHIN_S if is_calm else RECOVERS_WITHIN_S) + _LONGEST_STEPS * self._step_s
         for member in remaining | saved | left:
             if self._longest_wait_s[member] > most_s:
