@@ -2,10 +2,11 @@
 
 from gossip.simulation.cluster import Cluster
 from gossip.simulation.goodput import Failures, SimulatedGoodput, simulate_goodput
+from gossip.simulation.placement import placement
 from gossip.simulation.simulate import SimulatedRun, simulate_time
 from gossip.simulation.workload import RandomDelays, SlowRank, Workload
 
 __all__ = [
     "Cluster", "Failures", "RandomDelays", "SimulatedGoodput", "SimulatedRun", "SlowRank", "Workload",
-    "simulate_goodput", "simulate_time",
+    "placement", "simulate_goodput", "simulate_time",
 ]  # fmt: skip

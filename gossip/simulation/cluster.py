@@ -1,8 +1,16 @@
 """The network of a simulated run."""
 
+import functools
+import math
+import reprlib
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+
+import numpy as np
 
 from topologies import Topology
+from topologies.matrix_storage import FloatArray
 from topologies.validation import check_integer, check_real
 
 
@@ -10,9 +18,9 @@ from topologies.validation import check_integer, check_real
 class Cluster:
     """Nodes with one link each, shared by the node's ranks: an alpha-beta model of the network.
 
-    A message of b bytes takes ``latency + b / bandwidth``. Every node has one link to a non-blocking switch, equally
-    fast in both directions at once, and shared by all messages of its ranks. Ranks ``m L .. m L + L - 1`` form node m,
-    for L = ``local_size``.
+    A message of b bytes takes ``latency + b / bandwidth``. Every node has one link to a switch, equally fast in both
+    directions at once, and shared by all messages of its ranks. The switch is non-blocking, unless there is a bandwidth
+    for each pair of nodes. Ranks ``m L .. m L + L - 1`` form node m, for L = ``local_size``.
 
     Parameters
     ----------
@@ -22,8 +30,10 @@ class Cluster:
         The number of ranks per node.
     latency_us : float
         The latency between two nodes in microseconds, from the moment at which both ends of a small message are posted.
-    bandwidth_gbps : float
-        The bandwidth of a node's link in gigabits per second, each way; ``math.inf`` for a network without cost.
+    bandwidth_gbps : float or matrix of float, [num_nodes, num_nodes]
+        The bandwidth of a node's link in gigabits per second, each way; ``math.inf`` for a network without cost. A
+        matrix has the bandwidth from the node of the row to that of the column, and a node's link is as fast as that to
+        its fastest peer; the diagonal does not matter.
     local_latency_us, local_bandwidth_gbps : float
         The same between two ranks of one node; each rank has this bandwidth to itself.
     shares_memory : bool
@@ -45,7 +55,7 @@ class Cluster:
     local_size: int = 1
     _: KW_ONLY
     latency_us: float = 50.0
-    bandwidth_gbps: float = 10.0
+    bandwidth_gbps: float | Sequence[Sequence[float]] = 10.0
     local_latency_us: float = 5.0
     local_bandwidth_gbps: float = 100.0
     shares_memory: bool = False
@@ -55,8 +65,22 @@ class Cluster:
         check_integer("local_size", self.local_size, minimum=1)
         for name in ("latency_us", "local_latency_us"):
             check_real(name, getattr(self, name), "at least 0 and finite", example=50.0)
-        for name in ("bandwidth_gbps", "local_bandwidth_gbps"):
-            check_real(name, getattr(self, name), "above 0", example=10.0)
+        check_real("local_bandwidth_gbps", self.local_bandwidth_gbps, "above 0", example=10.0)
+        if not np.iterable(self.bandwidth_gbps):
+            check_real("bandwidth_gbps", self.bandwidth_gbps, "above 0", example=10.0)
+            return
+        try:
+            matrix = np.array(self.bandwidth_gbps, dtype=np.float64)
+        except (TypeError, ValueError):  # it has no numbers, or rows of several lengths
+            matrix = np.empty(0)
+        if matrix.shape != (self.num_nodes, self.num_nodes):
+            raise ValueError(
+                f"bandwidth_gbps must be a number, or a matrix of one row and column for each of the {self.num_nodes} "
+                f"nodes, got {reprlib.repr(self.bandwidth_gbps)}"
+            )
+        for node, peer in np.argwhere(~np.eye(self.num_nodes, dtype=np.bool_)).tolist():
+            check_real(f"bandwidth_gbps[{node}][{peer}]", float(matrix[node, peer]), "above 0", example=10.0)
+        object.__setattr__(self, "bandwidth_gbps", tuple(map(tuple, matrix.tolist())))  # frozen, and can be hashed
 
     @property
     def world_size(self) -> int:
@@ -71,10 +95,31 @@ class Cluster:
                 f"{self.local_size} = {self.world_size}; build it for {self.world_size}"
             )
 
+    @functools.cached_property
+    def pair_seconds_per_byte(self) -> FloatArray | None:
+        """The time per byte from node to node, in seconds, ``[num_nodes, num_nodes]``; None if all are equal."""
+        if isinstance(self.bandwidth_gbps, Real):
+            return None
+        matrix = np.array(self.bandwidth_gbps)
+        np.fill_diagonal(matrix, np.inf)
+        return 8e-9 / matrix
+
+    @functools.cached_property
+    def seconds_per_byte(self) -> FloatArray:
+        """The time per byte on each node's link, one way, in seconds, ``[num_nodes]``."""
+        if (pairs := self.pair_seconds_per_byte) is None:
+            return np.full(self.num_nodes, 8e-9) / np.asarray(self.bandwidth_gbps, dtype=np.float64)
+        fastest = np.where(np.eye(self.num_nodes), np.inf, np.minimum(pairs, pairs.T)).min(1)
+        return np.where(np.isfinite(fastest), fastest, 0.0)  # a single node has no peer
+
     @property
-    def seconds_per_byte(self) -> float:
-        """The time per byte on a node's link, one way, in seconds."""
-        return 8e-9 / self.bandwidth_gbps
+    def bandwidth_text(self) -> str:
+        """The bandwidth between nodes in Gbit/s in words, such as "10" or, for a matrix, "0.2 to 10"."""
+        rates = np.asarray(self.bandwidth_gbps)
+        if rates.ndim == 0:
+            return f"{rates:.3g}"
+        between = rates[~np.eye(self.num_nodes, dtype=np.bool_)]
+        return f"{between.min(initial=math.inf):.3g} to {between.max(initial=0.0):.3g}"
 
     @property
     def local_seconds_per_byte(self) -> float:

@@ -339,15 +339,16 @@ def _check(kind: str, options: Options, world_size: int, local_size: int) -> Non
 def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> dict[str, Any]:
     """Build the wrapper's keyword arguments; topology, algorithm and compression are names, or ``name`` with options.
 
-    The options of a topology include ``every``, the number of steps from one exchange to the next. With ``shard``,
-    the ranks of the topology are the hosts. Raises a TypeError or ValueError for a name that is not registered, and for
-    an option that does not exist or has an invalid value.
+    The options of a topology include ``every``, the number of steps from one exchange to the next, and the ``order`` of
+    the ranks. With ``shard``, the ranks of the topology are the hosts. Raises a TypeError or ValueError for a name that
+    is not registered, and for an option that does not exist or has an invalid value.
     """
     if "shard" in options:
         world_size //= local_size
     name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
-    every = given.pop("every", 1)
-    arguments = {**options, "topology": topologies.build(name, world_size, **given).every(every)}
+    every, order = given.pop("every", 1), given.pop("order", None)
+    topology = topologies.build(name, world_size, **given).every(every)
+    arguments = {**options, "topology": topology.permuted(order) if order and world_size > 1 else topology}
     for option, registry in (("algorithm", ALGORITHMS), ("compression", COMPRESSIONS)):
         if option in options:
             name, given = _name_and_options(option, options[option])

@@ -58,6 +58,7 @@ class BenchmarkSettings(Model):
     network: Literal["loopback", "lab"] = "loopback"
     links: Links = ("200mbit",)
     last_link: Link | None = None
+    far_link: Link | None = None
     num_threads: int = Field(1, ge=1, alias="threads")
     timeout_s: PositiveFloat = 120.0
 
@@ -67,10 +68,9 @@ class BenchmarkSettings(Model):
             raise ValueError(
                 f"local_size={self.local_size} does not divide world_size={self.world_size}; every host has as many"
             )
-        if self.network == "loopback" and self.last_link is not None:
-            raise ValueError(
-                f"last_link={self.last_link}: network=loopback has no links; set network=lab, or leave it out"
-            )
+        for name, link in (("last_link", self.last_link), ("far_link", self.far_link)):
+            if self.network == "loopback" and link is not None:
+                raise ValueError(f"{name}={link}: network=loopback has no links; set network=lab, or leave it out")
         if self.network == "lab" and self.num_hosts > MAX_HOSTS:
             raise ValueError(f"world_size must be at most {MAX_HOSTS} in the lab, got {self.world_size}")
         return self
@@ -87,7 +87,7 @@ class BenchmarkSettings(Model):
 
     def make_lab(self) -> Lab:
         """Make the lab of a case, which has one."""
-        rates = [None if link is None else bits_per_second(link) for link in (self.link, self.last_link)]
+        rates = [None if link is None else bits_per_second(link) for link in (self.link, self.last_link, self.far_link)]
         return Lab(self.num_hosts, *rates)
 
     def cases(self) -> Iterator[tuple[str, Self]]:

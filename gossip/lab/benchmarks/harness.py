@@ -102,8 +102,9 @@ def _measured(case: BenchmarkSettings, folder: Path) -> list[list[Record]]:
 
 def _machine(case: BenchmarkSettings) -> str:
     """Describe versions, processors, the congestion control in the lab, and the quantizer of int8 and int4."""
-    last = "" if case.last_link is None else f" the link of the last host {case.last_link};"
-    tcp = "" if case.link is None else f"{last} TCP by {CONGESTION_CONTROL};"
+    others = {"the link of the last host": case.last_link, "links between the halves of hosts": case.far_link}
+    said = "".join(f" {which} {link};" for which, link in others.items() if link is not None)
+    tcp = "" if case.link is None else f"{said} TCP by {CONGESTION_CONTROL};"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, kernel {platform.release()}, "
         f"{os.cpu_count()} cores ({platform.machine()});{tcp} int8 and int4 by {quantized_by()}."

@@ -177,8 +177,8 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         return [part for result in results for part in section(result)]
 
     def draw(self, settings: StepTimeSettings, results: Sequence[StepTimeResult], folder: Path) -> None:
-        """Draw what is predicted of more nodes and larger models, from what was probed on the first links."""
-        if (probe := results[0].probe) is not None:
+        """Draw what is predicted of more nodes and larger models, from a probe of the first links if all are equal."""
+        if (probe := results[0].probe) is not None and probe.cluster.pair_seconds_per_byte is None:
             draw_scaled(probe, settings.methods, results[0].rate or settings.network, folder / "predicted.svg")
 
 

@@ -145,6 +145,8 @@ def make_topology(config: Mapping[str, Any]) -> Topology | None:
     try:
         with told_by_rank_0():
             topology = topologies.build(name, settings.num_groups, **options).every(settings.topology.every)
+            if settings.topology.order is not None:
+                topology = topology.permuted(settings.topology.order)
         topology = topologies.build("complete", settings.num_groups).then(
             topology, after=settings.topology.warmup_rounds
         )

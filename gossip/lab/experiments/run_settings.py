@@ -76,6 +76,7 @@ class TopologySettings(_Section):
     """When ranks exchange."""
 
     every: int = Field(ge=1)
+    order: tuple[int, ...] | None = None
     warmup_rounds: int = Field(ge=0)
 
 

@@ -6,7 +6,6 @@ Latency and bandwidth are measured between pairs of ranks, while all ranks excha
 import itertools
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -29,6 +28,7 @@ from gossip.launching import DEFAULT_TIMEOUT
 from topologies.graphs.edge_colouring import edge_colouring
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
+_MAX_NODES_OF_ALL_PAIRS = 32
 _NUM_UNDER_WAY = 2
 _NUM_SMALL_MESSAGES = 30
 _NUM_LARGE_MESSAGES = 3
@@ -36,6 +36,7 @@ _NUM_CONTENDED_MESSAGES = 4
 
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """The pieces of a message, and where those of the peer's go."""
+_UNEQUAL_FACTOR = 1.5  # pairs of nodes whose bandwidths differ by less are taken for equal
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
 
@@ -50,24 +51,38 @@ class Link:
 
     rank: int
     peer: int
-    matching: int
     latency_s: float
     bytes_per_s: float
 
 
-def matchings(world_size: int) -> list[list[list[int]]]:
+def matchings(world_size: int, local_size: int = 1) -> list[list[list[int]]]:
     """Return matchings: lists of disjoint pairs of ranks that are measured at the same time.
 
-    Up to 8 ranks these contain all pairs; with more ranks, the neighbours on a ring and those a third and a half of it
-    away.
+    First those of the ranks of each node, then of nodes, whose ranks pair with those in the same place. Up to 8 ranks
+    of a node, and 32 nodes, they contain all pairs; with more, the neighbours on a ring and those a third and a half of
+    it away.
 
     Examples
     --------
     >>> matchings(4)
     [[[0, 3], [1, 2]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+    >>> matchings(4, 2)
+    [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     """
-    n = world_size
-    graph = nx.circulant_graph(n, range(1, n) if n <= _MAX_RANKS_OF_ALL_PAIRS else (1, n // 3, n // 2))
+    places, nodes = range(local_size), range(0, world_size, local_size)
+    inside = (
+        [[node + place for place in pair] for node in nodes for pair in pairs]
+        for pairs in _all_pairs(local_size, _MAX_RANKS_OF_ALL_PAIRS)
+    )
+    across = (
+        [[node * local_size + place for node in pair] for pair in pairs for place in places]
+        for pairs in _all_pairs(len(nodes), _MAX_NODES_OF_ALL_PAIRS)
+    )
+    return [*inside, *across]
+
+
+def _all_pairs(n: int, most: int) -> list[list[list[int]]]:
+    graph = nx.circulant_graph(n, range(1, n) if n <= most else (1, n // 3, n // 2))
     return [pairs.tolist() for pairs in edge_colouring(graph.edges)]
 
 
@@ -82,20 +97,20 @@ def _peer_in(pairs: Sequence[Sequence[int]]) -> int | None:
     return next((sum(pair) - rank for pair in pairs if rank in pair), None)
 
 
-def measure_links(num_bytes: int, device: torch.device) -> list[Link]:
+def measure_links(num_bytes: int, device: torch.device, local_size: int = 1) -> list[Link]:
     """Measure the pairs of all matchings with large messages of this size on a device. Collective.
 
     Returns the links of all ranks.
     """
     own = []
-    for number, pairs in enumerate(matchings(dist.get_world_size())):
+    for pairs in matchings(dist.get_world_size(), local_size):
         peer = _peer_in(pairs)
         dist.barrier()
         if peer is not None:
             message = [(torch.zeros(2, device=device), torch.empty(2, device=device))]
             times_s = [_send(message, peer, device) for _ in range(_NUM_SMALL_MESSAGES)]
             latency_s = statistics.quantiles(times_s, n=4, method="inclusive")[0]
-            own.append(Link(dist.get_rank(), peer, number, latency_s, _bytes_per_s(peer, num_bytes, device)))
+            own.append(Link(dist.get_rank(), peer, latency_s, _bytes_per_s(peer, num_bytes, device)))
     everyone = gathered([asdict(link) for link in own], "gathering what the links took")
     return [Link(**link) for links in everyone for link in links]
 
@@ -207,14 +222,13 @@ def measure(
     steps = TypeAdapter(list[StepTimes]).validate_python(measured)
     workload = workload_of(steps)
     device = next(module.parameters()).device
+    local_size = local_size_of(gathered(str(machine()), "telling which rank is on which machine"))
     links: list[Link] = []
     if len(steps) > 1:
-        links = measure_links(message_bytes, device)
+        links = measure_links(message_bytes, device, local_size or 1)
         step_s = workload.compute_s + workload.mix_s
         contention = measure_contention(plain.make, step_s, message_bytes, device)
         workload = replace(workload, contention=contention)
-    machines = gathered(str(machine()), "telling which rank is on which machine")
-    local_size = local_size_of(machines)
     cluster = cluster_of(links, len(steps), local_size or 1, on_cpu=device.type == "cpu")
     coding_s = {name: statistics.fmean(times.coding_s[name] for times in steps) for name in steps[0].coding_s}
     return Measured(cluster, workload, local_size is not None, coding_s)
@@ -261,19 +275,24 @@ def local_size_of(machines: Sequence[str]) -> int | None:
 def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cpu: bool) -> Cluster:
     """Return a cluster with medians over links; a node's bandwidth is the sum of what its ranks sent at the same time.
 
-    The links are as measured by every rank. ``on_cpu``: where parameters are on the CPU, the ranks of a node read each
-    other's memory.
+    Where all pairs of nodes were measured, and their bandwidths differ by half or more, it has that of each. The links
+    are as measured by every rank. ``on_cpu``: where parameters are on the CPU, the ranks of a node read each other's
+    memory.
     """
     across = [link for link in links if link.rank // local_size != link.peer // local_size]
     inside = [link for link in links if link.rank // local_size == link.peer // local_size]
-    by_node: defaultdict[tuple[int, int], float] = defaultdict(float)
+    num_nodes = world_size // local_size
+    gbps = np.zeros((num_nodes, num_nodes))
     for link in across:
-        by_node[link.matching, link.rank // local_size] += link.bytes_per_s
+        gbps[link.rank // local_size, link.peer // local_size] += 8e-9 * link.bytes_per_s
     given: dict[str, Any] = {}
     if across:
         given["latency_us"] = 1e6 * statistics.median(link.latency_s for link in across)
-        given["bandwidth_gbps"] = 8e-9 * statistics.median(by_node.values())
+        measured = gbps[gbps > 0]
+        given["bandwidth_gbps"] = float(np.median(measured))
+        if len(measured) == num_nodes * (num_nodes - 1) and measured.max() > _UNEQUAL_FACTOR * measured.min():
+            given["bandwidth_gbps"] = gbps.tolist()
     if inside:
         given["local_latency_us"] = 1e6 * statistics.median(link.latency_s for link in inside)
         given["local_bandwidth_gbps"] = 8e-9 * statistics.median(link.bytes_per_s for link in inside)
-    return Cluster(world_size // local_size, local_size, shares_memory=on_cpu and local_size > 1, **given)
+    return Cluster(num_nodes, local_size, shares_memory=on_cpu and local_size > 1, **given)

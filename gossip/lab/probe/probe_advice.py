@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gossip import ALGORITHMS, Cluster, SimulatedRun, SlowRank, Workload, simulate_time
+from gossip import ALGORITHMS, Cluster, SimulatedRun, SlowRank, Workload, placement, simulate_time
 from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS
 from topologies import Topology, analysis
@@ -51,6 +51,8 @@ class Predicted:
 
     Attributes
     ----------
+    order : list of int or None
+        The order of the ranks for it, where links between nodes differ.
     messages : float
         The number of messages of the model's size that leave or enter the busiest node per step, or, on a single node,
         the busiest rank; the mean over rounds.
@@ -62,6 +64,7 @@ class Predicted:
 
     title: str
     topology: Topology | None
+    order: list[int] | None
     run: SimulatedRun
     messages: float
     rounds: int | None
@@ -72,11 +75,13 @@ class Predicted:
 class Choice:
     """The chosen arguments of :class:`gossip.GossipDataParallel`, and the reason as one sentence.
 
-    The topology is without ``every``, the number of steps from one exchange to the next. ``step_time_s`` is the
+    The topology is without ``every``, the number of steps from one exchange to the next, and without the ``order`` in
+    which ranks take its places, None for their own. ``step_time_s`` is the
     predicted time of a step, ``worth_s`` that in which training learns as much as in one step of all-reduce.
     """
 
     topology: Topology
+    order: list[int] | None
     every: int
     algorithm: str
     algorithm_options: Mapping[str, Any]
@@ -89,13 +94,19 @@ class Choice:
     def words(self) -> str:
         """The choice in words, to follow the name of the topology."""
         options = "".join(f" with {name}={value}" for name, value in self.algorithm_options.items())
+        order = "" if self.order is None else f"order {self.order}, "
         every = f"every({self.every}), " if self.every > 1 else ""
-        return f"{every}algorithm {self.algorithm}{options}, compression {self.compression or 'none'}"
+        return f"{order}{every}algorithm {self.algorithm}{options}, compression {self.compression or 'none'}"
 
     def arguments(self) -> dict[str, Any]:
         """Return the choice as plain data, in the form of the options of the benchmark method ``gossip``."""
         chosen: dict[str, Any] = {
-            "topology": {**self.topology.options, "name": self.topology.name, "every": self.every},
+            "topology": {
+                **self.topology.options,
+                "name": self.topology.name,
+                "every": self.every,
+                **({} if self.order is None else {"order": self.order}),
+            },
             "algorithm": {"name": self.algorithm, **self.algorithm_options},
         }
         return chosen if self.compression is None else {**chosen, "compression": self.compression}
@@ -111,8 +122,13 @@ def same(workload: Workload, step_s: float) -> float:
     return 1 + max(_SAME, jitter(workload, step_s))
 
 
-def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
-    """Choose the algorithm, the compression and ``every(k)`` for a topology. Local.
+def placed(topology: Topology, order: list[int] | None) -> Topology:
+    """Return the topology with its ranks in this order, or as it is."""
+    return topology if order is None else topology.permuted(order)
+
+
+def choose(measured: Measured, topology: Topology, data: DataKind, order: list[int] | None = None) -> Choice:
+    """Choose the algorithm, the compression and ``every(k)`` for a topology with its ranks in an order. Local.
 
     The criterion is the predicted time to a loss, which is the time of a step times the number of steps needed. Among
     choices that differ from the shortest time by no more than 5 % or the jitter, the one that loses least is taken:
@@ -125,13 +141,12 @@ def choose(measured: Measured, topology: Topology, data: DataKind) -> Choice:
     # In increasing order of what they lose; no compression changes the loss (docs/compression.md).
     for every, compression, (name, options) in itertools.product(PERIODS, (None, *COMPRESSION_RATIOS), forms):
         algorithm, ratio = ALGORITHMS.get(name)(**options), COMPRESSION_RATIOS.get(compression or "", 1.0)
-        run = simulate_time(
-            topology.every(every), cluster, workload, 3 * max(PERIODS), algorithm=algorithm, compression_ratio=ratio
-        )
+        schedule, num_steps = placed(topology, order).every(every), 3 * max(PERIODS)
+        run = simulate_time(schedule, cluster, workload, num_steps, algorithm=algorithm, compression_ratio=ratio)
         step_s = run.step_time_s + measured.coding_s.get(compression or "", 0.0) / every
         late = data == "different" and not algorithm.before_forward
         worth_s = step_s * (every + late) ** DRIFT
-        found.append(Choice(topology, every, name, options, compression, step_s, worth_s, reason=""))
+        found.append(Choice(topology, order, every, name, options, compression, step_s, worth_s, reason=""))
     shortest = min(found, key=lambda choice: choice.worth_s)
     longest_s = same(measured.workload, shortest.step_time_s) * shortest.worth_s
     best = next(choice for choice in found if choice.worth_s <= longest_s)
@@ -214,7 +229,7 @@ class Advice:
         ]
         if cluster.num_nodes > 1:
             lines.append(
-                f"Between nodes: {cluster.latency_us:.0f} us, {cluster.bandwidth_gbps:.3g} Gbit/s of a node each way."
+                f"Between nodes: {cluster.latency_us:.0f} us, {cluster.bandwidth_text} Gbit/s of a node each way."
             )
         if cluster.local_size > 1:
             lines.append(
@@ -257,7 +272,8 @@ def advise(measured: Measured, data: DataKind = "alike") -> Advice:
     # Steps that are alike differ by what else the machine does: waiting for each other because of that is no barrier.
     cluster, workload = measured.cluster, replace(measured.workload, jitter=0.0)
     n = cluster.world_size
-    all_reduce = Predicted("ddp", None, simulate_time("ddp", cluster, workload, NUM_STEPS), 2.0 * (n - 1) / n, 1, 0.0)
+    ddp = simulate_time("ddp", cluster, workload, NUM_STEPS)
+    all_reduce = Predicted("ddp", None, None, ddp, 2.0 * (n - 1) / n, 1, 0.0)
     if n == 1:
         return Advice(measured, (all_reduce,), all_reduce, None)
     topologies = without_disguises(chosen_topologies(None, n, cluster.local_size))
@@ -270,15 +286,18 @@ def advise(measured: Measured, data: DataKind = "alike") -> Advice:
     )
     assert best.topology is not None
     ranked = sorted([all_reduce, *rows], key=lambda row: (row.run.step_time_s, row.rounds or math.inf, row.title))
-    return Advice(measured, tuple(ranked), all_reduce, choose(measured, best.topology, data))
+    return Advice(measured, tuple(ranked), all_reduce, choose(measured, best.topology, data, best.order))
 
 
 def _predict(topology: Topology, cluster: Cluster, workload: Workload) -> Predicted:
     traffic = analysis.traffic(topology, local_size=cluster.local_size if cluster.num_nodes > 1 else 1)
+    best = list(placement(topology, cluster))
+    order = None if best == sorted(best) else best
     return Predicted(
         title=title_of(topology),
         topology=topology,
-        run=simulate_time(topology, cluster, workload, NUM_STEPS),
+        order=order,
+        run=simulate_time(placed(topology, order), cluster, workload, NUM_STEPS),
         messages=sum(round_.busiest_node for round_ in traffic.rounds) / len(traffic.rounds) / traffic.every,
         rounds=analysis.rounds_to(topology, TOLERANCE),
         rate=analysis.consensus_rate(topology),

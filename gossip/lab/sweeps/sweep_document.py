@@ -98,13 +98,14 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
     config = jobs[0].config
     described = dict(config["cluster"])
-    sizes = sorted({make_cluster(job.config, job.setting.world_size).num_nodes for job in jobs})
+    clusters = [make_cluster(job.config, job.setting.world_size) for job in jobs]
+    sizes = sorted({cluster.num_nodes for cluster in clusters})
     ranks = "rank" if described["local_size"] == 1 else "ranks"
     return {
         **described,
         "num_nodes": sizes[0] if len(sizes) == 1 else None,
         "description": f"{', '.join(map(str, sizes))} nodes of {described['local_size']} {ranks}, links of "
-        f"{described['bandwidth_gbps']:g} Gb/s and {described['latency_us']:g} us; a rank computes "
+        f"{clusters[0].bandwidth_text} Gb/s and {described['latency_us']:g} us; a rank computes "
         f"{described['compute_us_per_sample']:g} us per sample, more or less {described['jitter']:.0%}",
     }
 

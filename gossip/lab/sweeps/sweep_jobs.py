@@ -204,6 +204,8 @@ def topology_label(config: Mapping[str, Any]) -> str:
     label = _called(topology["name"], options, defaults)
     if topology["every"] > 1:
         label += f", every {topology['every']} steps"
+    if topology["order"]:
+        label += f", order {topology['order']}"
     if topology["warmup_rounds"]:
         label += f", after {topology['warmup_rounds']} all-reduces"
     return label

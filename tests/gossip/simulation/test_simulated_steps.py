@@ -27,6 +27,7 @@ from gossip import (
     SlowRank,
     StreamingDiLoCo,
     Workload,
+    placement,
     simulate_goodput,
     simulate_time,
 )
@@ -163,6 +164,59 @@ def test_memory_that_ranks_share_costs_nothing_but_for_all_reduce_of_gradients()
     assert simulate_time(_method("ring", 4), sharing, small, 5).total_time_s > 0
 
 
+def racks(n: int, local_size: int = 1) -> Cluster:
+    """Nodes of two racks, 1 Gbit/s in each and 0.1 between them."""
+    of_first = np.arange(n) < n // 2
+    gbps = np.where(of_first[:, None] == of_first, 1.0, 0.1)
+    return Cluster(n, local_size, **{**FREE, "bandwidth_gbps": gbps})
+
+
+@pytest.mark.parametrize(
+    ("method", "step_s"),
+    [
+        ("ddp", 1.5 * 1.0),  # a ring crosses twice between the racks
+        ("one_peer_hypercube", (0.1 + 1.0) / 2),
+        ("one_peer_exponential", (1.0 + 1.0) / 2),
+        ("ring", 1.0),  # each sends both messages at once, and one of them crosses
+        ("complete", 1.5 * 1.0),
+    ],
+)
+def test_messages_are_as_fast_as_the_slowest_of_unequal_links(method: str, step_s: float) -> None:
+    ends_s = simulate_time(_method(method, 4), racks(4), Workload(0.0, 0.0, (12_500_000,)), 41).step_ends_s
+    assert (ends_s[-1] - ends_s[0]) / 40 == pytest.approx(step_s)
+
+
+def test_messages_to_several_fast_peers_share_the_link_of_the_fastest() -> None:
+    cluster = Cluster(4, **{**FREE, "bandwidth_gbps": [[9, 1, 1, 0.5], [1, 9, 1, 1], [1, 1, 9, 1], [0.5, 1, 1, 9]]})
+    run = simulate_time(_method("exponential", 4), cluster, Workload(0.0, 0.0, (12_500_000,)), 9)
+    np.testing.assert_allclose(np.diff(run.step_ends_s), 2 * 0.1)  # two messages; none of them from 0 to 3 or back
+
+
+@pytest.mark.parametrize(
+    ("n", "local_size", "faster"), [(4, 1, 2 / 1.1), (4, 2, 5.5 / 4.15), (8, 1, 3 / 1.2), (16, 1, 4 / 1.3)]
+)
+def test_placed_ranks_cross_between_racks_in_one_round_of_log2_n(n: int, local_size: int, faster: float) -> None:
+    """Up to 7 nodes by all orders, above that by exchanging two; the ranks of a node stay together.
+
+    In one round of 4 nodes with 2 ranks four ranks all-reduce, 1.5 messages, and in the other each node sends 4.
+    """
+    cluster, workload = racks(n, local_size), Workload(0.0, 0.0, (12_500_000,))
+    topology = topologies.build("one_peer_exponential", n)
+    if local_size > 1:
+        topology = topology.product(topologies.build("complete", local_size))
+    order = placement(topology, cluster)
+    assert sorted(order) == list(range(n * local_size))
+    assert np.reshape(order, (n, local_size))[:, 0].tolist() == [rank for rank in order if rank % local_size == 0]
+    as_they_are, placed = (simulate_time(each, cluster, workload, 241) for each in (topology, topology.permuted(order)))
+    assert as_they_are.total_time_s / placed.total_time_s == pytest.approx(faster, rel=0.02)
+
+
+def test_ranks_stay_where_they_are_if_no_order_is_better() -> None:
+    assert placement(_method("one_peer_exponential", 4), Cluster(4)) == (0, 1, 2, 3)
+    for n, name in itertools.product((4, 9), ("complete", "ring")):
+        assert placement(_method(name, n), racks(n)) == tuple(range(n))
+
+
 def test_compressed_messages_are_smaller_and_not_summed_on_the_wire() -> None:
     workload = Workload(0.0, 0.0, (12_500_000,))
     complete, pairs = topologies.build("complete", 5), topologies.build("one_peer_exponential", 4)
@@ -218,6 +272,10 @@ def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> 
     [
         (lambda: Cluster(0), ValueError, "num_nodes must be at least 1"),
         (lambda: Cluster(2, bandwidth_gbps=0.0), ValueError, "bandwidth_gbps must be above 0"),
+        (lambda: Cluster(2, bandwidth_gbps=[[0, 1], [0, 0]]), ValueError, r"bandwidth_gbps\[1\]\[0\] must be above 0"),
+        (lambda: Cluster(2, bandwidth_gbps=[[1, 2], [3]]), ValueError, "for each of the 2 nodes, got .*1, 2"),
+        (lambda: Cluster(3, bandwidth_gbps=[[1, 1], [1, 1]]), ValueError, "for each of the 3 nodes"),
+        (lambda: placement(topologies.build("ring", 5), Cluster(4)), ValueError, "topology is a topology for 5 ranks"),
         (lambda: Cluster(2, latency_us=-1.0), ValueError, "latency_us must be at least 0"),
         (lambda: Workload(0.0, 0.0, ()), ValueError, "bucket_bytes is empty"),
         (lambda: Workload(0.0, 0.0, (1,), stragglers=(1.0,)), TypeError, "stragglers must be a tuple of SlowRank or"),

@@ -27,6 +27,8 @@ _NUM_SEEDS_OF_GROUPS = 4
 """Of so many seeds, one in sequence is of shard groups."""
 _OF_TWO_KINDS = 1_000_000
 """From this seed on a schedule has at least two faults, of at most two kinds, which find what needs several alike."""
+_OF_CHANGES = 2_000_000
+"""From this seed on ranks only leave and join."""
 _ENDS_WITHIN_S = 15.0
 KINDS = (
     "kill",
@@ -127,6 +129,7 @@ class FaultSchedule:
         num_ranks = settings.num_ranks
         length_s = settings.num_steps * settings.step_s
         kinds = KINDS[:-1] if seed < _OF_TWO_KINDS else rng.sample(KINDS[:-1], 2)
+        kinds = kinds if seed < _OF_CHANGES else ["leave", "join"]
         is_long, faults = settings.step_s > _LONG_STEP_S, []
         for _ in range(rng.randint(1, 2) if is_long else rng.randint(2 * (seed >= _OF_TWO_KINDS), _MOST_FAULTS)):
             kind = rng.choice(_SURVIVED if is_long else kinds)

@@ -111,13 +111,16 @@ class Lab:
     """Hosts on a bridge, at most :data:`MAX_HOSTS`; host i has the address 10.77.0.(i + 1) on its interface eth0.
 
     The ``rate`` is that of the link of every host, in bits per second each way; by default it is as fast as memory. The
-    link of the last host may have another one, ``last_rate``.
+    link of the last host may have another one, ``last_rate``, and so may messages from a host of the first half to one
+    of the second and back, ``far_rate`` for each pair.
     A ConfigurationError says in one line why the lab cannot be created on this machine or by this user.
     """
 
     interface = "eth0"
 
-    def __init__(self, num_hosts: int, rate: int | None = None, last_rate: int | None = None) -> None:
+    def __init__(
+        self, num_hosts: int, rate: int | None = None, last_rate: int | None = None, far_rate: int | None = None
+    ) -> None:
         if missing := what_is_missing():
             raise ConfigurationError(f"no lab: {missing}")
         with contextlib.ExitStack() as stack:
@@ -136,6 +139,8 @@ class Lab:
                 self.shape(rate)
             if last_rate is not None:
                 self.shape(last_rate, num_hosts - 1)
+            if rate is not None and far_rate is not None:
+                self._slow_down_between_halves(rate, far_rate)
             self._resources = stack.pop_all()
 
     def _connect(self, rank: int) -> None:
@@ -175,13 +180,28 @@ class Lab:
 
     def shape(self, rate: int, first: int = 0) -> None:
         """Limit the links of the hosts from ``first`` on to a rate in bits per second, each way, even while in use."""
-        burst_bytes = max(_MIN_BURST_BYTES, round(_BURST_S * rate / 8))
-        queue_bytes = burst_bytes + max(_MIN_QUEUE_BYTES, round(_QUEUE_S * rate / 8))
+        burst_bytes, queue_bytes = _buffers(rate)
         shaping = f"root tbf rate {rate}bit burst {burst_bytes} limit {queue_bytes}"
         ports = (f"qdisc replace dev port{rank} {shaping}" for rank in range(first, len(self._hosts)))
         _batch(self._bridge, "tc", *ports)
         for host in self._hosts[first:]:
             _batch(host, "tc", f"qdisc replace dev {self.interface} {shaping}")
+
+    def _slow_down_between_halves(self, rate: int, far_rate: int) -> None:
+        """Give each host, in the place of its interface's shaping, one class of messages for every other one."""
+        interface, num_hosts = self.interface, len(self._hosts)
+        for number, host in enumerate(self._hosts):
+            lines = [f"qdisc replace dev {interface} root handle 1: htb"]
+            lines += [_htb(interface, "1:", 0xFFFF, rate, rate)]  # what all of them share
+            for peer in (each for each in range(num_hosts) if each != number):
+                is_far = (number < num_hosts // 2) != (peer < num_hosts // 2)
+                most, to_peer = far_rate if is_far else rate, f"u32 match ip dst {self.address(peer)}"
+                lines += [
+                    _htb(interface, "1:ffff", peer + 1, min(most, rate // num_hosts), most),
+                    f"qdisc add dev {interface} parent 1:{peer + 1:x} bfifo limit {_buffers(most)[1]}",
+                    f"filter add dev {interface} parent 1: protocol ip {to_peer} flowid 1:{peer + 1:x}",
+                ]
+            _batch(host, "tc", *lines)
 
     def set_link(self, host: int, state: Literal["up", "down"]) -> None:
         """Cut the link of a host off, as if its cable was pulled out, or connect it again."""
@@ -190,6 +210,19 @@ class Lab:
     def close(self) -> None:
         """Release the namespaces, which end with the processes inside them."""
         self._resources.close()
+
+
+def _buffers(rate: int) -> tuple[int, int]:
+    """Return the burst and the queue of a link with a rate in bits per second, in bytes."""
+    burst_bytes = max(_MIN_BURST_BYTES, round(_BURST_S * rate / 8))
+    return burst_bytes, burst_bytes + max(_MIN_QUEUE_BYTES, round(_QUEUE_S * rate / 8))
+
+
+def _htb(interface: str, parent: str, number: int, rate: int, most: int) -> str:
+    """Return the line of a class that has a rate to itself and may take more, both in bits per second."""
+    burst_bytes = _buffers(most)[0]
+    kind = f"htb rate {rate}bit ceil {most}bit burst {burst_bytes} cburst {burst_bytes} quantum {1 << 16}"
+    return f"class add dev {interface} parent {parent} classid 1:{number:x} {kind}"
 
 
 def store_at(address: str, timeout: timedelta) -> dist.TCPStore:

@@ -73,6 +73,7 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
         ((), ring),
         (("topology.every=4",), ring.every(4)),
         (("topology.warmup_rounds=100",), complete.then(ring, after=100)),
+        (("topology.every=2", "topology.order=[0,2,1,3]"), ring.every(2).permuted([0, 2, 1, 3])),
         (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
     ):
         config = composed("topology=ring", *overrides)

@@ -134,6 +134,18 @@ def test_what_differs_within_the_jitter_is_equal_and_the_default_is_preferred() 
     assert "Differences within the jitter of its step, 14 %, count as equal." in unsteady.sentence
 
 
+def test_advice_where_links_differ_is_of_ranks_in_other_places() -> None:
+    """By its order the default crosses between two racks in both rounds; only in one of them otherwise."""
+    gbps = [[0, 10, 1, 1], [10, 0, 1, 1], [1, 1, 0, 10], [1, 1, 10, 0]]
+    of = Measured(Cluster(4, bandwidth_gbps=gbps), WORKLOAD, is_regular=True)
+    advice = of_named(of, ["one_peer_exponential", "complete"])
+    assert advice.choice is not None
+    assert advice.choice.arguments()["topology"] == {"name": "one_peer_exponential", "every": 1, "order": [0, 2, 1, 3]}
+    assert best_of(advice).run.step_time_s == pytest.approx((0.4 + 0.1) / 2, rel=0.1)
+    assert "take one_peer_exponential, order [0, 2, 1, 3], algorithm" in advice.sentence
+    assert "1 to 10 Gbit/s of a node each way" in str(advice)
+
+
 ONE_BUCKET = Workload(0.03, 0.06, (10_000_000,), update_s=0.01)
 
 

@@ -1,5 +1,6 @@
 """Which pairs are measured, and what is made of their times."""
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -24,12 +26,12 @@ from gossip.lab.probe.compute_probe import StepTimes
 from gossip.simulation import SlowRank
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 16, 100])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 32, 33, 100])
 def test_matchings_are_of_all_pairs_or_hold_a_ring_and_each_rank_once_at_a_time(n: int) -> None:
     found = matchings(n)
     pairs = sorted(tuple(sorted(pair)) for matching in found for pair in matching)
     assert len(set(pairs)) == len(pairs)
-    if n <= 8:
+    if n <= 32:
         assert pairs == list(itertools.combinations(range(n), 2))
     else:
         assert {(rank, rank + 1) for rank in range(n - 1)} <= set(pairs)
@@ -37,6 +39,17 @@ def test_matchings_are_of_all_pairs_or_hold_a_ring_and_each_rank_once_at_a_time(
     for matching in found:
         ranks = list(itertools.chain.from_iterable(matching))
         assert len(ranks) == len(set(ranks))
+
+
+@pytest.mark.parametrize(("n", "local_size", "inside", "across"), [(6, 2, 1, 3), (6, 3, 3, 1), (24, 12, 5, 1)])
+def test_matchings_of_nodes_pair_all_their_ranks_at_once(n: int, local_size: int, inside: int, across: int) -> None:
+    found = matchings(n, local_size)
+    assert len(found) == inside + across
+    for number, pairs in enumerate(found):
+        assert all((one // local_size == other // local_size) == (number < inside) for one, other in pairs)
+    for pairs in found[inside:]:
+        nodes = {(one // local_size, other // local_size) for one, other in pairs}
+        assert len(pairs) == local_size * len(nodes)
 
 
 class Clock:
@@ -69,24 +82,37 @@ def test_messages_that_are_there_before_a_step_begins_were_taken_nothing_from() 
         assert measure_contention(clock.compute, 0.01, 1000, torch.device("cpu")) == pytest.approx(0, abs=1e-9)
 
 
+def links_of(local_size: int) -> list[Link]:
+    """As 4 ranks measure them: 1 GB/s and 5 us between 0 and 1, and 2 and 3; 1 MB/s and 300 us between all others."""
+    pairs = itertools.chain.from_iterable(matchings(4, local_size))
+    ends = itertools.chain.from_iterable((pair, pair[::-1]) for pair in pairs)
+    return [Link(one, other, *((5e-6, 1e9) if one // 2 == other // 2 else (3e-4, 1e6))) for one, other in ends]
+
+
 def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
-    """Two nodes of two ranks: both ranks of a node send 1 MB/s to the other node, and 1 GB/s to each other."""
-    links = [
-        Link(rank, peer, matching, 5e-6 if matching == 0 else 3e-4, 1e9 if matching == 0 else 1e6)
-        for matching, pairs in enumerate([((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))])
-        for pair in pairs
-        for rank, peer in (pair, pair[::-1])
-    ]
-    cluster = cluster_of(links, 4, 2, on_cpu=True)
+    cluster = cluster_of(links_of(2), 4, 2, on_cpu=True)
     assert (cluster.num_nodes, cluster.local_size, cluster.shares_memory) == (2, 2, True)
     assert cluster.latency_us == pytest.approx(300)
     assert cluster.bandwidth_gbps == pytest.approx(2 * 8e-3)
     assert cluster.local_latency_us == pytest.approx(5)
     assert cluster.local_bandwidth_gbps == pytest.approx(8)
-    assert not cluster_of(links, 4, 2, on_cpu=False).shares_memory
-    alone = cluster_of(links, 4, 1, on_cpu=True)  # every rank a node: the median link is one across
-    assert alone.bandwidth_gbps == pytest.approx(8e-3)
+    assert not cluster_of(links_of(2), 4, 2, on_cpu=False).shares_memory
+    alone = cluster_of(links_of(1), 4, 1, on_cpu=True)  # every rank a node
+    slow = 8e-3
+    wanted = [[0, 8, slow, slow], [8, 0, slow, slow], [slow, slow, 0, 8], [slow, slow, 8, 0]]
+    np.testing.assert_allclose(alone.bandwidth_gbps, wanted)
     assert not alone.shares_memory
+
+
+@pytest.mark.parametrize(("factor", "num_left_out", "has_matrix"), [(1.4, 0, False), (1.6, 0, True), (1.6, 1, False)])
+def test_nodes_have_a_bandwidth_for_each_pair_if_all_were_measured_and_differ(
+    factor: float, num_left_out: int, has_matrix: bool
+) -> None:
+    links = [Link(rank, peer, 1e-4, 1e8) for rank, peer in itertools.permutations(range(3), 2)]
+    links[0] = dataclasses.replace(links[0], bytes_per_s=factor * 1e8)
+    cluster = cluster_of(links[: len(links) - num_left_out], 3, 1, on_cpu=True)
+    wanted = [[0, 0.8 * factor, 0.8], [0.8, 0, 0.8], [0.8, 0.8, 0]] if has_matrix else 0.8
+    np.testing.assert_allclose(cluster.bandwidth_gbps, wanted)
 
 
 @pytest.mark.parametrize(

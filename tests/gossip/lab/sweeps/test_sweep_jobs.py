@@ -27,6 +27,7 @@ def job(*overrides: str) -> Job:
         (["topology=base", "topology.options.k=1"], "base"),
         (["topology=random_matching", "seed=1"], "random_matching"),
         (["topology=ring", "topology.every=4"], "ring, every 4 steps"),
+        (["topology=ring", "topology.order=[0,2,1,3]"], "ring, order [0, 2, 1, 3]"),
         (["topology=ring", "topology.warmup_rounds=9"], "ring, after 9 all-reduces"),
         (["method=ddp"], "all-reduce"),
         (["method=local"], "no communication"),
