@@ -19,7 +19,14 @@ import gossip
 from gossip.exchange.recording import Ended, Members, Recorder
 from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
-SESSIONS = ("docs/goodput.md", "docs/modes.md", "docs/module_state.md", "docs/performance.md", "docs/schedules.md")
+SESSIONS = (
+    "docs/goodput.md",
+    "docs/modes.md",
+    "docs/module_state.md",
+    "docs/performance.md",
+    "docs/schedules.md",
+    "docs/simulation.md",
+)
 """Pages whose examples are one session."""
 
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"
@@ -29,7 +36,6 @@ PRINTED = {
     ("docs/larger_models.md", 0): "[2, 2, 2, 2]\n",
     ("docs/larger_models.md", 1): "",
     ("docs/logs.md", 0): "INFO gossip.step.building.construction: 1 rank that trains alone (gossip.launch, ",
-    ("docs/simulation.md", 0): "ms a step",
     ("docs/uneven_ranks.md", 0): "(0, 1, 2, 3)\n" * 4,
     ("docs/virtual_workers.md", 0): "1024 replicas",
     ("docs/when_ranks_die.md", 0): "(0, 1, 2, 3)\n" * 4,

@@ -140,7 +140,8 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         """Write the goodput of the links between hosts, and then a record of every method in every repetition."""
         links = measure_links(_MESSAGE_BYTES, torch.device("cpu"))
         speeds = [each.bytes_per_s for each in links if each.rank // case.local_size != each.peer // case.local_size]
-        write({"goodput_bytes_per_s": statistics.median(speeds) if speeds else None})
+        differ = case.last_link is not None or case.far_link is not None
+        write({"goodput_bytes_per_s": statistics.median(speeds) if speeds and not differ else None})
         if case.predicts:
             workload = WORKLOADS[case.model]
             module, batches = workload.initial_module(case.seed), workload.batches(case.seed, place.rank)
