@@ -120,13 +120,9 @@ class IntegralCorrection(WithForm):
         if topology.world_size == 1:
             yield Gains(0, 1.0, 0.0)
             return
+        check_connected(topology)
         gamma, kappa = self._given
         for phase in topology.phases:
-            if phase.topology.period is not None and not connected(phase.topology):
-                raise ValueError(
-                    f"topology {topology.name!r} never brings all ranks together: an integral correction would grow "
-                    "without end; choose a connected topology"
-                )
             if self._takes_textbook_gains and is_static_and_symmetric(phase.topology):
                 own_gamma, own_kappa = 0.5, 0.5 * delivers / phase.every
             else:
@@ -221,6 +217,16 @@ class Extra(IntegralCorrection):
 
     def __init__(self) -> None:
         super().__init__("awc")
+
+
+def check_connected(topology: Topology) -> None:
+    """Refuse a topology in a phase of which some ranks never get anything from some others."""
+    for phase in topology.phases:
+        if phase.topology.period is not None and not connected(phase.topology):
+            raise ValueError(
+                f"topology {topology.name!r} never brings all ranks together: an integral correction would grow "
+                "without end; choose a connected topology"
+            )
 
 
 def steps_to_mix(topology: Topology, every: int = 1) -> float:

@@ -6,6 +6,8 @@ import numpy as np
 from quadratics import BUCKETS, Array
 from recursions import PERIOD, Recursion
 
+import gossip
+
 
 class Anchored(Recursion):
     """Between two exchanges ranks train alone."""
@@ -183,6 +185,25 @@ class FactoredGossipInRounds(FactoredGossip):
 
 class LateFactoredGossip(FactoredGossip):
     overlap = 2
+
+
+class CorrectedFactoredGossip(FactoredGossip):
+    """What mixing moves an anchor is added up, and a part of each local step; the gain is another test's matter."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.gain = gossip.FactoredGossip(PERIOD, kappa=0.4).on(self.topology).gain
+        self.correction = self.zeros
+
+    def update(self, step: int, gradients: Array, updated: Array) -> None:
+        self.correction = self.correction * self.ratio(step)
+        self.x = self.x + self.correction / PERIOD
+        super().update(step, gradients, updated)
+
+    def combine(self, step: int) -> None:
+        before = self.anchor
+        super().combine(step)
+        self.correction = self.correction + self.gain * (self.anchor - before)
 
 
 class FactoredGossipWithAdam(FactoredGossip):

@@ -40,6 +40,7 @@ def test_mixing_factor_out_of_range_is_refused(gamma: object) -> None:
         (gossip.SlowMo, {"slow_lr": 0}, "slow_lr must be above 0 and finite, got 0"),
         (gossip.FactoredGossip, {"period": 0}, "period must be at least 1, got 0"),
         (gossip.FactoredGossip, {"period": 5, "rounds": 3, "overlap": 2}, "rounds=3 of overlap=2 .* than the 5 steps"),
+        (gossip.FactoredGossip, {"kappa": 2.0}, "kappa must be between 0 and 1, got 2.0"),
         (gossip.FactoredGossip, {"form": "atc", "overlap": 2}, "overlap=2: form=.atc. awaits .*; pass 1"),
         (gossip.GASLoC, {"outer_lr": 0}, "outer_lr must be above 0 and finite, got 0"),
         (gossip.NoLoCo, {"pull": 0}, "pull must be above 0 and finite, got 0"),

@@ -27,7 +27,7 @@ def largest_error(name: str, topology: str) -> float:
     return float(np.linalg.norm(x - optimum(), axis=1).max() / np.linalg.norm(optimum()))
 
 
-@pytest.mark.parametrize("name", ["adapt_while_communicating", "adapt_then_combine"])
+@pytest.mark.parametrize("name", ["adapt_while_communicating", "adapt_then_combine", "factored_gossip"])
 def test_gossip_stalls_at_a_bias(name: str) -> None:
     assert 0.1 < largest_error(name, "ring") < 10
 
@@ -40,6 +40,8 @@ EXACT = {  # an algorithm that serves several kinds of topologies with one of ea
     "gradient_tracking": ("exponential", "equi_dyn"),
     "gradient_tracking(atc)": ("ring", "base"),
     "momentum_tracking(atc)": ("torus",),
+    "factored_gossip(kappa)": ("one_peer_exponential", "base", "complete"),
+    "factored_gossip(kappa)(atc)": ("ring", "random_matching"),
     "quasi_global_integral": ("ring", "base"),
     "quasi_global_integral(atc)": ("torus",),
 }

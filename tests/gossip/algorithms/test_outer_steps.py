@@ -25,7 +25,7 @@ from gossip.algorithms import AdaptWhileCommunicating, DiLoCo, NoLoCo, RelaySum,
         SparseLoCo(period=3, ratio=0.5, bits=4),
         NoLoCo(period=3),
         gossip.GASLoC(period=3),
-        gossip.FactoredGossip(period=3),
+        gossip.FactoredGossip(period=3, kappa=0.4),
     ],
     ids=lambda algorithm: algorithm.describe(),
 )

@@ -232,7 +232,7 @@ ROWS = {
     "streaming_diloco": Row(gossip.StreamingDiLoCo(period=4, parts=2, overlap=2)),
     "sparse_loco": Row(gossip.SparseLoCo(period=4, ratio=0.5, bits=4), is_exact=True),
     "noloco": Row(gossip.NoLoCo(period=4), DenseNoLoCo, topology="random_matching"),
-    "factored_gossip": Row(gossip.FactoredGossip(period=4), topology="ring"),
+    "factored_gossip": Row(gossip.FactoredGossip(period=4, kappa=0.4), topology="ring"),
     "gasloc": Row(gossip.GASLoC(period=4), topology="ring"),
     "slowmo": Row(gossip.SlowMo(period=4, slow_lr=0.7), topology="ring"),
     "gossip_pga": Row(gossip.GossipPGA(period=4, form="atc"), is_exact=True, topology="ring"),
