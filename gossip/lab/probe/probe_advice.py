@@ -228,9 +228,9 @@ class Advice:
             f"computing holds up the messages beside it for {100 * workload.contention:.0f} % of its time.",
         ]
         if cluster.num_nodes > 1:
-            lines.append(
-                f"Between nodes: {cluster.latency_us:.0f} us, {cluster.bandwidth_text} Gbit/s of a node each way."
-            )
+            placed = "" if cluster.pair_seconds_per_byte is None else "; each topology has its ranks in the best order"
+            rates = f"{cluster.bandwidth_text} Gbit/s of a node each way"
+            lines.append(f"Between nodes: {cluster.latency_us:.0f} us, {rates}{placed}.")
         if cluster.local_size > 1:
             lines.append(
                 f"Between ranks of a node: {cluster.local_latency_us:.0f} us, {cluster.local_bandwidth_gbps:.3g} "
