@@ -1,4 +1,4 @@
-"""What a topology puts on the wire: messages and bytes per rank, on the busiest link and across the network."""
+"""What a topology puts on the wire: messages and bytes per rank, of the busiest node and across the network."""
 
 from dataclasses import dataclass
 
@@ -26,8 +26,6 @@ class RoundTraffic:
         Messages that each rank sends, shape ``[n]``.
     sent_by_node, received_by_node
         Messages that leave and enter each node, shape ``[nodes]``.
-    largest_link
-        Most messages from one node to one other.
     steps
         Most steps of any rank, one after the other, of exchanges that use the network.
     """
@@ -35,7 +33,6 @@ class RoundTraffic:
     sent: FloatArray
     sent_by_node: FloatArray
     received_by_node: FloatArray
-    largest_link: float
     steps: int
 
     @property
@@ -79,11 +76,6 @@ class Traffic:
     def max_node_bytes(self) -> float:
         """Bytes that leave or enter the busiest node in its busiest round."""
         return self.message_bytes * max(round_.busiest_node for round_ in self.rounds)
-
-    @property
-    def max_link_bytes(self) -> float:
-        """Bytes from one node to one other in the busiest round."""
-        return self.message_bytes * max(round_.largest_link for round_ in self.rounds)
 
     def bytes_in(self, num_rounds: int) -> float:
         """Return the bytes that a rank sends in the first rounds after the warm-up, the mean over ranks."""
@@ -155,12 +147,10 @@ def round_traffic(round_: Round, local_size: int = 1) -> RoundTraffic:
     most_steps = steps[crosses].max(initial=0.0)  # a ring all-reduce keeps all members busy for as long
     if round_.uniform_groups is None:
         most_steps = max(np.bincount(ranks[crosses], minlength=1).max() for ranks in (senders, receivers))
-    links = np.unique(from_node[crosses] * num_nodes + to_node[crosses], return_inverse=True)[1]
     return RoundTraffic(
         sent=_total(senders, amount, n),
         sent_by_node=_total(from_node[crosses], amount[crosses], num_nodes),
         received_by_node=_total(to_node[crosses], amount[crosses], num_nodes),
-        largest_link=float(_total(links, amount[crosses], 1).max()),
         steps=int(most_steps),
     )
 
