@@ -25,16 +25,14 @@ _LARGEST_REDUCED = 1_000_000
 class Activation:
     """Matchings that are used at random: ``W = I - alpha sum_j B_j L_j``, where B_j is 1 with probability p_j, else 0.
 
-    ``connectivity`` is ``lambda_2(sum_j p_j L_j)``; no probabilities within the budget reach a higher one than
-    ``connectivity_bound``. ``squared_rate`` is ``||E[W^T W] - J||_2``, by which a round shrinks the expected square of
-    the distance to the mean, at worst: what the paper calls rho.
+    ``connectivity`` is ``lambda_2(sum_j p_j L_j)``. ``squared_rate`` is ``||E[W^T W] - J||_2``, by which a round
+    shrinks the expected square of the distance to the mean, at worst: what the paper calls rho.
     """
 
     matchings: tuple[IntArray, ...]
     probabilities: FloatArray
     alpha: float
     connectivity: float
-    connectivity_bound: float
     squared_rate: float
 
     @property
@@ -50,14 +48,14 @@ def activation(world_size: int, matchings: Sequence[IntArray], budget: float) ->
     are kept wherever they are optimal.
 
     The connectivity is within 1e-9 of the optimum, relatively; above 300 ranks, where eigenvectors come from iterations
-    on sparse matrices, within 1e-7. ``connectivity_bound`` proves how close it is. The search has as many unknowns as
-    there are matchings. With hundreds of them on thousands of ranks (hubs) it ends after a fixed number of steps
-    that can take a minute, some per cent below the bound; more than 1000 stay equally probable.
+    on sparse matrices, within 1e-7. The search has as many unknowns as there are matchings. With hundreds of them on
+    thousands of ranks (hubs) it ends after a fixed number of steps that can take a minute, some per cent below an upper
+    bound; more than 1000 stay equally probable.
     """
     graph = _Matchings(world_size, matchings)
-    probabilities, connectivity, bound = _best_probabilities(graph, budget)
+    probabilities, connectivity = _best_probabilities(graph, budget)
     alpha, squared_rate = _best_step(graph, probabilities)
-    return Activation(tuple(matchings), probabilities, alpha, connectivity, max(bound, connectivity), squared_rate)
+    return Activation(tuple(matchings), probabilities, alpha, connectivity, squared_rate)
 
 
 class _Matchings:
@@ -84,8 +82,8 @@ class _Matchings:
         return np.add.reduceat(np.mean(differences**2, axis=1), self.starts)
 
 
-def _best_probabilities(graph: _Matchings, budget: float) -> tuple[FloatArray, float, float]:
-    """Return p, ``lambda_2(L(p))`` and an upper bound of it for all p.
+def _best_probabilities(graph: _Matchings, budget: float) -> tuple[FloatArray, float]:
+    """Return p and ``lambda_2(L(p))``; an upper bound of it for all p ends the search.
 
     On the span of some vectors V, ``lambda_min(V^T L(p) V)`` is at least ``lambda_2(L(p))``. Its maximum is a small
     problem, solved exactly. The eigenvectors at that p then join V, until the maximum is no more than what was
@@ -119,7 +117,7 @@ def _best_probabilities(graph: _Matchings, budget: float) -> tuple[FloatArray, f
         if span.shape[1] + vectors.shape[1] > largest_span:
             span = span @ rotation[:, : largest_span // 2]  # the directions that hold the eigenvalue down
         span = _orthonormal(np.concatenate((span, vectors), axis=1))
-    return best, reached, bound
+    return best, reached
 
 
 def _low_end(graph: _Matchings, probabilities: FloatArray) -> tuple[FloatArray, FloatArray]:
