@@ -10,6 +10,7 @@ from torch import nn
 from gossip import GossipDataParallel, GossipError
 from gossip.integrations.remaining_ranks import RemainingRanks
 from gossip.optimizers.bucket_optimizer import OptimizerArgument
+from gossip.step.building.wrapper_arguments import refuse_any
 
 _DISTRIBUTED_TYPES = ("NO", "MULTI_")  # prefixes of accelerate's: one process, or one per device
 
@@ -80,18 +81,11 @@ def check_accelerator(accelerator: Any, *, steps_in_backward: bool) -> None:
         'mixed_precision="fp8", which replaces layers': accelerator.mixed_precision == "fp8",
         "sync_each_batch=True, with which every backward pass would be a step": steps_in_backward and syncs_each_batch,
     }
-    refuse(
+    refuse_any(
         refused,
         "the accelerator is set up with {}: gossip trains one whole replica on each rank; leave it out of "
         "Accelerator(...), TrainingArguments(...) and `accelerate config`",
     )
-
-
-def refuse(refused: Mapping[str, Any], sentence: str) -> None:
-    """Raise ValueError with the first of these texts whose value is true, in its place in the sentence. Local."""
-    for what, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(sentence.format(what))
 
 
 class SampleCount:

@@ -21,13 +21,13 @@ from gossip.integrations.common_checks import (
     SampleCount,
     check_accelerator,
     check_options,
-    refuse,
     steps_in_backward,
     weakly,
     wrap,
 )
 from gossip.integrations.remaining_ranks import remaining_ranks
 from gossip.integrations.trainer_epochs import HeldBatches, HeldLoader, UnevenEpoch
+from gossip.step.building.wrapper_arguments import refuse_any
 from gossip.wrapper import DEFAULT_TIMEOUT
 from topologies.validation import check_integer
 
@@ -361,7 +361,7 @@ def check_total_batch_size(total: int | None, args: Any, *, joins: bool) -> None
         "join=True: all ranks have a share of every batch": joins,
         "group_by_length=True: batches are drawn at random": getattr(args, "group_by_length", False),
     }
-    refuse(refused, f"total_batch_size={total} cannot be held with {{}}")
+    refuse_any(refused, f"total_batch_size={total} cannot be held with {{}}")
 
 
 def check_arguments(args: Any, model: Any) -> None:
@@ -401,7 +401,7 @@ def check_arguments(args: Any, model: Any) -> None:
             for name, remedy in _OF_DDP.items()
         },
     }
-    refuse(refused, "GossipTrainer does not train with {}")
+    refuse_any(refused, "GossipTrainer does not train with {}")
 
 
 def check_joining(args: Any, accelerator: Any) -> None:
@@ -412,7 +412,7 @@ def check_joining(args: Any, accelerator: Any) -> None:
         f"include_num_input_tokens_seen={seen!r}": seen != "no",
         "dispatch_batches=True": accelerator.dataloader_config.dispatch_batches,
     }
-    refuse(
+    refuse_any(
         refused,
         "{} with join=True: all ranks would wait in every step, also for one that has no more batches; leave one of "
         "the two out",

@@ -169,11 +169,11 @@ def check_arguments(arguments: Arguments, module: nn.Module) -> None:
                 )
 
 
-def refuse_any(refused: Mapping[str, object]) -> None:
-    """Raise ValueError with the first text whose condition holds."""
+def refuse_any(refused: Mapping[str, object], sentence: str = "{}") -> None:
+    """Raise ValueError with the first text whose condition holds, in its place in the sentence."""
     for text, holds in refused.items():
         if holds:
-            raise ValueError(text)
+            raise ValueError(sentence.format(text))
 
 
 def check_mesh_arguments(arguments: Arguments) -> None:
