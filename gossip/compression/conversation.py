@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,6 +26,7 @@ _NOTHING = nullcontext()
 _thread = threading.local()
 
 
+@dataclass(eq=False, repr=False)
 class Turn:
     """Messages that are sent together, and room for those that are received.
 
@@ -52,25 +54,17 @@ class Turn:
         Set by whatever carries a turn after the opening: the ranks whose messages will never arrive.
     """
 
-    def __init__(
-        self,
-        sent: Messages,
-        make_buffers: Callable[[], Messages],
-        make_accumulator: Callable[[], torch.Tensor] | None = None,
-        *,
-        following: Messages = MappingProxyType({}),
-        making: Iterator[int] = iter(()),  # noqa: B008 -- it is empty and can be shared
-    ) -> None:
-        self.sent = sent
-        self.following = following
-        self.making = making
-        self.make_accumulator = make_accumulator
-        self.lost: Collection[int] = ()
-        self._make_buffers = make_buffers
+    sent: Messages
+    make_buffers: Callable[[], Messages]
+    make_accumulator: Callable[[], torch.Tensor] | None = None
+    _: KW_ONLY
+    following: Messages = field(default_factory=dict)
+    making: Iterator[int] = iter(())  # noqa: RUF009 -- it is empty and can be shared
+    lost: Collection[int] = field(default=(), init=False)
 
     @cached_property
     def receive_buffers(self) -> Messages:
-        return self._make_buffers()
+        return self.make_buffers()
 
 
 class Delivery:
