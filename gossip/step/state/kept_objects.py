@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -84,18 +85,14 @@ class KeptObjects(dict[str, Stateful]):
         return {**self, **parts}
 
 
+@dataclass(frozen=True, eq=False)
 class GivenObjects:
     """What a rank that joins has been given: the states of kept objects, and the options of the optimizers' groups."""
 
-    def __init__(
-        self,
-        who: str,
-        states: Mapping[str, Mapping[str, Any]],
-        options: Sequence[Sequence[Mapping[str, Any]]],
-        optimizers: Sequence[Optimizer],
-    ) -> None:
-        self._who, self._options, self._optimizers = who, options, optimizers
-        self._states = states
+    _who: str
+    _states: Mapping[str, Mapping[str, Any]]
+    _options: Sequence[Sequence[Mapping[str, Any]]]
+    _optimizers: Sequence[Optimizer]
 
     def load(self, objects: Mapping[str, Stateful]) -> None:
         """Load the states of these objects, and the options, which constructing a scheduler changes. Local."""
