@@ -205,14 +205,9 @@ def post_point_to_point(group: Group, receives: Sequence[Message], sends: Sequen
     device = (*receives, *sends)[0].tensor.device
     if device.type == "cpu":
         return [
-            *(
-                posted(message_of(peer), functools.partial(group.recv, [tensor], peer, tag), tensor.nbytes)
-                for peer, tensor, tag in receives
-            ),
-            *(
-                posted(taking_by(peer), functools.partial(group.send, [tensor], peer, tag), tensor.nbytes)
-                for peer, tensor, tag in sends
-            ),
+            posted(awaited(peer), functools.partial(post, [tensor], peer, tag), tensor.nbytes)
+            for messages, post, awaited in ((receives, group.recv, message_of), (sends, group.send, taking_by))
+            for peer, tensor, tag in messages
         ]
     # In one call, because a device runs the operations between two ranks in turn, and a receive before a send on both
     # sides would never end.
