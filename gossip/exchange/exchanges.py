@@ -259,12 +259,6 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
                 messages[channel].append(message)
         self.in_flight[index] = self._start(index, messages, round_, step, meter)
 
-    def combine_what_is_due_(self, index: int, step: int, meter: AnyMeter) -> None:
-        """Combine what is in flight for a bucket if step ``step``, which updates it, needs it."""
-        in_flight = self.in_flight[index]
-        if in_flight is not None and step >= in_flight.round_index + self.algorithm.overlap:
-            self.combine_(index, meter)
-
     def combine_(self, index: int, meter: AnyMeter) -> None:
         """Await what is in flight for a bucket, if anything is, and combine it."""
         in_flight, self.in_flight[index] = self.in_flight[index], None

@@ -25,7 +25,9 @@ class StepOrder(Generic[AnyInFlight, AnyMeter]):
     def begin(self, indices: Sequence[int], step: int, meter: AnyMeter) -> None:
         """Combine what has arrived for these buckets, and remember their values."""
         for index in indices:
-            self._exchanges.combine_what_is_due_(index, step, meter)
+            in_flight = self._exchanges.in_flight[index]
+            if in_flight is not None and step >= in_flight.round_index + self._algorithm.overlap:
+                self._exchanges.combine_(index, meter)
             if self._algorithm.remembers_before:
                 for view in self._exchanges.views(index):
                     view.before = view.values.clone()
