@@ -225,15 +225,11 @@ class VirtualWorkers(KeepsObjects):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield :meth:`parameters` with the bare module's names; with several devices, a name occurs once for each."""
-        for name in self._shards[0].parameters:
-            for shard in self._shards:
-                yield name, shard.parameters[name]
+        return ((name, shard.parameters[name]) for name in self._shards[0].parameters for shard in self._shards)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the stacked buffers, as :meth:`named_parameters` does the parameters."""
-        for name in self._shards[0].buffers:
-            for shard in self._shards:
-                yield name, shard.buffers[name]
+        return ((name, shard.buffers[name]) for name in self._shards[0].buffers for shard in self._shards)
 
     def replica(self, rank: int) -> nn.Module:
         """Return a copy of the bare module with the values of one rank's replica."""
