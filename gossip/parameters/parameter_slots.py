@@ -3,9 +3,9 @@
 import itertools
 import operator
 import sys
+import traceback
 import weakref
 from collections.abc import Container
-from types import FrameType
 
 import torch
 from torch import nn
@@ -127,12 +127,7 @@ class ParameterSlots(ModuleSnapshot):
 
 def _inside_functional_call() -> bool:
     """Return whether torch.func.functional_call has temporarily put other tensors into the module."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_functional_call":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "_functional_call" for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 _open_places: weakref.WeakSet[ParameterSlots] = weakref.WeakSet()
