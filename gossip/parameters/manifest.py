@@ -106,6 +106,4 @@ def describe_topology(topology: Topology) -> str:
 
 def _describe(name: str, tensor: torch.Tensor) -> str:
     text = f"{name!r} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} strides {list(tensor.stride())}"
-    if isinstance(tensor, nn.Parameter):
-        text += "" if tensor.requires_grad else " frozen"
-    return text
+    return text + " frozen" * (isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
