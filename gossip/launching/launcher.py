@@ -53,9 +53,11 @@ _worker_pids: list[int] = []  # of the running launch
 
 
 @dataclass(frozen=True)
-class _Rendezvous:
-    """What a worker needs to join the process group."""
+class _Job:
+    """What every worker runs, and what it needs to join the process group."""
 
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
     world_size: int
     port: int
     backend: str
@@ -172,7 +174,9 @@ def launch(
     listener = _listen(port)
     port = listener.getsockname()[1]
     store = serve("127.0.0.1", listener, timeout)
-    rendezvous = _Rendezvous(
+    job = _Job(
+        function=function,
+        args=args,
         world_size=world_size,
         port=port,
         backend=backend,
@@ -188,8 +192,7 @@ def launch(
 
     def start(rank: int, attempt: int = 0) -> None:
         channel, theirs = context.Pipe()
-        arguments = function, args, rank, rendezvous, theirs, attempt
-        process = context.Process(target=_work, args=arguments, name=f"rank{rank}", daemon=False)
+        process = context.Process(target=_work, args=(job, rank, theirs, attempt), name=f"rank{rank}", daemon=False)
         process.start()
         theirs.close()
         assert process.pid is not None
@@ -335,14 +338,7 @@ def _end(workers: Sequence[ForkServerProcess]) -> None:
         worker.close()
 
 
-def _work(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    rendezvous: _Rendezvous,
-    channel: Connection,
-    attempt: int,
-) -> None:
+def _work(job: _Job, rank: int, channel: Connection, attempt: int) -> None:
     """Run a worker: join the group, call the function, report, wait for all the others, exit.
 
     In a later ``attempt`` the others have already started, and the worker, or its shard group, joins their training.
@@ -357,30 +353,28 @@ def _work(
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(rendezvous.world_size),
-        LOCAL_WORLD_SIZE=str(rendezvous.world_size),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(rendezvous.port),
+        MASTER_PORT=str(job.port),
     )
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.pop(KEY, None)  # the fork server may have been started with another one
-    if rendezvous.key is not None:
-        os.environ[KEY] = rendezvous.key
-    torch.set_num_threads(rendezvous.num_threads)
+    if job.key is not None:
+        os.environ[KEY] = job.key
+    torch.set_num_threads(job.num_threads)
     try:
-        with limit_named(), _local_size_set(rendezvous.local_size):
-            store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=rendezvous.timeout)
+        with limit_named(), _local_size_set(job.local_size):
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=job.timeout)
             if attempt:
-                group, place = divmod(rank, group_size := rendezvous.local_size or 1)
+                group, place = divmod(rank, group_size := job.local_size or 1)
                 if group_size > 1:
-                    name = f"group{group}/attempt{attempt}"
-                    of_group = dist.PrefixStore(name, store)
-                    _init(rendezvous, of_group, place, group_size)
+                    _init(job, dist.PrefixStore(f"group{group}/attempt{attempt}", store), place, group_size)
                 join_training(store)
             else:
-                _init(rendezvous, store, rank, rendezvous.world_size)
-            report = _pickled_result(function(*args))
+                _init(job, store, rank, job.world_size)
+            report = _pickled_result(job.function(*job.args))
     except BaseException as error:
         summary = "".join(traceback.format_exception_only(error)).strip()
         named = (each.failed_ranks for each in causes(error) if isinstance(each, ExchangeError))
@@ -397,8 +391,8 @@ def _work(
         dist.destroy_process_group()
 
 
-def _init(rendezvous: _Rendezvous, store: dist.Store, rank: int, size: int) -> None:
-    dist.init_process_group(rendezvous.backend, store=store, rank=rank, world_size=size, timeout=rendezvous.timeout)
+def _init(job: _Job, store: dist.Store, rank: int, size: int) -> None:
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=size, timeout=job.timeout)
 
 
 def _pickled_result(result: Any) -> bytes:
