@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from gossip.errors import GossipError, warn_user
 from gossip.exchange.clipping import clips_above
 from gossip.exchange.distributed_transport import DistributedTransport
 from gossip.exchange.rank_exchanges import AnyBucket, RankExchanges
-from gossip.exchange.transport import Transport, TransportFactory, make_transport
+from gossip.exchange.transport import TransportFactory, make_transport
 from gossip.exchange.transport_names import resolve_transport
 from gossip.optimizers.bucket_optimizer import (
     OptimizerWatch,
@@ -177,9 +176,10 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
         forks.watch(engine)
     for optimizer in optimizers:
         replace_step(optimizer, engine.step_optimizer, by_bucket=arguments.updates_by_bucket)
+    parts = Parts(topology, algorithm, compression, optimizers, engine, manifest)
     if world.rank == group.rank == 0:
-        _announce(topology, algorithm, compression, arguments, everything, engine.frozen, transport)
-    return Parts(topology, algorithm, compression, optimizers, engine, manifest)
+        _announce(parts, arguments)
+    return parts
 
 
 @limit_named()
@@ -330,16 +330,9 @@ def _transport_factory(arguments: Arguments, algorithm: Algorithm, compression: 
     return factory
 
 
-def _announce(
-    topology: Topology,
-    algorithm: Algorithm,
-    compression: Compression,
-    arguments: Arguments,
-    buckets: Sequence[AnyBucket],
-    frozen: FrozenParameters,
-    transport: Transport | None,
-) -> None:
+def _announce(parts: Parts, arguments: Arguments) -> None:
     """Log ranks, schedule, algorithm and compression in one line; at level TRACE also buckets and transport."""
+    topology, engine = parts.topology, parts.engine
     size, shards = topology.world_size, arguments.mesh
     ranks = f"{size} rank{'s' * (size != 1)}"
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
@@ -349,16 +342,16 @@ def _announce(
     period = "no period" if topology.period is None else f"period {topology.period}"
     when = "bucket by bucket in backward" if arguments.updates_by_bucket else "at the end of backward"
     logger.info(
-        f"{ranks}, topology {topology.name} ({period}), {algorithm.describe()}, compression {compression.describe()}, "
-        f"steps {when if arguments.step_in_backward else 'in optimizer.step()'}"
+        f"{ranks}, topology {topology.name} ({period}), {parts.algorithm.describe()}, compression "
+        f"{parts.compression.describe()}, steps {when if arguments.step_in_backward else 'in optimizer.step()'}"
     )
-    listed = [_describe_bucket(bucket) for bucket in buckets]
+    listed = [_describe_bucket(bucket) for bucket in engine.buckets]
     hidden = len(listed) - _MAX_BUCKETS_LISTED
     text = ", ".join(listed[:_MAX_BUCKETS_LISTED]) + (f", {hidden} more" if hidden > 0 else "")
-    silent = f"; {_size(frozen.num_bytes)} of frozen parameters are not sent" if frozen else ""
+    silent = f"; {_size(engine.frozen.num_bytes)} of frozen parameters are not sent" if engine.frozen else ""
     logger.trace("{} bucket{}: {}{}", len(listed), "s" * (len(listed) != 1), text or "nothing to train", silent)
-    if transport is not None:
-        logger.trace("{}", transport.describe())
+    if engine.exchanges.transport is not None:
+        logger.trace("{}", engine.exchanges.transport.describe())
 
 
 def _describe_bucket(bucket: AnyBucket) -> str:
