@@ -73,9 +73,9 @@ _NO_PRE_HOOKS = (
 )
 
 
-def num_held(optimizers: Sequence[Optimizer]) -> int:
-    """Return how many parameters the optimizers hold."""
-    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+def held_by(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters in the optimizers' groups, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -83,17 +83,16 @@ def check_parameters_held(optimizers: Sequence[Optimizer], parameters: Mapping[s
     names = {id(parameter): name for name, parameter in parameters.items()}
     holder: dict[int, Optimizer] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise ValueError(
-                        f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} "
-                        "that the module does not have; build it over the parameters of the module that is wrapped"
-                    )
-                if holder.setdefault(id(parameter), optimizer) is not optimizer:
-                    raise ValueError(
-                        f"parameter {names[id(parameter)]!r} is held by two optimizers; give it to one of them"
-                    )
+        for parameter in held_by([optimizer]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
+                    "the module does not have; build it over the parameters of the module that is wrapped"
+                )
+            if holder.setdefault(id(parameter), optimizer) is not optimizer:
+                raise ValueError(
+                    f"parameter {names[id(parameter)]!r} is held by two optimizers; give it to one of them"
+                )
 
 
 def view_of(optimizer: Optimizer) -> Any:
@@ -276,8 +275,8 @@ class EvaluatedClosure:
     def hand_over(self, where: str) -> None:
         """Note that the optimizer is about to be stepped; ``where`` is for error texts."""
         self._where = where
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._seen = [(parameter, parameter._version, parameter.grad) for parameter in parameters]
+        held = held_by([self._optimizer])
+        self._seen = [(parameter, parameter._version, parameter.grad) for parameter in held]
 
     def __call__(self) -> Any:
         """Return the loss."""
@@ -314,14 +313,13 @@ class OptimizerWatch:
         """Raise if the optimizer holds a parameter of this model but is not one of the model's own. Local."""
         if self._is_paused or optimizer in self._known:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._names:
-                    raise GossipError(
-                        f"{type(optimizer).__name__}.step(): parameter {self._names[id(parameter)]!r} belongs to a "
-                        "GossipDataParallel, which only its own optimizer steps; pass this one to "
-                        "GossipDataParallel(module, optimizer), for the usual loop with step_in_backward=False"
-                    )
+        for parameter in held_by([optimizer]):
+            if id(parameter) in self._names:
+                raise GossipError(
+                    f"{type(optimizer).__name__}.step(): parameter {self._names[id(parameter)]!r} belongs to a "
+                    "GossipDataParallel, which only its own optimizer steps; pass this one to "
+                    "GossipDataParallel(module, optimizer), for the usual loop with step_in_backward=False"
+                )
         self._known.add(optimizer)  # it does not concern this model
 
     @contextmanager

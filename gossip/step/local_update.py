@@ -20,7 +20,7 @@ from gossip.optimizers.bucket_optimizer import (
     Closure,
     EvaluatedClosure,
     check_parameters_held,
-    num_held,
+    held_by,
 )
 from gossip.optimizers.loss_scale import SharedScaler
 from gossip.private_torch import fast_range, flatten_tensors, norms_of
@@ -60,7 +60,7 @@ class Updater:
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
         self._rank = rank
-        self._num_held = num_held(self.optimizers)
+        self._num_held = len(held_by(self.optimizers))
         self._has_overflowed = False
         self._by_bucket: list[list[BucketOptimizer]] = []
         self._empty: set[int] = set()  # the ids of parameters that another rank of the group has whole
@@ -76,12 +76,12 @@ class Updater:
 
     def check_held(self) -> None:
         """Refuse a parameter that was added to an optimizer during training, but that the module does not have."""
-        held = num_held(self.optimizers)
-        if held != self._num_held:
+        num_held = len(held_by(self.optimizers))
+        if num_held != self._num_held:
             check_parameters_held(
                 self.optimizers, {str(number): parameter for number, parameter in enumerate(self._parameters)}
             )
-            self._num_held = held
+            self._num_held = num_held
 
     def measure_bucket(self, bucket: AnyBucket, step: int, meter: Meter) -> torch.Tensor | None:
         """Return the norm of one bucket's gradients, without communication; None if there is nothing to apply."""
@@ -132,9 +132,7 @@ class Updater:
 
     def _not_held(self) -> list[torch.Tensor]:
         """Return the gradients of parameters that no optimizer holds."""
-        held = {
-            id(each) for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]
-        }
+        held = set(map(id, held_by(self.optimizers)))
         return _gradients(parameter for parameter in self._parameters if id(parameter) not in held)
 
     def update_by(self, optimizer: Optimizer, closure: Closure | None, step: int, meter: Meter, direct: Direct) -> Any:
@@ -147,7 +145,7 @@ class Updater:
             if self._overflowed_(optimizer) or not self._look_at_gradients(optimizer, step, meter):
                 return None if evaluated is None else evaluated.loss
             direct()
-            self._leave_out_empty(parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._leave_out_empty(held_by([optimizer]))
             if evaluated is None:
                 return make_step(optimizer)
             evaluated.hand_over(f"rank {self._rank}: step {step}")
@@ -155,12 +153,9 @@ class Updater:
 
     def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
         """Return whether the gradients that the optimizer is about to apply are finite; measures their norm."""
-        held = None
-        if len(self.optimizers) > 1:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = set(map(id, held_by([optimizer]))) if len(self.optimizers) > 1 else None
         for bucket in self._buckets:
-            gradients = _gradients(p for p in bucket.parameters if held is None or id(p) in held)
-            if gradients:
+            if gradients := _gradients(p for p in bucket.parameters if held is None or id(p) in held):
                 norm = self._group.norm(_norm(gradients, bucket))
                 if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                     return False
@@ -199,7 +194,7 @@ class Updater:
             self._has_overflowed = True
             return True
         if scale is not None:
-            for gradient in _gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for gradient in _gradients(held_by([optimizer])):
                 gradient.mul_(1.0 / float(scale))
         return False
 
@@ -211,8 +206,7 @@ class Updater:
             return True
         if self._clips_buckets:
             for bucket in self._buckets:
-                gradients = _gradients(bucket.parameters)
-                if gradients:
+                if gradients := _gradients(bucket.parameters):
                     _clip_(bucket.parameters, self._clip_grad_norm, self._group.norm(_norm(gradients, bucket)))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)

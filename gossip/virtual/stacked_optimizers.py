@@ -16,6 +16,7 @@ from gossip.optimizers.bucket_optimizer import (
     OptimizerArgument,
     build_optimizers,
     check_parameters_held,
+    held_by,
     step_of,
     view_of,
 )
@@ -145,9 +146,7 @@ def check_stacks_held(optimizers: Sequence[Optimizer], stacks: Stacks) -> None:
     """Refuse, by ValueError, a parameter that does not belong to the module, or that is held twice."""
     known = [stack for by_shard in stacks.values() for stack in by_shard]
     check_parameters_held(optimizers, {str(number): stack for number, stack in enumerate(known)})
-    held = [
-        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    ]
+    held = list(map(id, held_by(optimizers)))
     if len(set(held)) < len(held):
         raise ValueError(
             "a parameter was added to an optimizer that already holds it, and would be updated twice; add only "

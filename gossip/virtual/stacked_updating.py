@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gossip.compression.conversation import accumulation_dtype, all_finite
 from gossip.errors import GossipError
-from gossip.optimizers.bucket_optimizer import num_held
+from gossip.optimizers.bucket_optimizer import held_by
 from gossip.optimizers.scopes import COUNTER
 from gossip.parameters.buckets import Bucket
 from gossip.private_torch import multiply_
@@ -60,7 +60,7 @@ class StackedUpdater:
         clip: str,
     ) -> None:
         self._shards, self._optimizers, self._stacks = shards, optimizers, stacks
-        self._num_held = num_held(optimizers)
+        self._num_held = len(held_by(optimizers))
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
         self._groups: list[Sequence[str]] = [list(shards[0].parameters)] if self._clips_all else []
@@ -108,11 +108,11 @@ class StackedUpdater:
 
     def stack_new_groups(self) -> None:
         """Put stacks into groups that were added to the optimizers during training."""
-        if num_held(self._optimizers) != self._num_held:
+        if len(held_by(self._optimizers)) != self._num_held:
             for optimizer in self._optimizers:
                 stack_groups(optimizer, self._stacks)
             check_stacks_held(self._optimizers, self._stacks)
-            self._num_held = num_held(self._optimizers)
+            self._num_held = len(held_by(self._optimizers))
 
     def apply(self, step: int, direct: Callable[[RowsByName], None] | None = None) -> torch.Tensor:
         """Clip and step, except for rows without gradients or with ones that are not finite; return the latter, [n].
