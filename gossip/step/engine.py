@@ -22,7 +22,6 @@ from gossip.parameters.buckets import make_buckets
 from gossip.parameters.frozen_parameters import FrozenParameters
 from gossip.parameters.parameter_slots import ParameterSlots
 from gossip.private_torch import is_in_backward
-from gossip.sharding.local_group import LocalGroup
 from gossip.step.backward_pass import BackwardPass, GradientHooks, StepProgress, refuse_compiled_autograd, tensors_in
 from gossip.step.forward_waits import ForwardWaits
 from gossip.step.health_checks import HealthChecks
@@ -54,12 +53,10 @@ class StepEngine(HealthChecks, ABC):
         exchanges: RankExchanges,
         updater: Updater,
         *,
-        rank: int,
         bucket_cap_bytes: int,
         watch: OptimizerWatch,
-        group: LocalGroup,
     ) -> None:
-        super().__init__(buckets, updater, group, rank)
+        super().__init__(buckets, updater)
         self.module = module
         self.frozen = frozen
         self.unfrozen: list[list[str]] = []  # names that have got buckets since the model was wrapped, by step
@@ -77,13 +74,13 @@ class StepEngine(HealthChecks, ABC):
         self.last_meter: Meter | None = None  # of the newest step
         self.num_late = 0  # late messages that have been combined
         self._num_bad_steps = 0
-        self._has_warned = rank != 0  # all ranks run the same loop
+        self._has_warned = self.rank != 0  # all ranks run the same loop
         self.optimizer_step_calls = OptimizerStepCalls(
-            f"rank {rank}: ", "wrap the module with step_in_backward=False", tells=rank == 0
+            f"rank {self.rank}: ", "wrap the module with step_in_backward=False", tells=self.rank == 0
         )
         self._launching = threading.RLock()  # a module on several devices has a thread of autograd's for each
         self._forward_began = 0.0
-        self._places = ParameterSlots(module, group.module)
+        self._places = ParameterSlots(module, self.group.module)
         self._gradient_hooks = GradientHooks(self._make_hook)
         self._hook_parameters(buckets)
         self.forward_waits = self._make_forward_waits()

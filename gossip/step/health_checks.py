@@ -11,7 +11,6 @@ from gossip.communication.host import forks
 from gossip.errors import GenerationEndedError, GossipError
 from gossip.exchange.rank_exchanges import AnyBucket
 from gossip.private_torch import is_in_backward
-from gossip.sharding.local_group import LocalGroup
 from gossip.step.backward_pass import DEAD_BACKWARD, StepProgress
 from gossip.step.local_update import Updater
 
@@ -23,11 +22,11 @@ class HealthChecks:
 
     is_parents = False  # else this process was forked from the one that trains
 
-    def __init__(self, buckets: Sequence[AnyBucket], updater: Updater, group: LocalGroup, rank: int) -> None:
+    def __init__(self, buckets: Sequence[AnyBucket], updater: Updater) -> None:
         self.buckets = list(buckets)
         self.updater = updater
-        self.group = group  # the ranks that train a replica together
-        self.rank = rank
+        self.group = updater.group  # the ranks that train a replica together
+        self.rank = updater.rank
         self.step = self.generation = 0  # steps made, and so the index of the next round; of the training ranks
         self.is_averaged = False  # the buckets temporarily hold the global average
         self.is_in_join = False  # ranks may temporarily be at different steps

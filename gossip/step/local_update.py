@@ -52,14 +52,14 @@ class Updater:
         rank: int,
         group: LocalGroup,
     ) -> None:
-        self._group = group
+        self.group = group
         self.optimizers = tuple(optimizers)
         self.scaler = scaler
         self._buckets: list[AnyBucket] = []
         self._parameters = parameters
         self._clip_grad_norm = clip_grad_norm
         self._clips_buckets = clip == "bucket"
-        self._rank = rank
+        self.rank = rank
         self._num_held = len(held_by(self.optimizers))
         self._has_overflowed = False
         self._by_bucket: list[list[BucketOptimizer]] = []
@@ -89,7 +89,7 @@ class Updater:
         if not gradients:
             return None
         with _timed(meter):
-            norm = self._group.norm(_norm(gradients, bucket))
+            norm = self.group.norm(_norm(gradients, bucket))
             return norm if self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter) else None
 
     def update_bucket(self, bucket: AnyBucket, norm: torch.Tensor | None, meter: Meter, direct: Direct) -> None:
@@ -114,7 +114,7 @@ class Updater:
     def update_all(self, step: int, meter: Meter, direct: Direct) -> None:
         """Apply the optimizers to all gradients, and drop the gradients."""
         with fast_range("gossip::update"), _timed(meter):
-            overflowed = self.scaler is not None and self._group.any(
+            overflowed = self.scaler is not None and self.group.any(
                 self.scaler.unscale_(self.optimizers, self._not_held())
             )
             gradients = _gradients(self._parameters)
@@ -148,7 +148,7 @@ class Updater:
             self._leave_out_empty(held_by([optimizer]))
             if evaluated is None:
                 return make_step(optimizer)
-            evaluated.hand_over(f"rank {self._rank}: step {step}")
+            evaluated.hand_over(f"rank {self.rank}: step {step}")
             return make_step(optimizer, evaluated)
 
     def _look_at_gradients(self, optimizer: Optimizer, step: int, meter: Meter) -> bool:
@@ -156,7 +156,7 @@ class Updater:
         held = set(map(id, held_by([optimizer]))) if len(self.optimizers) > 1 else None
         for bucket in self._buckets:
             if gradients := _gradients(p for p in bucket.parameters if held is None or id(p) in held):
-                norm = self._group.norm(_norm(gradients, bucket))
+                norm = self.group.norm(_norm(gradients, bucket))
                 if not self._is_finite(norm, gradients, f"step {step}, bucket {bucket.index}", meter):
                     return False
         return True
@@ -179,7 +179,7 @@ class Updater:
         scale, found = optimizer.__dict__.get("grad_scale"), optimizer.__dict__.get("found_inf")
         if (found is None) != (self.scaler is None):
             raise GossipError(
-                f"rank {self._rank}: the optimizer is stepped "
+                f"rank {self.rank}: the optimizer is stepped "
                 + (
                     "without the scaler, with gradients that are still scaled; call scaler.step(model.optimizer)"
                     if found is None
@@ -190,7 +190,7 @@ class Updater:
         if found is None:
             return False
         optimizer.grad_scale = optimizer.found_inf = None  # a fused optimizer would divide again
-        if self._group.any(bool(found)):
+        if self.group.any(bool(found)):
             self._has_overflowed = True
             return True
         if scale is not None:
@@ -199,7 +199,7 @@ class Updater:
         return False
 
     def _clip_all_if_finite_(self, gradients: Sequence[torch.Tensor], step: int, meter: Meter) -> bool:
-        norm = self._group.norm(_total_norm([_values(gradient) for gradient in gradients]))
+        norm = self.group.norm(_total_norm([_values(gradient) for gradient in gradients]))
         if not self._is_finite(norm, gradients, f"step {step}", meter):
             return False
         if self._clip_grad_norm is None:
@@ -207,14 +207,14 @@ class Updater:
         if self._clips_buckets:
             for bucket in self._buckets:
                 if gradients := _gradients(bucket.parameters):
-                    _clip_(bucket.parameters, self._clip_grad_norm, self._group.norm(_norm(gradients, bucket)))
+                    _clip_(bucket.parameters, self._clip_grad_norm, self.group.norm(_norm(gradients, bucket)))
         else:
             _clip_(self._parameters, self._clip_grad_norm, norm)
         return True
 
     def clip_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip all gradients to this norm; the norm before."""
-        norm = self._group.norm(get_total_norm(_gradients(self._parameters), norm_type), norm_type)
+        norm = self.group.norm(get_total_norm(_gradients(self._parameters), norm_type), norm_type)
         _clip_(self._parameters, max_norm, norm)
         return norm
 
@@ -225,11 +225,11 @@ class Updater:
         value = float(norm)
         meter.gradient_norms.append(value)
         if value - value == 0.0 or (
-            not self._group.is_shared and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
+            not self.group.is_shared and all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
         ):
             return True
         meter.num_skipped += 1
-        logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self._rank, where)
+        logger.warning("rank {}: {}: a gradient is not finite; the update is skipped", self.rank, where)
         return False
 
 

@@ -165,10 +165,8 @@ def construct(module: nn.Module, arguments: Arguments, world: World, local: Worl
         FrozenParameters(frozen, world),
         exchanges,
         updater,
-        rank=world.member,
         bucket_cap_bytes=bucket_cap_bytes,
         watch=OptimizerWatch(named_parameters(module), optimizers),
-        group=group,
     )
     group.hears_late = arguments.soft_deadline is not None
     group.attach(buckets, engine)
