@@ -18,6 +18,10 @@ from topologies import Round, Topology
 
 CHANNEL_STRIDE = 2**16
 """The distance in numbering between a bucket's channels, in codecs and messages; far above the number of buckets."""
+Outgoing = Mapping[str, list[torch.Tensor]]
+"""By channel what is sent, for each view."""
+Accepted = Iterator[tuple[BucketView, Mapping[str, Arrived]]]
+"""What has arrived, view by view or part by part."""
 
 
 @runtime_checkable
@@ -108,16 +112,12 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
         """Return whether the round that ends a step changes values on any rank here."""
 
     @abstractmethod
-    def _start(
-        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: AnyMeter
-    ) -> AnyInFlight:
+    def _start(self, index: int, messages: Outgoing, round_: Round, step: int, meter: AnyMeter) -> AnyInFlight:
         """Start to exchange the messages of each view, by channel."""
 
     @abstractmethod
-    def _accepted(
-        self, index: int, in_flight: AnyInFlight, meter: AnyMeter
-    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
-        """Wait, then yield what has arrived, view by view or part by part.
+    def _accepted(self, index: int, in_flight: AnyInFlight, meter: AnyMeter) -> Accepted:
+        """Wait, then yield what has arrived.
 
         Nothing if all messages were lost, or one is not finite: then nothing is mixed, as if the peers had been absent.
         """

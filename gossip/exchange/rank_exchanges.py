@@ -16,7 +16,7 @@ from gossip.compression.codec import BucketShape, Codec, Compression
 from gossip.compression.conversation import Arrival, accumulation_dtype, finite_on_host, rehearse_arrival, squared_norm
 from gossip.errors import GossipError
 from gossip.exchange.clipping import Clipping, clips_above
-from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, corrupted, row_sum
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Accepted, Exchanges, Outgoing, corrupted, row_sum
 from gossip.exchange.messages_in_flight import Known, MessagesInFlight
 from gossip.exchange.outlier_detection import NUM_ASTRAY, Edge, OutlierDetector
 from gossip.exchange.transport import Transport
@@ -160,9 +160,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             return self.algorithm.steps_alone(step, round_)
         return self._is_in(step, round_, self._rank)
 
-    def _start(
-        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: Meter
-    ) -> MessagesInFlight:
+    def _start(self, index: int, messages: Outgoing, round_: Round, step: int, meter: Meter) -> MessagesInFlight:
         in_flight = MessagesInFlight(round_, step)
         if self.algorithm.requires.stochastic != "doubly":
             in_flight.surplus = row_sum(round_, self._rank) - 1
@@ -203,9 +201,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
         assert codec.sent is not None
         return codec.sent
 
-    def _accepted(
-        self, index: int, in_flight: MessagesInFlight, meter: Meter
-    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
+    def _accepted(self, index: int, in_flight: MessagesInFlight, meter: Meter) -> Accepted:
         arrivals = self._await(in_flight, meter)
         with fast_range("gossip::mix"):
             self._show(index, in_flight)

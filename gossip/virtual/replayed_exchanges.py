@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import VALUES, Algorithm, BucketView
 from gossip.compression.codec import Compression
 from gossip.errors import GossipError
-from gossip.exchange.exchanges import CHANNEL_STRIDE
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Outgoing
 from gossip.exchange.recording import Agreed, Idle, Joined, Members, Missed, Recording
 from gossip.optimizers.scopes import has_shape
 from gossip.parameters.buckets import Bucket
@@ -254,9 +254,7 @@ class ReplayedExchanges(StackedExchanges):
 
     # ------------------------------------------------------------------ what was lost, and what was late
 
-    def _start(
-        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: StackedMeter
-    ) -> StackedInFlight:
+    def _start(self, index: int, messages: Outgoing, round_: Round, step: int, meter: StackedMeter) -> StackedInFlight:
         self._step = step
         compression = self._compression_of(index, VALUES)
 

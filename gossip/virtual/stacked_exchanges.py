@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.compression.codec import BucketShape, Codec, Compression, StackedArrival, StackedCodec
 from gossip.compression.conversation import accumulation_dtype, all_finite, carry
-from gossip.exchange.exchanges import CHANNEL_STRIDE, Exchanges, InFlight, corrupted, row_sum
+from gossip.exchange.exchanges import CHANNEL_STRIDE, Accepted, Exchanges, InFlight, Outgoing, corrupted, row_sum
 from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
@@ -144,9 +144,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
     def _takes_part(self, step: int, round_: Round) -> bool:
         return not round_.is_identity or self.algorithm.steps_alone(step, round_)
 
-    def _start(
-        self, index: int, messages: Mapping[str, list[torch.Tensor]], round_: Round, step: int, meter: StackedMeter
-    ) -> StackedInFlight:
+    def _start(self, index: int, messages: Outgoing, round_: Round, step: int, meter: StackedMeter) -> StackedInFlight:
         in_flight = StackedInFlight(round_, step)
         for channel, blocks in messages.items():
             edges = self._edges(index, channel, round_, step)
@@ -165,9 +163,7 @@ class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
                 in_flight.sent[channel] = sent
         return in_flight
 
-    def _accepted(
-        self, index: int, in_flight: StackedInFlight, meter: StackedMeter
-    ) -> Iterator[tuple[BucketView, Mapping[str, Arrived]]]:
+    def _accepted(self, index: int, in_flight: StackedInFlight, meter: StackedMeter) -> Accepted:
         self._show(index, in_flight)
         for number, (shard, view) in enumerate(zip(self._shards, self._views[index], strict=True)):
             differences = {channel: stacks[number] for channel, stacks in in_flight.stacks.items()}
