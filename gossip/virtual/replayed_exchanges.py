@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, BucketView
 from gossip.compression.codec import Compression
@@ -14,13 +13,10 @@ from gossip.errors import GossipError
 from gossip.exchange.exchanges import CHANNEL_STRIDE, Outgoing
 from gossip.exchange.recording import Agreed, Idle, Joined, Members, Missed, Recording
 from gossip.optimizers.scopes import has_shape
-from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket
 from gossip.step.building.wrapper_arguments import resized_or
 from gossip.step.state.algorithm_state import regroup
-from gossip.virtual.shards import Shard
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedInFlight, StackedMeter
-from gossip.virtual.stacked_updating import StackedUpdater
+from gossip.virtual.stacked_updating import StackedModel, StackedUpdater
 from topologies import Round, Topology
 
 
@@ -55,10 +51,7 @@ class ReplayedExchanges(StackedExchanges):
         recording: Recording,
         topology: Topology,
         bound: Callable[[Topology], Algorithm],
-        shards: Sequence[Shard],
-        buckets: Sequence[Bucket],
-        buffer_buckets: Sequence[BufferBucket],
-        optimizers: Sequence[Optimizer],
+        model: StackedModel,
         compression: Compression,
     ) -> None:
         self._world_size = len(recording.num_steps)
@@ -94,7 +87,7 @@ class ReplayedExchanges(StackedExchanges):
                 "each change; no virtual workers can repeat that"
             )
         rounds = Topology.from_function(self._round, stochasticity=schedule.stochasticity)
-        super().__init__(shards, buckets, buffer_buckets, optimizers, rounds, algorithm, compression)
+        super().__init__(model, rounds, algorithm, compression)
         if self.codecs:
             raise ValueError(
                 f"replay: what codecs of compression {(algorithm.compression or compression).describe()} remember of "

@@ -1,23 +1,20 @@
 """Virtual workers that repeat the steps and averages of a recording, each at its own pace."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from gossip.compression.conversation import accumulation_dtype
 from gossip.errors import GossipError
 from gossip.exchange.recording import Average, Members, Recording
 from gossip.optimizers.scopes import COUNTER
 from gossip.parameters.buckets import Bucket
-from gossip.parameters.buffers import BufferBucket
-from gossip.virtual.shards import Shard, rows_of, written
+from gossip.virtual.shards import rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges
 from gossip.virtual.stacked_optimizers import left_alone, step_all, step_counters
-from gossip.virtual.stacked_updating import StackedUpdater
+from gossip.virtual.stacked_updating import StackedModel, StackedUpdater
 
 
 @dataclass
@@ -60,15 +57,8 @@ class Replay:
     Raises ValueError: the recording is for other buckets, or of ranks that changed; or buffers are to be averaged.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        shards: Sequence[Shard],
-        buckets: Sequence[Bucket],
-        buffer_buckets: Sequence[BufferBucket],
-        optimizers: Sequence[Optimizer],
-        exchanges: StackedExchanges,
-    ) -> None:
+    def __init__(self, recording: Recording, model: StackedModel, exchanges: StackedExchanges) -> None:
+        shards, buckets, buffer_buckets, optimizers = model
         if buffer_buckets:
             raise ValueError('replay: a recording only covers parameters; choose buffers="local"')
         world_size = shards[-1].ranks.stop

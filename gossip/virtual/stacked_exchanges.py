@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from gossip.algorithms import VALUES, Algorithm, Arrived, BucketView
 from gossip.compression.codec import BucketShape, Codec, Compression, StackedArrival, StackedCodec
@@ -16,7 +15,7 @@ from gossip.parameters.buckets import Bucket
 from gossip.parameters.buffers import BufferBucket, as_real
 from gossip.virtual.mixing_products import known_rows, weighted_differences
 from gossip.virtual.shards import Shard
-from gossip.virtual.stacked_updating import StackedUpdater
+from gossip.virtual.stacked_updating import StackedModel, StackedUpdater
 from topologies import Round, Topology
 from topologies.analysis.traffic import round_traffic
 
@@ -43,35 +42,21 @@ class StackedMeter:
 
 
 class StackedExchanges(Exchanges[StackedInFlight, StackedMeter]):
-    """The exchanges of all replicas at once.
+    """The exchanges of all replicas at once."""
 
-    ``buffer_buckets`` are what a rank would have in place of the blocks that are float buffers, which are never
-    compressed.
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        buckets: Sequence[Bucket],
-        buffer_buckets: Sequence[BufferBucket],
-        optimizers: Sequence[Optimizer],
-        topology: Topology,
-        algorithm: Algorithm,
-        compression: Compression,
-    ) -> None:
-        super().__init__(optimizers, topology, algorithm, compression)
-        self._shards = shards
-        self._optimizers = optimizers
+    def __init__(self, model: StackedModel, topology: Topology, algorithm: Algorithm, compression: Compression) -> None:
+        super().__init__(model.optimizers, topology, algorithm, compression)
+        self._shards, self._optimizers = model.shards, model.optimizers
         self._buckets: dict[int, Bucket] = {}  # by block
         self._views: list[list[BucketView]] = []
         self.codecs: dict[tuple[int, str], StackedCodec] = {}  # by block and channel, where messages are not values
-        self._known_rows = known_rows(shards)
+        self._known_rows = known_rows(model.shards)
         self._blocks: list[tuple[Bucket | BufferBucket, list[int]]] = []  # by bucket of a rank
-        self.add(buckets)
-        for bucket in buffer_buckets:
+        self.add(model.buckets)
+        for bucket in model.buffer_buckets:
             self._blocks.append((bucket, list(range(len(self.in_flight), len(self.in_flight) + len(bucket.names)))))
             for name in bucket.names:
-                buffers = [as_real(shard.buffers[name]) for shard in shards]
+                buffers = [as_real(shard.buffers[name]) for shard in model.shards]
                 self._views.append([BucketView(buffer.view(len(buffer), -1)) for buffer in buffers])
                 self.in_flight.append(None)
 

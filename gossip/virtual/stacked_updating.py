@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from loguru import logger
@@ -14,6 +15,7 @@ from gossip.errors import GossipError
 from gossip.optimizers.bucket_optimizer import held_by
 from gossip.optimizers.scopes import COUNTER
 from gossip.parameters.buckets import Bucket
+from gossip.parameters.buffers import BufferBucket
 from gossip.private_torch import multiply_
 from gossip.step.engine import MAX_NON_FINITE_STEPS
 from gossip.virtual.shards import Shard
@@ -28,6 +30,16 @@ from gossip.virtual.stacked_optimizers import (
 
 RowsByName = Mapping[str, Sequence[torch.Tensor]]
 """By parameter and shard, some rows of its stack, [k], bool."""
+
+
+class StackedModel(NamedTuple):
+    """What all replicas are made of: their stacks, and what updates these."""
+
+    shards: Sequence[Shard]
+    buckets: Sequence[Bucket]
+    buffer_buckets: Sequence[BufferBucket]
+    """What a rank would have in place of the blocks that are float buffers, which are never compressed."""
+    optimizers: Sequence[Optimizer]
 
 
 class StackedUpdater:
@@ -49,24 +61,15 @@ class StackedUpdater:
         If so, by parameter, how many updates fewer each rank has made than the optimizers have counted.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        buckets: Sequence[Bucket],
-        optimizers: Sequence[Optimizer],
-        stacks: Stacks,
-        *,
-        clip_grad_norm: float | None,
-        clip: str,
-    ) -> None:
-        self._shards, self._optimizers, self._stacks = shards, optimizers, stacks
-        self._num_held = len(held_by(optimizers))
+    def __init__(self, model: StackedModel, stacks: Stacks, *, clip_grad_norm: float | None, clip: str) -> None:
+        self._shards, self._optimizers, self._stacks = model.shards, model.optimizers, stacks
+        self._num_held = len(held_by(model.optimizers))
         self._clip_grad_norm = clip_grad_norm
         self._clips_all = clip_grad_norm is not None and clip == "global"
-        self._groups: list[Sequence[str]] = [list(shards[0].parameters)] if self._clips_all else []
+        self._groups: list[Sequence[str]] = [list(model.shards[0].parameters)] if self._clips_all else []
         self._buckets: list[Bucket] = []
-        self.add(buckets)
-        self.scales = torch.zeros(shards[-1].ranks.stop, dtype=torch.float64)
+        self.add(model.buckets)
+        self.scales = torch.zeros(model.shards[-1].ranks.stop, dtype=torch.float64)
         self.num_bad_steps = torch.zeros(len(self.scales), dtype=torch.int64)
         self.reached: dict[str, torch.Tensor] = {}
         self.counts_each = False

@@ -34,7 +34,7 @@ from gossip.virtual.replica_calls import ReplicaCalls, count_samples, divide, ga
 from gossip.virtual.shards import Shard, average_of, distance_from_mean, load_into, make_shards, rows_of, written
 from gossip.virtual.stacked_exchanges import StackedExchanges, StackedMeter
 from gossip.virtual.stacked_optimizers import build_stacked_optimizers
-from gossip.virtual.stacked_updating import RowsByName, StackedUpdater, along_rows
+from gossip.virtual.stacked_updating import RowsByName, StackedModel, StackedUpdater, along_rows
 from gossip.virtual.virtual_arguments import checked_samples, make_module, resolve_devices
 from topologies import Topology
 from topologies.validation import check_integer
@@ -179,18 +179,16 @@ class VirtualWorkers(KeepsObjects):
             averages_buffers=buffers == "average",
         )
         self.algorithm = bound(self.topology)
-        self._updater = StackedUpdater(
-            self._shards, buckets, self._optimizers, stacks, clip_grad_norm=clip_grad_norm, clip=clip
-        )
+        model = StackedModel(self._shards, buckets, buffer_buckets, self._optimizers)
+        self._updater = StackedUpdater(model, stacks, clip_grad_norm=clip_grad_norm, clip=clip)
         self._calls = ReplicaCalls(module, self._updater.note_reached)
-        places = self._shards, buckets, buffer_buckets, self._optimizers
         self._replay: Replay | None = None
         if replay is not None and has_changes:
-            exchanges: StackedExchanges = ReplayedExchanges(replay, self.topology, bound, *places, self.compression)
+            exchanges: StackedExchanges = ReplayedExchanges(replay, self.topology, bound, model, self.compression)
         else:
             schedule = self.algorithm.schedule(self.topology)
-            exchanges = StackedExchanges(*places, schedule, self.algorithm, self.compression)
-            self._replay = None if replay is None else Replay(replay, *places, exchanges)
+            exchanges = StackedExchanges(model, schedule, self.algorithm, self.compression)
+            self._replay = None if replay is None else Replay(replay, model, exchanges)
         self._exchanges = exchanges
         self._order = StepOrder(self._exchanges)
         self._kept = KeptObjects()
