@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,16 @@ SAMPLE_NUMEL = 512
 OWN_SHARE = 0.45  # of an unusual distance, if it was this rank that moved; of two ranks one has moved as far
 
 
+@dataclass
 class Usual:
     """What is usual along one edge: the largest distance in recent exchanges, which decays from one to the next.
 
     Both ends of an edge that exchange with each other compute the same from the distances that they have in common.
     """
 
-    def __init__(self, distance: float = 0.0, num_known: int = 0, num_unusual: int = 0) -> None:
-        self.distance = distance
-        self.num_known = num_known  # exchanges in which the two messages differed as usual
-        self.num_unusual = num_unusual  # exchanges without a break that have been unusual
+    distance: float = 0.0
+    num_known: int = 0  # exchanges in which the two messages differed as usual
+    num_unusual: int = 0  # exchanges without a break that have been unusual
 
     @property
     def is_known(self) -> bool:
@@ -76,10 +77,12 @@ class OutlierDetector:
 
     Everything is local. On a GPU distances are read one exchange later, when they have long been computed, so that the
     host need not wait for the device.
+
+    ``norm``, called with a bucket, returns the norm of this rank's own values.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, norm: Callable[[int], float]) -> None:
+        self._rank, self._norm = rank, norm
         self._usual: dict[Place, dict[Edge, Usual]] = {}
         self._messages: dict[int, OwnMessages] = {}
         self._later: dict[Place, _Later] = {}
@@ -113,24 +116,17 @@ class OutlierDetector:
 
     # ------------------------------------------------------------------ what arrives
 
-    def judge(
-        self,
-        place: Place,
-        round_index: int,
-        squares: Mapping[Edge, float | torch.Tensor],
-        norm: Callable[[], float],
-        meter: Meter,
-    ) -> None:
-        """Compare what has arrived with what is usual, and warn; ``norm`` returns that of this rank's own values."""
+    def judge(self, place: Place, round_index: int, squares: Mapping[Edge, float | torch.Tensor], meter: Meter) -> None:
+        """Compare what has arrived with what is usual, and warn."""
         own = self._messages.setdefault(place[0], OwnMessages())
         if (later := self._later.pop(place, None)) is not None:
             later.is_complete.synchronize()
             moved, *known = later.values.tolist()
-            self._judge(place, later.round_index, dict(zip(later.edges, known, strict=True)), moved, norm, meter)
+            self._judge(place, later.round_index, dict(zip(later.edges, known, strict=True)), moved, meter)
         device = next((square.device for square in squares.values() if isinstance(square, torch.Tensor)), None)
         if device is None:
             on_host = {edge: float(square) for edge, square in squares.items()}
-            self._judge(place, round_index, on_host, float(own.moved), norm, meter)
+            self._judge(place, round_index, on_host, float(own.moved), meter)
             return
         numbers = [
             torch.as_tensor(value, device=device, dtype=torch.float64) for value in (own.moved, *squares.values())
@@ -140,15 +136,7 @@ class OutlierDetector:
         is_complete.record()
         self._later[place] = _Later(round_index, tuple(squares), values, is_complete)
 
-    def _judge(
-        self,
-        place: Place,
-        round_index: int,
-        squares: Mapping[Edge, float],
-        moved: float,
-        norm: Callable[[], float],
-        meter: Meter,
-    ) -> None:
+    def _judge(self, place: Place, round_index: int, squares: Mapping[Edge, float], moved: float, meter: Meter) -> None:
         edges = self._usual.setdefault(place, {})
         distances = {edge: math.sqrt(square) for edge, square in squares.items()}
         unusual: dict[Edge, float] = {}
@@ -156,7 +144,7 @@ class OutlierDetector:
             usual, anywhere = edges.setdefault(edge, Usual()), edges.setdefault((), Usual())
             measure = usual if usual.is_known else anywhere
             is_far = measure.is_known and not distance <= WARNS_ABOVE * measure.distance
-            if is_far and distance > SHARE_OF_NORM * (norm() - moved):
+            if is_far and distance > SHARE_OF_NORM * (self._norm(place[0]) - moved):
                 unusual[edge] = distance / measure.distance
             for known in (usual, anywhere):
                 known.learn(distance, is_unusual=edge in unusual)

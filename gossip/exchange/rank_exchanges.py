@@ -61,7 +61,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
     def _take_place(self, rank: int) -> None:
         """Have this position among the ranks; what is usual along the edges is learnt anew."""
         self._rank, multiple = rank, clips_above(self._max_difference)
-        self._watch = None if self._max_difference is None else OutlierDetector(rank)
+        self._watch = None if self._max_difference is None else OutlierDetector(rank, self._norm)
         self._clipping = None if multiple is None else Clipping(rank, multiple)
 
     def add(self, buckets: Sequence[AnyBucket]) -> None:
@@ -228,8 +228,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                     by_edge = self._squares_by_edge(edges, squares[channel], in_flight.squares.get(channel, {}))
                     if self._clipping is not None:
                         by_edge = {**self._clipping.squares((index, channel))}
-                    place, norm = (index, channel), functools.partial(self._norm, index)
-                    self._watch.judge(place, in_flight.round_index, by_edge, norm, meter)
+                    self._watch.judge((index, channel), in_flight.round_index, by_edge, meter)
             if self._clipping is not None:
                 self._settle_clipping(index, in_flight, meter)
 

@@ -77,19 +77,19 @@ def test_a_stuck_rank_says_so() -> None:
 
 
 def test_a_rank_that_is_not_to_change_is_not_stuck() -> None:
-    watch, meter = OutlierDetector(0), Meter()
+    watch, meter = OutlierDetector(0, lambda _: 1.0), Meter()
     for step in range(60):
         watch.send(0, torch.ones(3), step, meter, lambda: False)
-        watch.judge((0, VALUES), step, {(1,): 1.0}, lambda: 1.0, meter)
+        watch.judge((0, VALUES), step, {(1,): 1.0}, meter)
     assert not meter.unusual_by_peer
 
 
 def test_what_is_unusual_along_a_new_edge_is_named_in_every_exchange() -> None:
     """What is usual along the rank's other edges is what it is compared with, however often it is unusual."""
-    watch, meter = OutlierDetector(0), Meter()
+    watch, meter = OutlierDetector(0, lambda _: 1.0), Meter()
     for step in range(30):
         place, edge = (0, VALUES), (1,) if step < 20 else (2,)
-        watch.judge(place, step, {edge: 1.0 if step < 20 else 1e6}, lambda: 1.0, meter)
+        watch.judge(place, step, {edge: 1.0 if step < 20 else 1e6}, meter)
     assert meter.unusual_by_peer == {2: 10}
 
 
