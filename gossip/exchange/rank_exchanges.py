@@ -319,22 +319,16 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             return (), self.messages()
         rounds = [self._topology.round(number) for number in range(min(self._topology.period or 64, 64))]
         held: dict[object, torch.Tensor] = {}
-        kept: list[object] = []
         try:
-            for bucket in self._buckets:
-                self._rehearse(bucket, rounds, self.transport, held, kept)
+            kept = [each for bucket in self._buckets for each in self._rehearse(bucket, rounds, self.transport, held)]
         except Exception:  # a codec, not one of ours, that reads values
             return None, None
         return [held], kept
 
     def _rehearse(
-        self,
-        bucket: AnyBucket,
-        rounds: Sequence[Round],
-        transport: Transport,
-        held: dict[object, torch.Tensor],
-        kept: list[object],
-    ) -> None:
+        self, bucket: AnyBucket, rounds: Sequence[Round], transport: Transport, held: dict[object, torch.Tensor]
+    ) -> Iterator[object]:
+        """Yield what the exchanges of a bucket keep, and add to ``held`` what others read."""
         asked: dict[int, torch.Tensor] = {}
         codecs = self._codecs_of(bucket, lambda message, _: asked.setdefault(id(message), message))
         for channel, codec in codecs.items():
@@ -342,7 +336,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
             most = max(edges, key=lambda each: len(each.neighbours(self._rank)))
             values = self._like(self._views[bucket.index], channel).detach().to("meta")
             if not most.peers(self._rank):
-                kept += [codec, torch.empty_like(values, dtype=accumulation_dtype(values.dtype))]
+                yield from (codec, torch.empty_like(values, dtype=accumulation_dtype(values.dtype)))
                 continue
             for step in range(3):
                 conversation = codec.exchange(values, most, step)
@@ -353,7 +347,7 @@ class RankExchanges(Exchanges[MessagesInFlight, Meter]):
                 if step < 2:
                     rehearse_arrival(conversation, most.neighbours(self._rank))
                 else:
-                    kept += [codec, opening]
+                    yield from (codec, opening)
 
     # ------------------------------------------------------------------ saving
 
