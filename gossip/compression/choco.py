@@ -32,6 +32,8 @@ _DELIVERED = {"top_k": 1.0, "random_k": 1.0, "sign": 1 / 8}
 """With corrections multiplied by these, quadratics converge; with 2.5 times the factor for signs they do not."""
 _RATIO = {"top_k": 1 / 16, "random_k": 1 / 8, "sign": 1.0}
 
+_Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what is known, the total, and the difference
+
 
 class Choco(Compression):
     r"""Sparse or one-bit increments of a public copy of each rank's values (CHOCO-Gossip).
@@ -156,7 +158,7 @@ class ChocoCodec(WholeCodec):
         own = self._message, -sum(weights.values())
         messages = [own, *((received[source], weight) for source, weight in weights.items())]
         sums = self.known, self.total, self._difference
-        _add(self._sparsifier, self.has_begun, messages, *sums, self._gamma)
+        _add(self._sparsifier, self.has_begun, messages, sums, self._gamma)
         self.has_begun = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class StackedChocoCodec(StackedCodec):
             received = [(messages[source], weight) for source, weight in zip(sources, weights, strict=True)]
             total, some = self.total[ranks], difference[ranks]
             taken = [(messages[ranks], -sum(weights)), *received]
-            _add(self._sparsifier, has_begun, taken, self.known[ranks], total, some, self._gamma)
+            _add(self._sparsifier, has_begun, taken, (self.known[ranks], total, some), self._gamma)
             readers.write_back(total, self.total)
             readers.write_back(some, difference)
         self.has_begun[edges.active] = True
@@ -252,16 +254,9 @@ def _encode(
         known[..., part] = finite(values[..., part])
 
 
-def _add(
-    sparsifier: Sparsifier,
-    has_begun: bool,
-    messages: WeightedMessages,
-    known: torch.Tensor,
-    total: torch.Tensor,
-    difference: torch.Tensor,
-    gamma: float,
-) -> None:
+def _add(sparsifier: Sparsifier, has_begun: bool, messages: WeightedMessages, sums: _Sums, gamma: float) -> None:
     """Add this rank's message, which is the first, and the received ones to the sum, and set the difference."""
+    known, total, difference = sums
     if has_begun:
         for number, part in enumerate(sparsifier.parts):
             _scale(part.values, sparsifier.add_(total, number, messages), total, difference, gamma)
