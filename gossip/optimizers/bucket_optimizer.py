@@ -193,16 +193,14 @@ _REPLACED = ("step", "register_step_pre_hook", private_torch.SUPPORTS_SCALING)
 """Attributes of an optimizer that replace those of its class while a model is open."""
 
 
-def replace_step(
-    optimizer: Optimizer, on_step: Callable[[Optimizer, Callable[[], float] | None], Any], *, by_bucket: bool
-) -> None:
+def replace_step(optimizer: Optimizer, on_step: Callable[[Optimizer, Closure | None], Any], *, by_bucket: bool) -> None:
     """Let ``optimizer.step()`` call ``on_step``. Schedulers, which wrap this method of the object, see every call.
 
     A GradScaler then steps the optimizer even after an overflow, and leaves the division by the scale to ``on_step``.
     """
     scheduled = private_torch.is_watched_by_scheduler(optimizer.step)
 
-    def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> Any:
+    def step(optimizer: Optimizer, closure: Closure | None = None) -> Any:
         if scheduled:  # by a scheduler that was made before the wrapper
             private_torch.note_step_called(optimizer)
         return on_step(optimizer, closure)

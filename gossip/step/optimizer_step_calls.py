@@ -9,6 +9,7 @@ from loguru import logger
 from torch.optim import Optimizer
 
 from gossip.errors import warn_user
+from gossip.optimizers.bucket_optimizer import Closure
 
 _CLIPPING = "torch.nn.utils.clip_grad"
 _NUM_FRAMES = 4  # at most so many below a clip function are its loop over the parameters, and their iterators
@@ -52,9 +53,7 @@ class OptimizerStepCalls:
                 f"releases the gradients. Pass clip_grad_norm= to GossipDataParallel, or {self._usual_loop}",
             )
 
-    def note(
-        self, optimizer: Optimizer, closure: Callable[[], float] | None, step: int, has_gradients: Callable[[], bool]
-    ) -> None:
+    def note(self, optimizer: Optimizer, closure: Closure | None, step: int, has_gradients: Callable[[], bool]) -> None:
         """Note that the user has called ``optimizer.step(closure)``, which is about to do nothing."""
         if closure is not None:
             raise ValueError(

@@ -97,9 +97,7 @@ class ReplicaCalls:
         }
         self.is_vectorised = True
 
-    def __call__(
-        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
-    ) -> Any:
+    def __call__(self, ranks: range, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]) -> Any:
         """Return the module's output for some replicas, with tensors [k, ...].
 
         Raises GossipError: the module's parameters differ from its replicas', or its parts from those of copies that
@@ -207,7 +205,7 @@ class ReplicaCalls:
         return tree_unflatten(output, spec_out)
 
     def _one_by_one(
-        self, ranks: Sequence[int], parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
+        self, ranks: range, parameters: Tensors, buffers: Tensors, inputs: Any, is_split: list[bool]
     ) -> Any:
         leaves, spec = tree_flatten(inputs)
         # Not p[i], because the gradient of each would be a stack of zeros around it.

@@ -17,7 +17,7 @@ from gossip.compression.compression_names import resolve_compression
 from gossip.errors import GossipError
 from gossip.exchange.recording import Recording
 from gossip.measuring.step_stats import VirtualStats
-from gossip.optimizers.bucket_optimizer import OptimizerArgument, replace_step
+from gossip.optimizers.bucket_optimizer import Closure, OptimizerArgument, replace_step
 from gossip.parameters.buckets import check_unfrozen, make_buckets
 from gossip.parameters.buffers import make_buffer_buckets
 from gossip.parameters.extra_state import snapshot_extra_states
@@ -359,7 +359,7 @@ class VirtualWorkers(KeepsObjects):
         self._make_step()
         self._optimizer_step_calls.count_step()
 
-    def _note_step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> None:
+    def _note_step(self, optimizer: Optimizer, closure: Closure | None) -> None:
         self._optimizer_step_calls.note(optimizer, closure, self.step, self._updater.has_gradients)
 
     @contextlib.contextmanager
