@@ -226,10 +226,8 @@ def restore_rng_states(states: dict[str, Any]) -> list[str]:
 
 def exported_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of everything in the module's state_dict, each tensor once."""
-    for name, parameter in named_parameters(module):
-        yield name, parameter.detach()
-    for name, buffer in persistent_buffers(module):
-        yield name, buffer.detach()
+    for name, tensor in (*named_parameters(module), *persistent_buffers(module)):
+        yield name, tensor.detach()
 
 
 def describe_model(
