@@ -14,6 +14,7 @@ from torch.nn import functional
 from gossip.compression.codec import KnownRounds
 from gossip.virtual.shards import Shard
 from topologies import Round
+from topologies.matrix_storage import IntArray
 
 _GROUPS_FROM = 8
 """From this size of uniform groups on, one mean per group is cheaper than a weighted sum per rank."""
@@ -25,7 +26,7 @@ _CHUNK_NUMEL = 2**18
 class Rows:
     """Some rows of a mixing matrix: the ranks that they read, and for each weight the place of its rank among those."""
 
-    sources: np.ndarray[tuple[int], np.dtype[np.int64]]
+    sources: IntArray
     places: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor
@@ -127,11 +128,7 @@ def _rows_of(round_: Round, ranks: range) -> Rows:
 
 
 def _table(
-    sources: np.ndarray[tuple[int], np.dtype[np.int64]],
-    shards: Sequence[Shard],
-    messages: Sequence[torch.Tensor],
-    part: slice,
-    origin: torch.Tensor,
+    sources: IntArray, shards: Sequence[Shard], messages: Sequence[torch.Tensor], part: slice, origin: torch.Tensor
 ) -> torch.Tensor:
     """Return a part of the messages of some ranks, in their order, relative to ``origin``."""
     chosen = []
