@@ -206,8 +206,7 @@ class BucketView:
         """Return a copy of one entry of the optimizers' state, [..., numel]; zeros where there is none yet."""
         flat = self.zeros()
         for slot, parameter in zip(self.slots(flat), self.parameters, strict=True):
-            entry = self._entry(parameter).get(key)
-            if entry is not None:
+            if (entry := self._entry(parameter).get(key)) is not None:
                 slot.copy_(entry)
         return flat
 
@@ -216,8 +215,7 @@ class BucketView:
         if self.skipped is not None:
             difference[self.skipped] = 0
         for slot, parameter in zip(self.slots(difference), self.parameters, strict=True):
-            entry = self._entry(parameter).get(key)
-            if entry is not None:
+            if (entry := self._entry(parameter).get(key)) is not None:
                 entry.add_(slot)
                 if minimum is not None:
                     entry.clamp_(min=minimum)

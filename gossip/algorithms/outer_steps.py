@@ -177,8 +177,7 @@ def _three_steps(make: OuterFactory, values: list[list[float]]) -> tuple[list[to
                 "each element by itself, such as SGD or Adam"
             ) from error
     for group, before in zip(optimizer.param_groups, groups, strict=True):
-        changed = [key for key, value in before.items() if group[key] is not value]
-        if changed:
+        if changed := [key for key, value in before.items() if group[key] is not value]:
             raise ValueError(
                 f"outer: {type(optimizer).__name__} keeps {changed[0]!r} for all parameters at once, so that it cannot "
                 "be kept for an anchor; choose an optimizer whose state is per parameter, such as SGD or Adam"

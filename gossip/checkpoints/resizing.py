@@ -169,8 +169,7 @@ def reshard(
         entries = {}
         for key, name in zip(numbers, names[number], strict=True):
             held = [state["optimizers"][number]["state"].get(key, {}) for state in states]
-            fields = dict.fromkeys(field for entry in held for field in entry)
-            if fields:
+            if fields := dict.fromkeys(field for entry in held for field in entry):
                 entries[key] = {field: of_entry(name, [entry.get(field) for entry in held]) for field in fields}
         return {**saved, "state": entries}
 

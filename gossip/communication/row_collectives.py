@@ -129,8 +129,7 @@ class RowCollectives:
         shared.publish(others)
         for rank in others:
             reading = self._messages.expect(rank, bucket)
-            failure = self._world.wait_for(reading, what, partial(list, (rank,)))
-            if failure is not None:
+            if (failure := self._world.wait_for(reading, what, partial(list, (rank,)))) is not None:
                 raise self._world.not_called(failure, what)
             yield rank, reading.buffer.message[: chunk.nbytes].view(chunk.dtype)
             reading.done()

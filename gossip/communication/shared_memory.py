@@ -58,8 +58,7 @@ class SharedMessage:
         oldest, world = self._used[0], self._owner.world
         for reader in oldest.readers:
             reading = _Polled(functools.partial(oldest.is_read_by, reader))
-            failure = world.wait_for(reading, where, functools.partial(list, (reader,)))
-            if failure is not None:
+            if (failure := world.wait_for(reading, where, functools.partial(list, (reader,)))) is not None:
                 raise world.lost(
                     failure,
                     f"{where}: {failure.of_waiting} for rank {reader} to read the message of {BUFFERS_PER_ROW} "

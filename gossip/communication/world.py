@@ -223,8 +223,7 @@ class World:
         where = f"making a communicator of ranks {list(ranks)}"
         others = [rank for rank in ranks if rank != self.rank]
         # Before there is a connection, none reveals a death; a process that has ended will not come any more.
-        failure = self.wait_for(ticket, where, lambda: others, sequence=sys.maxsize)
-        if failure is not None:
+        if (failure := self.wait_for(ticket, where, lambda: others, sequence=sys.maxsize)) is not None:
             raise self.lost(
                 failure, f"{where}: not all of them took part within {failure.timeout_s:g} s", ticket.error
             ) from ticket.error

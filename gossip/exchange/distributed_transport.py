@@ -284,8 +284,7 @@ class DistributedExchange:
         )
 
     def wait(self) -> Arrival:
-        failure = self._world.wait_for(self.pending, self._where, self._awaited)
-        if failure is not None:
+        if (failure := self._world.wait_for(self.pending, self._where, self._awaited)) is not None:
             raise lost_exchange(self._world, failure, self._where, self.pending) from self.pending.error
         arrival = self._conversation.arrival
         return arrival._replace(parts=self._read(arrival.parts))

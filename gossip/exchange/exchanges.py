@@ -299,8 +299,7 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             for view, sent, difference in zip(
                 self.views(index), in_flight.sent[VALUES], in_flight.differences()[VALUES], strict=True
             ):
-                slots = [slot for slot, parameter in enumerate(view.parameters) if id(parameter) in held]
-                if slots:
+                if slots := [slot for slot, parameter in enumerate(view.parameters) if id(parameter) in held]:
                     own, mixed = view.slots(sent), view.slots(sent + difference)
                     optimizer.pre_average_hook(
                         [view.parameters[slot] for slot in slots],

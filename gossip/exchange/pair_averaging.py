@@ -158,8 +158,7 @@ class PairAverager:
 
     def hide(self, bucket: int) -> None:
         """Refuse averages until values are shown again, and drop what has not been taken."""
-        shown = self._shown.get(bucket)
-        if shown is not None:
+        if (shown := self._shown.get(bucket)) is not None:
             with shown.lock:
                 shown.step = -1
                 shown.has_pending, shown.made = False, []
@@ -178,8 +177,7 @@ class PairAverager:
         """Make the average that a frame asks for, or complete the one to which it replies."""
         _, asked_at, bucket, shown_at = frame.key
         with self._making:  # a question of this rank must not overtake its refusal
-            shown = self._shown.get(bucket)
-            if shown is None:
+            if (shown := self._shown.get(bucket)) is None:
                 self._refuse(member, frame)
                 return
         nbytes, is_refusal = shown.values.nbytes, frame.key.kind == Kind.AVERAGE and not frame.payload.nbytes
@@ -319,8 +317,7 @@ class PairTransport(Transport):
         """Yield, with ``waits``, what averages have added, once this rank has the reply to its own question."""
         if waits:
             self.averager.wait(bucket, latest_step=2**62)
-            added = self.averager.take(bucket, self.averager.num_steps, is_read=True)
-            if added is not None:
+            if (added := self.averager.take(bucket, self.averager.num_steps, is_read=True)) is not None:
                 yield LateDifference(0, added)
 
     def drop(self, bucket: int) -> None:

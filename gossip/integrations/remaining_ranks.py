@@ -108,8 +108,7 @@ class RemainingRanks:
 
     def _gather(self, payload: bytes, what: str) -> list[bytes]:
         world = self._current()
-        joined = [member for member in world.members if member >= self._num_initial]
-        if joined:
+        if joined := [member for member in world.members if member >= self._num_initial]:
             raise GossipError(
                 f"{what}: rank {joined[0]} has joined, and takes no part in the collective operations of a library; "
                 "write them with model.world, or do not start ranks again (restart=)"

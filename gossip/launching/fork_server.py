@@ -53,7 +53,6 @@ def _keep_sockets_reachable() -> None:
 
 def stop() -> None:
     """Kill the fork server when no worker is left; by itself it exits after its launcher, but not while importing."""
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if pid is not None:
+    if (pid := getattr(forkserver._forkserver, "_forkserver_pid", None)) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

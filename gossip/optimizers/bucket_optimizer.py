@@ -152,8 +152,7 @@ class BucketOptimizer:
         self._is_checked = True
         pairs = [(self._own_attributes(), attributes), *zip(self._view.param_groups, groups, strict=True)]
         for after, before in pairs:
-            changed = [name for name in after if name not in before or after[name] is not before[name]]
-            if changed:
+            if changed := [name for name in after if name not in before or after[name] is not before[name]]:
                 raise GossipError(
                     f"{type(self._optimizer).__name__} keeps {changed[0]!r} for several parameters at once, "
                     "which cannot be stepped bucket by bucket inside backward; wrap the module with "

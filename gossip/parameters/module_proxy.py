@@ -116,8 +116,7 @@ class ModuleProxy(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        module = self._found_module()
-        if module is not None:
+        if (module := self._found_module()) is not None:
             module.training = mode
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -149,8 +148,7 @@ class ModuleProxy(nn.Module):
             own = self.state_dict().keys()
             if not any(bare(key) in own for key in state_dict):
                 state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}
-        keys = _changed_keys(self.module, state_dict)
-        if keys:
+        if keys := _changed_keys(self.module, state_dict):
             state_dict = {keys.get(key, key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -85,8 +85,7 @@ class FSDPShards(nn.Module):
 @torch.no_grad()
 def _receive(source: private_torch.FSDPParameter, local: nn.Parameter, _: torch.Tensor) -> None:
     """Hand a reduced gradient to the plain parameter."""
-    gradient = source.take_gradient()
-    if gradient is not None:
+    if (gradient := source.take_gradient()) is not None:
         local.grad = gradient if local.grad is None else local.grad.add_(gradient)
         private_torch.call_gradient_hooks(local)
 

@@ -216,8 +216,7 @@ class AsynchronousSteps(GossipSteps):
 
     def _post(self, step: int, bucket: int, clock: FloatArray) -> None:
         num_bytes = self._workload.bucket_bytes[bucket] / self._ratio
-        plan = self._plan(step, num_bytes)
-        if plan is not None:
+        if (plan := self._plan(step, num_bytes)) is not None:
             asks = plan.takes_part & (self._posted_in[bucket] < 0)
             sent_s, arrives_s = plan.ask(np.maximum(clock, self._free_s), num_bytes)
             self._free_s = np.where(asks, sent_s, self._free_s)

@@ -196,8 +196,7 @@ class Replay:
                 parameter.grad = None
         alone: dict[nn.Parameter, torch.Tensor] = {}
         for name in bucket.names:
-            gradient = self._gradients[rank][name]
-            if gradient is not None:
+            if (gradient := self._gradients[rank][name]) is not None:
                 parameter = shard.parameters[name]
                 parameter.grad = torch.zeros_like(parameter)
                 parameter.grad[row] = gradient

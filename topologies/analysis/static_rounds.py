@@ -14,8 +14,7 @@ def check_static(topology: Schedule, needed_by: str, instead: str, *, symmetric:
     ``needed_by`` is what cannot do without, such as "compression choco", and ``instead`` what to choose on such a
     topology. With ``symmetric`` W must be symmetric too.
     """
-    fault = _why_not_static(topology)
-    if fault is not None:
+    if (fault := _why_not_static(topology)) is not None:
         raise ValueError(
             f"topology {topology.name!r} {fault}: {needed_by} builds on what the same peers sent in all "
             f"exchanges before; choose {instead}, or a static topology such as ring"

@@ -243,8 +243,7 @@ def _edges(round_: Round) -> Iterator[_Edge]:
     rows = [round_.neighbours(rank) for rank in range(round_.world_size)]
     for target, row in enumerate(rows):
         for source, weight in row.items():
-            back = rows[source].get(target)
-            if back is None:
+            if (back := rows[source].get(target)) is None:
                 yield _Edge(source, target, weight, "alone")
             elif not math.isclose(back, weight):
                 yield _Edge(source, target, weight, "one of two")

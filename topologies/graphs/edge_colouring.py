@@ -146,8 +146,7 @@ class _Colouring:
         return None
 
     def _join_by_path(self, u: int, v: int) -> bool:
-        common = self.free[u] & self.free[v]
-        if common:
+        if common := self.free[u] & self.free[v]:
             self._set(u, v, _lowest(common))
             return True
         for at_u in _bits(self.free[u]):

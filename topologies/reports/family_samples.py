@@ -47,8 +47,7 @@ def samples(name: str, world_size: int) -> list[Topology]:
     """
     world_size = check_integer("world_size", world_size, minimum=2, maximum=LARGEST_SAMPLE)
     for size in sorted(range(2, LARGEST_SAMPLE + 1), key=lambda size: abs(size - world_size)):
-        found = without_disguises(variants(name, size))
-        if found:
+        if found := without_disguises(variants(name, size)):
             return found
     raise ValueError(
         f"no variant of family {name!r} serves any world_size from 2 to {LARGEST_SAMPLE}; name options that do: "

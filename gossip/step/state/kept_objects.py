@@ -114,8 +114,7 @@ class GivenObjects:
 
     def check_complete(self, kept: Mapping[str, Stateful]) -> None:
         """Raise GossipError if there is a state that no object has loaded."""
-        missing = [name for name in self._states if name not in kept]
-        if missing:
+        if missing := [name for name in self._states if name not in kept]:
             raise GossipError(
                 f"{self._who} keeps {', '.join(map(repr, missing))}, which this rank does not; call "
                 f"model.keep({missing[0]}=...) before the first step, as on the others"

@@ -83,8 +83,7 @@ def _restore_module(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     scale = state["engine"].get("gradient_scale", 1.0)
     for name, parameter in named_parameters(module):
         parameter.copy_(state["parameters"][name])
-        gradient = state["gradients"].get(name)
-        if gradient is None:
+        if (gradient := state["gradients"].get(name)) is None:
             parameter.grad = None
         elif parameter.grad is not None:
             parameter.grad.copy_(gradient)
