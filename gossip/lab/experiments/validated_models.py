@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PydanticUserError, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic import BaseModel, ConfigDict, GetPydanticSchema, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, core_schema
 
 from topologies.registry import nearest_match
 
@@ -33,14 +33,10 @@ class Model(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_by_name=True, allow_inf_nan=False)
 
 
-class OneOf:
-    """Annotation of a text that must be one of these names; :func:`read` suggests the closest of them."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-
-    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema(self._names)
+def OneOf(names: Iterable[str]) -> GetPydanticSchema:
+    """Return the annotation of a text that must be one of these names; :func:`read` suggests the closest of them."""
+    schema = core_schema.literal_schema(list(names))
+    return GetPydanticSchema(lambda *_: schema)
 
 
 def read(model: type[M], content: Mapping[str, Any], path: str = "") -> M:
