@@ -74,19 +74,16 @@ def expand(
     seed=0 method=ddp
     seed=0 method=local
     """
-    runs: dict[Run, None] = {}
-    baselines: dict[Run, None] = {}
+    runs, baselines = list[Run](), list[Run]()
     for combination in itertools.product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
         own_method = chosen.get("method", f"method={method}").partition("=")[2]
         common = tuple(override for key, override in chosen.items() if key != "method" and not is_gossip_only(key))
         reference = (*common, f"method={REFERENCE}")
         if own_method not in BASELINES:
-            for variant in variants:
-                runs[Run((*chosen.values(), *variant), reference)] = None
-        for baseline in BASELINES:
-            baselines[Run((*common, f"method={baseline}"), reference)] = None
-    return [*runs, *baselines]
+            runs += [Run((*chosen.values(), *variant), reference) for variant in variants]
+        baselines += [Run((*common, f"method={baseline}"), reference) for baseline in BASELINES]
+    return list(dict.fromkeys([*runs, *baselines]))
 
 
 def is_gossip_only(key: str) -> bool:
