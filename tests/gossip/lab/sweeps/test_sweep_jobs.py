@@ -21,32 +21,23 @@ def job(*overrides: str) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "label"),
+    ("overrides", "name", "text"),
     [
-        (["topology=base", "topology.options.k=2"], "base(k=2)"),
-        (["topology=base", "topology.options.k=1"], "base"),
-        (["topology=random_matching", "seed=1"], "random_matching"),
-        (["topology=ring", "topology.every=4"], "ring, every 4 steps"),
-        (["topology=ring", "topology.order=[0,2,1,3]"], "ring, order [0, 2, 1, 3]"),
-        (["topology=ring", "topology.warmup_rounds=9"], "ring, after 9 all-reduces"),
-        (["method=ddp"], "all-reduce"),
-        (["method=local"], "no communication"),
+        (["topology=base", "topology.options.k=2"], "label", "base(k=2)"),
+        (["topology=base", "topology.options.k=1"], "label", "base"),
+        (["topology=random_matching", "seed=1"], "label", "random_matching"),
+        (["topology=ring", "topology.every=4"], "label", "ring, every 4 steps"),
+        (["topology=ring", "topology.order=[0,2,1,3]"], "label", "ring, order [0, 2, 1, 3]"),
+        (["topology=ring", "topology.warmup_rounds=9"], "label", "ring, after 9 all-reduces"),
+        (["method=ddp"], "label", "all-reduce"),
+        (["method=local"], "label", "no communication"),
+        (["data.partition={scheme:iid}"], "partition", "iid"),
+        (["data.partition={scheme:dirichlet}"], "partition", "dirichlet(0.5)"),
+        (["data.partition={scheme:by_class,shards_per_rank:1}"], "partition", "by_class(1)"),
     ],
 )
-def test_job_label(overrides: list[str], label: str) -> None:
-    assert job(*overrides).setting.label == label
-
-
-@pytest.mark.parametrize(
-    ("partition", "text"),
-    [
-        ("{scheme:iid}", "iid"),
-        ("{scheme:dirichlet}", "dirichlet(0.5)"),
-        ("{scheme:by_class,shards_per_rank:1}", "by_class(1)"),
-    ],
-)
-def test_job_partition(partition: str, text: str) -> None:
-    assert job(f"data.partition={partition}").setting.partition == text
+def test_job_label_and_partition(overrides: list[str], name: str, text: str) -> None:
+    assert getattr(job(*overrides).setting, name) == text
 
 
 def test_what_a_sweep_varies_for_all_reduce_too_is_the_condition_of_a_row() -> None:
@@ -106,28 +97,19 @@ def folder(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("is_same", "arguments"),
     [
-        ("launch.world_size=8", "seed=range(5)", "topology=ring,base"),
-        ("topology=ring,base,star", "launch.world_size=8"),
-        (*BASE, "hydra/launcher=basic", "hydra.launcher.n_jobs=1", "figures=true", "output_root=elsewhere"),
-        (*BASE, "sweep.target=0.9", "--multirun"),
+        (True, ("launch.world_size=8", "seed=range(5)", "topology=ring,base")),
+        (True, ("topology=ring,base,star", "launch.world_size=8")),
+        (True, (*BASE, "hydra/launcher=basic", "hydra.launcher.n_jobs=1", "figures=true", "output_root=elsewhere")),
+        (True, (*BASE, "sweep.target=0.9", "--multirun")),
+        (False, ("topology=ring,base", "launch.world_size=16", "seed=0,1")),
+        (False, (*BASE, "training.steps=10")),
+        (False, (*BASE, "+data.noise=0.1")),
     ],
 )
-def test_folder_is_found_again_by_the_same_sweep(arguments: tuple[str, ...]) -> None:
-    assert folder(*arguments) == folder(*BASE)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("topology=ring,base", "launch.world_size=16", "seed=0,1"),
-        (*BASE, "training.steps=10"),
-        (*BASE, "+data.noise=0.1"),
-    ],
-)
-def test_folder_is_another_one_for_another_sweep(arguments: tuple[str, ...]) -> None:
-    assert folder(*arguments) != folder(*BASE)
+def test_folder_is_found_again_by_the_same_sweep_alone(is_same: bool, arguments: tuple[str, ...]) -> None:
+    assert (folder(*arguments) == folder(*BASE)) == is_same
 
 
 def test_folder_name_says_what_is_swept_and_what_is_set() -> None:
