@@ -56,13 +56,12 @@ TRIED = "0.1: accuracy 0.9625, loss 0.1250; 0.2: accuracy 0.1000, loss not finit
 
 
 def test_csv_and_page_have_intervals_and_trials_where_there_are_any(tmp_path: Path) -> None:
-    write(document([compared_row("ring"), row("all-reduce")]), tmp_path)
+    _, text = written(document([compared_row("ring"), row("all-reduce")]), tmp_path)
     with (tmp_path / "results.csv").open() as file:
         ring, all_reduce = csv.DictReader(file)
     assert [float(ring[f"average_difference{end}"]) for end in ("", "_low", "_high")] == [-0.125, -0.3, 0.05]
     assert (ring["tuned"], ring["tuned_value"], ring["trials"]) == ("optimizer.lr", "0.1", TRIED)
     assert all_reduce["average_difference_low"] == all_reduce["tuned"] == ""
-    _, text = check_page(tmp_path)
     for said in (
         "ring, 96.3 %, 0.12 points below all-reduce (",
         "-0.12 (-0.30 to 0.05)",
@@ -119,8 +118,9 @@ class Checker(HTMLParser):
             self.text += data
 
 
-def check_page(folder: Path) -> tuple[str, str]:
-    """The page's markup, found to be sound, and its text."""
+def written(whole: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """The markup of a document's page, found to be sound, and its text."""
+    write(whole, folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"url\((?!#)|@import", page)
     return page, Checker(page).text
@@ -143,8 +143,7 @@ def test_page_escapes_everything(tmp_path: Path) -> None:
         [row("ring"), other], title=AWKWARD, description=AWKWARD, settings=texts, cluster={"description": AWKWARD},
         environment=texts,
     )  # fmt: skip
-    write(whole, tmp_path)
-    page, text = check_page(tmp_path)
+    page, text = written(whole, tmp_path)
     assert page.count("</script>") == page.count("<script")
     names = chart_data(page)["charts"][0]["spec"]["encoding"]["color"]["scale"]["domain"]
     assert names == ["ring, virtual", f"{AWKWARD}, {AWKWARD}"]
@@ -163,8 +162,7 @@ def test_page_escapes_everything(tmp_path: Path) -> None:
     ids=["one row", "failed", "all null", "no curves", "one seed"],
 )
 def test_page_of_an_unusual_sweep(rows: list[dict[str, Any]], expected: str, tmp_path: Path) -> None:
-    write(document(rows), tmp_path)
-    _, text = check_page(tmp_path)
+    _, text = written(document(rows), tmp_path)
     assert expected in text
 
 
@@ -182,8 +180,7 @@ def test_page_of_an_unusual_sweep(rows: list[dict[str, Any]], expected: str, tmp
 def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: Path) -> None:
     rows = [row("ring", curves=curves, values={}), row("no communication", curves=curves)]
     about = {"name": metric, "higher_is_better": metric == "accuracy", "target": None}
-    write(document(rows, metric=about), tmp_path)
-    page, _ = check_page(tmp_path)
+    page, _ = written(document(rows, metric=about), tmp_path)
     for chart in chart_data(page)["charts"]:
         for axis in "xy":
             low, high = chart["spec"]["encoding"][axis]["scale"]["domain"]
@@ -192,18 +189,16 @@ def test_page_of_unusual_curves(curves: dict[str, Any], metric: str, tmp_path: P
 
 def test_page_of_a_sweep_of_many_topologies_is_small(tmp_path: Path) -> None:
     names = topologies.available()[::3]
-    write(document([{**row("ring", world_size=n), "label": name} for name in names for n in (25, 64, 1024)]), tmp_path)
-    page, _ = check_page(tmp_path)
+    rows = [{**row("ring", world_size=n), "label": name} for name in names for n in (25, 64, 1024)]
+    page, _ = written(document(rows), tmp_path)
     assert len(page.encode()) < 600_000
 
 
 def test_page_has_the_licences_of_what_draws(tmp_path: Path) -> None:
-    write(document([row("ring")]), tmp_path)
-    page, _ = check_page(tmp_path)
+    page, _ = written(document([row("ring")]), tmp_path)
     for holder in ("University of Washington Interactive Data Lab", "Mike Bostock", "Joachim Wester"):
         assert holder in page
-    write(document([failed_row("ring")]), tmp_path)
-    assert "Mike Bostock" not in check_page(tmp_path)[0]
+    assert "Mike Bostock" not in written(document([failed_row("ring")]), tmp_path)[0]
 
 
 def luminance(colour: str) -> float:
