@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composing import composed
+from composing import composed, continued
 from faulty_models import FAULTY
 from running import left_in
 
@@ -132,18 +132,12 @@ def test_resumed_configuration_is_the_folders(tmp_path: Path) -> None:
     assert read_overrides(tmp_path) == list(given)
     (tmp_path / OVERRIDES_FILE).unlink()
     assert read_overrides(tmp_path) == []
-    defaults = composed()
-
-    def resumed(*overrides: str) -> dict[str, Any]:
-        keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-        return continued_configuration(tmp_path, composed("resume=here", *overrides), defaults, keys)
-
-    same = composed(*given, "resume=here")
-    assert resumed() == same
-    assert resumed(*given) == same
-    changed = resumed("seed=5", "launch.world_size=2", "checkpoint.every=7", "checkpoint.keep=1", "profile=true")
+    same = composed(*given, f"resume={tmp_path}")
+    assert continued(tmp_path) == continued(tmp_path, *given) == same
+    may_change = ("launch.world_size=2", "checkpoint.every=7", "checkpoint.keep=1", "profile=true")
+    changed = continued(tmp_path, "seed=5", *may_change)
     assert changed["launch"] == {**same["launch"], "world_size": 2}
     assert changed["checkpoint"] == {**same["checkpoint"], "every": 7, "keep": 1}
     assert changed["profile"] is True
-    may_change = dict.fromkeys(("launch", "checkpoint", "profile"))
-    assert changed | may_change == same | may_change
+    left_out = dict.fromkeys(("launch", "checkpoint", "profile"))
+    assert changed | left_out == same | left_out

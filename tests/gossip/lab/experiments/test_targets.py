@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composing import composed
+from composing import composed, continued
 
 from gossip.lab.experiments.experiment_build import build, check, make_algorithm
-from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
 from gossip.lab.experiments.targets import check_targets
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -157,30 +156,22 @@ def test_trusted_packages_may_be_named_and_no_more_through_them(models: str) -> 
 def test_trusted_targets_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
     config = composed("model._target_=" + models + ".Net", "~model.hidden", f"trusted_targets=[{models}]")
     claim(tmp_path / "run", config)
-
-    def goes_on_with(*overrides: str) -> dict[str, Any]:
-        asked = composed(f"resume={tmp_path}/run", *overrides)
-        return continued_configuration(
-            tmp_path / "run", asked, composed(), [each.partition("=")[0] for each in overrides]
-        )
-
     with pytest.raises(ConfigurationError, match=rf"model._target_={models}.Net is not among the targets"):
-        check(goes_on_with())
-    check(goes_on_with(f"trusted_targets=[{models}]"))
+        check(continued(tmp_path / "run"))
+    check(continued(tmp_path / "run", f"trusted_targets=[{models}]"))
 
 
 def test_imports_of_a_folder_do_not_count(models: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     claim(folder, composed(f"imports=[{models}]"))
     with pytest.raises(ConfigurationError) as caught:
-        continued_configuration(folder, composed(f"resume={folder}"), composed(), [])
+        continued(folder)
     assert str(caught.value) == (
         f"{folder}/config.yaml has imports=[{models}], which would be run here; if you trust that code, add "
         f"trusted_targets=[{models}]"
     )
     for option in ("imports", "trusted_targets"):
-        asked = composed(f"resume={folder}", f"{option}=[{models}]")
-        assert continued_configuration(folder, asked, composed(), [option])["imports"] == [models]
+        assert continued(folder, f"{option}=[{models}]")["imports"] == [models]
 
 
 def test_interpolations_of_a_folder_are_not_resolved(tmp_path: Path) -> None:
@@ -188,7 +179,7 @@ def test_interpolations_of_a_folder_are_not_resolved(tmp_path: Path) -> None:
     config = composed()
     config["optimizer"] = {**config["optimizer"], "lr": value}
     claim(tmp_path / "run", config)
-    continued = continued_configuration(tmp_path / "run", composed(f"resume={tmp_path}/run"), composed(), [])
-    assert continued["optimizer"]["lr"] == value
+    config = continued(tmp_path / "run")
+    assert config["optimizer"]["lr"] == value
     with pytest.raises(ConfigurationError, match=r"^optimizer.lr=\$\{.*a run's configuration has no"):
-        check(continued)
+        check(config)

@@ -4,9 +4,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from composing import composed
+from composing import composed, continued
 
-from gossip.lab.experiments.resuming import continued_configuration
 from gossip.lab.experiments.run_folder import claim
 from gossip.lab.experiments.validated_models import ConfigurationError
 from gossip.lab.loggers.logger_choice import logging_settings, make_loggers
@@ -75,6 +74,4 @@ def test_choice_of_a_run_that_goes_on(
     tmp_path: Path, began_with: str, asked: tuple[str, ...], goes_on_with: set[str]
 ) -> None:
     claim(tmp_path / "run", composed(began_with))
-    now = composed(f"resume={tmp_path}/run", *asked)
-    keys = [override.partition("=")[0] for override in asked]
-    assert make_loggers(continued_configuration(tmp_path / "run", now, composed(), keys)).keys() == goes_on_with
+    assert make_loggers(continued(tmp_path / "run", *asked)).keys() == goes_on_with
