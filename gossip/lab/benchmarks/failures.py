@@ -368,10 +368,9 @@ class _Supervised:
             command += ["--monitor-interval=0.1", "-m"]
         command += [_WORKER, self._method, self._content]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
-        environment = {**inherited, "OMP_NUM_THREADS": "1", **self._environment, **more}
         self._processes[slot] = subprocess.Popen(
             command,
-            env=environment,
+            env={**inherited, "OMP_NUM_THREADS": "1", **self._environment, **more},
             stdout=subprocess.DEVNULL,
             stderr=self._log.open("ab"),
             start_new_session=True,

@@ -79,10 +79,9 @@ def plain_options(make: Callable[..., Any], *, leaving_out: int) -> dict[str, An
 
     Options whose default is not plain data are omitted.
     """
-    parameters = list(inspect.signature(make).parameters.values())
     return {
         parameter.name: _NEEDED if parameter.default is parameter.empty else parameter.default
-        for parameter in parameters[leaving_out:]
+        for parameter in list(inspect.signature(make).parameters.values())[leaving_out:]
         if parameter.default is parameter.empty or isinstance(parameter.default, _PLAIN)
     }
 

@@ -253,8 +253,7 @@ def _resumed(asked: dict[str, Any], folder: Path, overrides: list[str], config_n
     keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
     if dist.is_initialized():
         keys.append("launch.world_size")  # set by the launcher of the ranks
-    defaults = plain(compose(config_name), complete=False)
-    return resuming.continued_configuration(folder, asked, defaults, keys)
+    return resuming.continued_configuration(folder, asked, plain(compose(config_name), complete=False), keys)
 
 
 def _run_one_rank(config_folder: Path, config_name: str, placement: Placement) -> int:

@@ -236,8 +236,7 @@ def _finish(
     last["evaluation_s"] = time.perf_counter() - start
     costs = step_costs(folder, f"{method.name}.jsonl", last)
     own = [costs | evaluation.named("test") for evaluation in local]
-    everyone = method.world.gather_json(own, "gathering the ranks' reports")
-    reports = list(itertools.chain(*everyone))
+    reports = list(itertools.chain(*method.world.gather_json(own, "gathering the ranks' reports")))
     return summarise(experiment, reports) | {
         "averaged_test_accuracy": average.accuracy,
         "averaged_test_loss": average.loss,

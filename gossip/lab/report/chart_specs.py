@@ -206,12 +206,11 @@ def _curves(
     order = {"detail": {"field": "index"}, "order": {"field": "own_step", "type": "quantitative"}}
     is_baseline = [series.name for series in named if series.row.method != "gossip"]
     width = [{"test": _IS_BROUGHT, "value": 3}, {"test": f"indexof({is_baseline}, datum.name) >= 0", "value": 2.4}]
-    steps = [] if chart.x_curve == "step" else [{"field": "own_step", "title": "steps"}]
     tooltip = [
         {"field": "name", "title": "title"},
         {"field": "y_value", "title": _with_unit(chart.y_title, y), "format": ".4~r"},
         {"field": "x_value", "title": _with_unit(chart.x_title, x), "format": ".4~r"},
-        *steps,
+        *([] if chart.x_curve == "step" else [{"field": "own_step", "title": "steps"}]),
     ]
     band = {
         **data,

@@ -156,8 +156,7 @@ def render_page(document: Document) -> str:
     divided = panels(document.rows)
     every = [series for panel in divided for series in panel.series]
     drawn = draw_charts(document, divided)
-    template = environment.get_template("report.html.jinja")
-    return template.render(
+    return environment.get_template("report.html.jinja").render(
         document=document,
         asset=lambda *place: Markup(_asset(*place)),
         sentences=list(verdict(document)),

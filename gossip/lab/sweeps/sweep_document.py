@@ -96,8 +96,7 @@ def _common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _cluster(jobs: Sequence[Job]) -> dict[str, Any]:
-    config = jobs[0].config
-    described = dict(config["cluster"])
+    described = dict(jobs[0].config["cluster"])
     clusters = [make_cluster(job.config, job.setting.world_size) for job in jobs]
     sizes = sorted({cluster.num_nodes for cluster in clusters})
     ranks = "rank" if described["local_size"] == 1 else "ranks"
