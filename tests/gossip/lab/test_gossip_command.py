@@ -15,8 +15,7 @@ Command = Callable[..., tuple[int, str, str]]
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["/somewhere/bin/gossip", *arguments])
-        status = gossip_command.main()
-        return status, *capsys.readouterr()
+        return gossip_command.main(), *capsys.readouterr()
 
     return run
 

@@ -117,8 +117,7 @@ def test_methods_train_in_turns_until_they_are_as_good(tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     assert (folder / "report.md").read_text() in done.stdout
     assert "diloco" in (folder / "loss.svg").read_text()
-    content = json.loads((folder / "results.json").read_text())
-    (result,) = content["results"]
+    (result,) = json.loads((folder / "results.json").read_text())["results"]
     assert result["link"] == ("loopback" if network == "loopback" else "1000mbit")
     ddp, diloco, as_probed = result["curves"]
     assert as_probed["method"] == "gossip as probed"

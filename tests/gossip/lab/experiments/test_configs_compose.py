@@ -62,8 +62,7 @@ NEEDED = {
 def test_configs_group_options_build(group: str) -> None:
     for option in options(group):
         overrides = ["topology=ring", f"{group}={option}", *NEEDED.get(option, ())]  # every compression serves rings
-        experiment = check(config := composed(*overrides))
-        assert experiment.shards.steps_per_epoch >= 1
+        assert check(config := composed(*overrides)).shards.steps_per_epoch >= 1
         assert make_loggers(config).keys() == ({option} - {"jsonl"} if group == "logger" else set())
 
 
@@ -76,8 +75,7 @@ def test_configs_topology_local_steps_and_warm_up() -> None:
         (("topology.every=2", "topology.order=[0,2,1,3]"), ring.every(2).permuted([0, 2, 1, 3])),
         (("topology.every=4", "topology.warmup_rounds=100"), complete.then(ring.every(4), after=100)),
     ):
-        config = composed("topology=ring", *overrides)
-        assert make_topology(config) == wanted
+        assert make_topology(composed("topology=ring", *overrides)) == wanted
 
 
 SWEEPS = [path.stem for path in sorted(CONFIGS.glob("experiment/*.yaml")) if "For gossip sweep" in path.read_text()]

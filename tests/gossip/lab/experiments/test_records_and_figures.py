@@ -87,8 +87,7 @@ def test_changes_of_ranks_are_marked(tmp_path: Path, figures: list[Figure]) -> N
     draw("training", make_records(), tmp_path / "training.svg", changes)
     for axes in figures[0].axes:
         assert [text.get_text() for text in axes.texts] == ["without 1", "without 0; with 3, 4"]
-        marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
-        assert marks == [7, 20]
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [7, 20]
 
 
 @pytest.mark.parametrize(("distance", "scale"), [(2.0, "log"), (0.0, "linear")])

@@ -110,8 +110,7 @@ def test_run_without_a_checkpoint_begins_again_in_its_folder(tmp_path: Path) -> 
     interrupted(folder, "checkpoint.every=0", "training.epochs=1", "model.step=3")
     assert state_of(folder) is State.BEGIN_AGAIN
     config = composed(*SMALL, "training.epochs=1", "checkpoint.every=0", "model.step=-1")
-    summary = run_job(config, folder, again=True)
-    assert summary["steps"] == STEPS_PER_EPOCH
+    assert run_job(config, folder, again=True)["steps"] == STEPS_PER_EPOCH
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
     assert [record["step"] for record in read_jsonl(folder / "rank1.jsonl")] == list(range(STEPS_PER_EPOCH))
     assert state_of(folder) is State.ENDED
@@ -121,8 +120,7 @@ def test_run_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "checkpoints").write_text("no folder")
-    summary = run_job(composed(*SMALL, "model.step=-1", "training.epochs=1"), folder)
-    assert summary["status"] == "completed"
+    assert run_job(composed(*SMALL, "model.step=-1", "training.epochs=1"), folder)["status"] == "completed"
     assert (folder / "checkpoints").read_text() == "no folder"
 
 

@@ -78,8 +78,7 @@ def test_run_goes_on_with_the_other_engine(tmp_path: Path, before: str, after: s
     folder = tmp_path / "changed"
     run(folder, *saved, f"engine={before}")
     (folder / "summary.json").unlink()  # as if it had been killed after step 6
-    config = composed(*SHORT, *NOT_IID, *saved, f"engine={after}", f"resume={folder}")
-    summary = run_job(config, folder)
+    summary = run_job(composed(*SHORT, *NOT_IID, *saved, f"engine={after}", f"resume={folder}"), folder)
     assert (summary["engine"], summary["steps"]) == (after, 8)
     for key in ("averaged_test_loss", "local_test_loss_mean", "local_test_loss_worst"):
         assert summary[key] == pytest.approx(whole[key], rel=1e-4)

@@ -150,8 +150,7 @@ def test_sweep_table_gathers_all_runs_in_order(tmp_path: Path, capsys: pytest.Ca
     leave(tmp_path / "0" / "mlflow_artifacts", COMPLETED)  # a logger's copy is no run
     leave(tmp_path / "9", {"status": "failed", "reason": "because", "overrides": ["seed=1", "topology=ring"]})
     leave(tmp_path / "0", {**COMPLETED, "consensus_distance_before": None, "overrides": ["seed=0", "topology=ring"]})
-    summaries = finish_sweep(tmp_path)
-    assert [(summary["job"], summary["status"]) for summary in summaries] == [
+    assert [(summary["job"], summary["status"]) for summary in finish_sweep(tmp_path)] == [
         ("0", "completed"),
         ("9", "failed"),
         ("10", "failed"),
