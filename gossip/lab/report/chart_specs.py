@@ -42,9 +42,6 @@ CONFIG: Spec = {
 
 def make_spec(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> Spec:
     """Return the specification that all panels of a chart share, over all of their rows."""
-    known = [series.row.curves.named(f"{chart.y_curve}_low") for series in every if series.row.curves is not None]
-    has_band = any(value is not None for curve in known for value in curve)
-    levels = [series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level]
     named = list({series.name: series for series in every}.values())
     return {
         "height": 260,
@@ -66,7 +63,7 @@ def make_spec(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> Spec
             *_target(chart, y),
             *_break(y),
             _levels(chart, {"strokeWidth": 2.4}, {"strokeDash": _dash(named)}),
-            *_curves(chart, named, levels, x, y, has_band=has_band),
+            *_curves(chart, every, named, x, y),
             # They are pointed at within a few pixels.
             _levels(chart, {"strokeWidth": 14, "opacity": 0, "aria": False}, {"opacity": None}),
             *_ends(chart, named),
@@ -181,20 +178,21 @@ def _levels(chart: Chart, mark: Spec, encoding: Spec) -> Spec:
     }
 
 
-def _curves(
-    chart: Chart, named: Sequence[Series], levels: Sequence[int], x: Scale, y: Scale, *, has_band: bool
-) -> list[Spec]:
+def _curves(chart: Chart, every: Sequence[Series], named: Sequence[Series], x: Scale, y: Scale) -> list[Spec]:
     """Return the layers of the curves: bands over the seeds, lines, and points of which the nearest is pointed at.
 
     Each row's curve consists of the points at which it was measured, whatever was measured between them.
     """
+    known = [series.row.curves.named(f"{chart.y_curve}_low") for series in every if series.row.curves is not None]
+    has_band = any(value is not None for curve in known for value in curve)
+    levels = sorted(series.index for series in every if (end := chart.end(series.row)) is not None and end.is_level)
     y_names = [chart.y_curve, *([f"{chart.y_curve}_low", f"{chart.y_curve}_high"] if has_band else [])]
     names = list(dict.fromkeys([chart.x_curve, *y_names, "step"]))
     fields = dict(zip(y_names, ("y", "low", "high"), strict=False))
     data = {
         "data": {"name": "curves"},
         "transform": [
-            {"filter": f"{_IS_SHOWN} && indexof({sorted(set(levels))}, datum.index) < 0"},
+            {"filter": f"{_IS_SHOWN} && indexof({levels}, datum.index) < 0"},
             {"flatten": names, "as": [f"own_{name}" for name in names]},
             {"filter": " && ".join(f"isValid(datum.own_{name})" for name in (chart.x_curve, chart.y_curve))},
             {"calculate": _placed(f"datum.own_{chart.x_curve}", x), "as": "x"},
