@@ -29,9 +29,7 @@ class MLP(nn.Module):
     def __init__(self, input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[PositiveInt] = (64,)) -> None:
         super().__init__()
         widths = [math.prod(input_shape), *hidden]
-        layers: list[nn.Module] = []
-        for num_in, num_out in itertools.pairwise(widths):
-            layers += [nn.Linear(num_in, num_out), nn.ReLU()]
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -106,14 +106,13 @@ def _by_class(
 def _dirichlet(
     labels: npt.NDArray[np.generic], world_size: int, alpha: float, generator: np.random.Generator
 ) -> list[npt.NDArray[np.int64]]:
-    pieces: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(world_size)]
+    by_class = []
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
         shares = generator.dirichlet(np.full(world_size, alpha))
         ends = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
-        for rank, piece in enumerate(np.split(members, ends)):
-            pieces[rank].append(piece)
-    parts = [np.concatenate(piece) for piece in pieces]
+        by_class.append(np.split(members, ends))
+    parts = [np.concatenate(pieces) for pieces in zip(*by_class, strict=True)]
     for rank in range(world_size):
         if len(parts[rank]) == 0:  # a rank without data could not train: the largest part gives it a sample
             donor = max(range(world_size), key=lambda other: len(parts[other]))
