@@ -82,9 +82,7 @@ def test_ddp_trains_as_one_model_on_all_batches(tmp_path: Path, max_norm: float 
     assert (summary["algorithm"], summary["overlapped_s"], summary["wait_by_peer_s"]) == (None, None, {})
     assert summary["clipping"] == ("0.5 (global)" if max_norm else None)
     for record in read_jsonl(tmp_path / "run" / "rank1.jsonl"):
-        assert record["backward_s"] > 0
-        assert record["forward_s"] > 0
-        assert record["update_s"] > 0
+        assert min(record[name] for name in ("forward_s", "backward_s", "update_s")) > 0
         assert ("gradient_norm" in record) == (max_norm is not None)
 
 
@@ -215,8 +213,7 @@ def complete_events(path: Path) -> Events:
 
 
 def named(events: Events, name: str) -> Events:
-    """In the order of time."""
-    return sorted((event for event in events if event["name"] == name), key=lambda event: event["ts"])
+    return [event for event in events if event["name"] == name]
 
 
 @pytest.mark.parametrize(
