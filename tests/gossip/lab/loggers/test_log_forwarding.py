@@ -1,6 +1,5 @@
 """Means over ranks from files that grow go to loggers; where these fail, hang or are slow, the run goes on and ends."""
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,11 +59,18 @@ def start(folder: Path, step: int = 0, **logging: Any) -> LogForwarding:
     return LogForwarding(config, folder, step)
 
 
-def train(folder: Path, steps: range) -> None:
+def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) -> None:
+    """Append records whose loss is 10 step + rank."""
+    name = f"rank{rank}.jsonl" if isinstance(rank, int) else rank
+    with JsonlWriter(folder / name) as writer:
+        for step in steps:
+            loss = 10 * step + (rank if isinstance(rank, int) else 0)
+            writer.write({"step": step, "loss": loss, **values})
+
+
+def train(folder: Path, steps: Sequence[int]) -> None:
     for rank in range(2):
-        with JsonlWriter(folder / f"rank{rank}.jsonl") as writer:
-            for step in steps:
-                writer.write({"step": step, "loss": rank + step})
+        write(folder, rank, steps)
 
 
 def test_forwarding_brings_all_and_leaves_nothing(tmp_path: Path, kept: type[Kept], warnings_told: list[str]) -> None:
@@ -142,8 +148,7 @@ def test_forwarding_leaves_one_that_hangs_alone(tmp_path: Path, kept: type[Kept]
 def test_forwarding_a_failed_run_leaves_half_steps_for_its_next_attempt(tmp_path: Path, kept: type[Kept]) -> None:
     follows = start(tmp_path)
     train(tmp_path, range(3))
-    with JsonlWriter(tmp_path / "rank0.jsonl") as writer:
-        writer.write({"step": 3, "loss": 1.0})
+    write(tmp_path, 0, [3])
     follows.end(Ending("failed", {"reason": "it"}))
     assert kept.steps == [0, 1, 2]
     assert kept.endings[0].status == "failed"
@@ -153,15 +158,6 @@ def test_forwarding_a_refused_run_begins_nothing(tmp_path: Path, kept: type[Kept
     start(tmp_path).end(None)
     assert kept.beginnings == []
     assert list(tmp_path.iterdir()) == []
-
-
-def write(folder: Path, rank: int | str, steps: Sequence[int], **values: Any) -> None:
-    """Append records whose loss is 10 step + rank."""
-    name = f"rank{rank}.jsonl" if isinstance(rank, int) else rank
-    with (folder / name).open("a") as file:
-        for step in steps:
-            loss = 10 * step + (rank if isinstance(rank, int) else 0)
-            file.write(json.dumps({"step": step, "loss": loss, **values}) + "\n")
 
 
 def means(folder: Path, world_size: int, step: int = 0) -> RecordStream:
@@ -222,12 +218,10 @@ def test_mean_after_a_loss_is_that_of_the_others(tmp_path: Path) -> None:
 
 def test_mean_of_what_is_settled_is_over_whoever_made_it(tmp_path: Path) -> None:
     write(tmp_path, "workers.jsonl", range(2))  # in one process, at first
-    for rank in range(2):
-        write(tmp_path, rank, range(2, 4))  # then two, resumed with three at step 4
+    train(tmp_path, range(2, 4))  # then two, resumed with three at step 4
     stream = means(tmp_path, 3, step=4)
     assert losses(stream) == {0: 0, 1: 10, 2: 20.5, 3: 30.5}
-    for rank in range(2):
-        write(tmp_path, rank, [4])
+    train(tmp_path, [4])
     assert losses(stream) == {}
     write(tmp_path, 2, [4])
     assert losses(stream) == {4: 41}
@@ -245,8 +239,7 @@ def test_streams_begin_at_a_step_and_keep_little_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     monkeypatch.setattr(log_forwarding, "AHEAD", 4)
-    for rank in range(2):
-        write(tmp_path, rank, range(100))
+    train(tmp_path, range(100))
     stream = RecordStream(Beginning(tmp_path, 2), first)
     found: dict[int, float] = {}
     while batch := losses(stream, limit=7):
