@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +26,7 @@ _CONTEXT = 64
 _VOCABULARY = 96
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """A model, a function of a number of samples and a generator that draws a batch, and how it is trained.
 
     The batch size is that of each rank; the learning rate is for SGD with momentum 0.9.
@@ -126,8 +125,7 @@ WORKLOADS = {
 """Workloads by name; configs/bench.yaml lists their sizes."""
 
 
-@dataclass(frozen=True)
-class LossTask:
+class LossTask(NamedTuple):
     """Data, a model for them, and a batch size so small that computing is cheap compared with communication."""
 
     make_data: Callable[[], Data]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ _OUTPUT_BYTES = 64 * 2**20
 """The most outputs per batch of more than one sample, of all replicas: logits over a vocabulary are large."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Mean cross-entropy in nats and accuracy: the fraction of correct predictions (for text, of next characters)."""
 
     loss: float

@@ -37,8 +37,7 @@ class End(NamedTuple):
         return f"{name}: {self.height} at {self.width}"
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A chart of one of the :class:`Curves` against another, with the final result, ``y_value``, at the end.
 
     Without a ``y_value``, the end is the last point of the curve. The target is the level to be reached, if any.
@@ -120,8 +119,7 @@ RESULTS = {"accuracy": FRACTION, "loss": NUMBER}
 """The quantities in which results are measured, of which one is the metric."""
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """The visual style of a series.
 
     The combination of colour (a variable of the style sheet), dash pattern (lengths of strokes and gaps) and marker
@@ -146,8 +144,7 @@ class Series:
     style: Style
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Rows that are drawn together. The title states what they share; it is empty if all rows are in one panel."""
 
     title: str

@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gossip.lab.report.report_document import Value
 
@@ -16,16 +16,14 @@ _STRIP = 0.12
 """The height of the strip below the break of an axis, in that of the axis."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A unit: its suffix, including the leading space, and its size in the base unit of the quantity."""
 
     suffix: str
     size: float
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A quantity with its units, from the smallest to the largest.
 
     Its means have this number of decimals, or four significant digits. ``best`` is the value that none exceeds.
@@ -84,8 +82,7 @@ POINTS = Quantity((Unit("", 1.0),), decimals=2)
 RATIO = Quantity((Unit("", 1.0),), decimals=3)
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """The scale of an axis, from ``low`` to ``high``; ends beyond it are drawn at its edge.
 
     On a logarithmic axis the range is one of distances from the best value, if the quantity has one: accuracy is drawn

@@ -11,10 +11,9 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gossip.lab.report.chart_specs import CONFIG, make_curves, make_ends, make_spec
 from gossip.lab.report.charts import DIVIDING, RESULTS, Chart, Panel, Series, charts, panels, setting, told, varying
@@ -47,8 +46,7 @@ _NOTHING = "–"  # noqa: RUF001
 _NUM_SHOWN = 7  # columns, which a width of 1280 pixels and a sheet of paper can take
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of the table, which shows a text or, if it has a quantity, a value, of which one may be the best.
 
     Either "higher" or "lower" values are better, or neither, among the rows of some methods: without communication
@@ -250,8 +248,7 @@ def _common(document: Document) -> dict[str, str]:
     return common
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A chart with its axes, and the panels in which there is anything to draw."""
 
     chart: Chart

@@ -10,9 +10,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from gossip import ALGORITHMS
 from gossip.lab.experiments import run_folder
@@ -44,8 +43,7 @@ _TOLD_APART = (
 Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run of a sweep, as overrides of the primary config, and the all-reduce run with which it is compared.
 
     That one has the same ranks, data, seed and other settings that apply to both; for itself, it is the run.
@@ -100,8 +98,7 @@ _NOT_OF_THE_RUN = ("output_root", "figures", "resume", "sweep", "report", "clust
 """The config sections that do not affect what a run computes."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run of a sweep, with its resolved configuration, the setting that identifies its row, and its tuning."""
 
     run: Run
@@ -260,8 +257,7 @@ def folder_option(arguments: Sequence[str]) -> list[str]:
     return [f"{_FOLDER}=${{output_root}}/sweeps/{slug[:80]}_{digest}"]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The runs of a sweep, all distinct, and one line for each combination that is not possible, with the reason.
 
     The experiment is the one whose file was chosen, "none" without any.
