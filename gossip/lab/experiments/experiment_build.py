@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,7 @@ from topologies.registry import Registry
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(NamedTuple):
     """Everything that a rank needs to train.
 
     Attributes
@@ -75,7 +73,7 @@ class Experiment:
 
     def on(self, device: torch.device) -> Experiment:
         """Return the experiment with data and modules on a device."""
-        return replace(self, data=self.data.to(device), make_module=lambda: self.make_module().to(device))
+        return self._replace(data=self.data.to(device), make_module=lambda: self.make_module().to(device))
 
     @property
     def total_steps(self) -> int:

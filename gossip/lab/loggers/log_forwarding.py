@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,7 @@ class LogForwarding:
         ``ending`` is None if the ranks could not be started.
         """
         if ending is not None and not self._keeps_model:
-            ending = replace(ending, model=None)
+            ending = ending._replace(model=None)
         deadline = time.monotonic() + self._wait_s
         for forwarder in self._forwarders:
             forwarder.finish(ending)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from gossip.lab.experiments.records import leaves
 from gossip.lab.experiments.run_folder import read_json, write_json
@@ -44,8 +44,7 @@ class Beginning:
         return self.folder / "loggers" / f"{logger}_{MEAN}.json"
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """The description of a run that has ended, as a logger gets it.
 
     ``status`` "stopped" means by a signal or Ctrl-C. ``summary`` is the content of ``summary.json``, ``figures`` are
