@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 from torch import nn
 
 from gossip import GossipDataParallel, VirtualWorkers
@@ -66,10 +66,8 @@ def backend_for(num_local_ranks: int, wanted: str = "auto") -> str:
     return "cpu:gloo,cuda:nccl" if has_nccl and num_local_ranks <= torch.cuda.device_count() else "gloo"
 
 
-class _Section(Model):
+class _Section(Model, extra="ignore"):
     """A section of which others read the keys that are not named here."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class TopologySettings(_Section):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, computed_field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, computed_field
 
 from gossip.lab.experiments.validated_models import Model
 
@@ -76,7 +76,7 @@ class Choice(Model):
         return f"{self.value:g}, at the end of the grid" if self.is_at_end else f"{self.value:g}"
 
 
-class Curves(Model):
+class Curves(Model, extra="allow"):
     """The measurements during training, as means over the seeds; all sequences have the same length.
 
     They are: the local updates, the bytes sent per rank and the predicted time so far; the metric of the averaged model
@@ -85,7 +85,6 @@ class Curves(Model):
     ``NAME_high``. None stands for what was not measured there.
     """
 
-    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Numbers]
 
     step: Numbers
@@ -136,10 +135,8 @@ class Row(Setting):
         return None if value is None else value.mean
 
 
-class Metric(Model):
+class Metric(Model, extra="ignore"):
     """The metric of the averaged model by which runs are compared, and the target; ``sweep`` of a configuration."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: Literal["accuracy", "loss"] = Field(alias="metric")
     target: float | None

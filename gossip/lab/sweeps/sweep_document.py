@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 import gossip
 from gossip.lab.experiments import run_folder
@@ -283,10 +283,8 @@ def _compared(key: str, run: Mapping[str, Any], reference: Mapping[str, Any]) ->
     return value / other if is_loss else 100 * (value - other)
 
 
-class _Described(Model):
+class _Described(Model, extra="ignore"):
     """The keys of the section ``cluster`` that :class:`gossip.Cluster`, which checks the others, does not have."""
-
-    model_config = ConfigDict(extra="ignore")
 
     local_size: int = Field(ge=1)
     compute_us_per_sample: float = Field(ge=0)
