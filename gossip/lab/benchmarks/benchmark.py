@@ -1,6 +1,6 @@
 """What a benchmark is: its settings, what a worker does, what becomes of the records, and how that is reported.
 
-Also summaries of many values, tables of them in Markdown, and the look of figures.
+Also summaries of many values, and tables of them in Markdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pydantic import (
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Lab, bits_per_second
-from gossip.lab.experiments.run_figures import BLUE, GREEN, ORANGE
 from gossip.lab.experiments.validated_models import Model
 
 Record = dict[str, Any]
@@ -32,8 +31,6 @@ Record = dict[str, Any]
 Records = Sequence[Sequence[Mapping[str, Any]]]
 """The records of each rank."""
 Write = Callable[[Record], None]
-_COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_LINES = ("-", "--", ":")
 S = TypeVar("S", bound="BenchmarkSettings")
 R = TypeVar("R", bound=BaseModel)
 
@@ -234,8 +231,3 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown: texts to the left in the first column, numbers to the right in all others."""
     header = [f"| {' | '.join(titles)} |", "| --- |" + " ---: |" * (len(titles) - 1)]
     return "\n".join([*header, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def look(number: int) -> dict[str, Any]:
-    """Return colour and line style of the method with this number."""
-    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}

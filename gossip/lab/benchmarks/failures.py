@@ -27,21 +27,11 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field, PositiveFloat, model_validator
 
 from gossip import LaunchError
-from gossip.lab.benchmarks.benchmark import (
-    Benchmark,
-    BenchmarkSettings,
-    Links,
-    Place,
-    Records,
-    Spread,
-    Write,
-    look,
-    table,
-)
+from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Links, Place, Records, Spread, Write, table
 from gossip.lab.benchmarks.failures_worker import METHODS, SLOWER, TIMEOUT, end_with_parent
 from gossip.lab.benchmarks.network.shaped_hosts import BRIDGE_ADDRESS, Lab, store_at
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
-from gossip.lab.experiments.run_figures import drawn
+from gossip.lab.experiments.run_figures import drawn, look
 from gossip.lab.experiments.validated_models import ConfigurationError, OneOf
 from gossip.launching import GROUPS, STORE
 

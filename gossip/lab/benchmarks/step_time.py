@@ -29,12 +29,11 @@ from gossip.lab.benchmarks.benchmark import (
     Records,
     Spread,
     Write,
-    look,
     table,
 )
 from gossip.lab.benchmarks.network.counters import PeakMemory, interface_bytes
 from gossip.lab.benchmarks.workloads import WORKLOADS, loss_of
-from gossip.lab.experiments.run_figures import drawn
+from gossip.lab.experiments.run_figures import drawn, look
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure, measure_links
 from gossip.lab.probe.compute_probe import COMPRESSION_RATIOS

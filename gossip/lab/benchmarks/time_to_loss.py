@@ -17,21 +17,11 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveFloat, TypeAdapt
 
 from gossip import World
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, sgd
-from gossip.lab.benchmarks.benchmark import (
-    Benchmark,
-    ComparisonSettings,
-    Place,
-    Record,
-    Records,
-    Spread,
-    Write,
-    look,
-    table,
-)
+from gossip.lab.benchmarks.benchmark import Benchmark, ComparisonSettings, Place, Record, Records, Spread, Write, table
 from gossip.lab.benchmarks.network.counters import interface_bytes
 from gossip.lab.benchmarks.workloads import LOSS_TASKS, loss_of
 from gossip.lab.experiments.evaluation import evaluate
-from gossip.lab.experiments.run_figures import drawn
+from gossip.lab.experiments.run_figures import drawn, look
 from gossip.lab.experiments.validated_models import OneOf
 from gossip.lab.probe.cluster_measuring import Measured, measure
 from gossip.lab.probe.probe_advice import advise

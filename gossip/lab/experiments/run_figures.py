@@ -29,6 +29,8 @@ Records = Sequence[Sequence[Mapping[str, Any]]]
 
 # The palette of Okabe and Ito, distinguishable for colour-blind readers.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+_COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES = ("-", "--", ":")
 GREY = "#555555"
 _MAX_POINTS = 120
 _STYLE: dict[Any, Any] = {
@@ -160,6 +162,11 @@ def _mark(axes: Axes, changes: Sequence[Mapping[str, Any]]) -> None:
         axes.axvline(change["step"], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
         place = change["step"], axes.get_ylim()[1]
         axes.annotate(text, place, (2, -2), textcoords="offset points", rotation=90, va="top", fontsize=7, color=GREY)
+
+
+def look(number: int) -> dict[str, Any]:
+    """Return colour and line style of the curve with this number."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
 
 
 @contextlib.contextmanager
