@@ -11,16 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PositiveFloat,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Lab, bits_per_second
@@ -57,7 +48,7 @@ class BenchmarkSettings(Model):
     last_link: Link | None = None
     far_link: Link | None = None
     num_threads: int = Field(1, ge=1, alias="threads")
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: float = Field(120.0, gt=0)
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
