@@ -12,15 +12,7 @@ from running import run_here
 from gossip import Cluster, Workload
 from gossip.lab.benchmarks import time_to_loss
 from gossip.lab.benchmarks.benchmark import Place
-from gossip.lab.benchmarks.time_to_loss import (
-    Curve,
-    LossResult,
-    Point,
-    loss_figure,
-    reaches_or_ends,
-    section,
-    target_of,
-)
+from gossip.lab.benchmarks.time_to_loss import Curve, LossResult, Point, reaches_or_ends, section, target_of
 from gossip.lab.benchmarks.workloads import LOSS_TASKS
 from gossip.lab.experiments.records import read_jsonl
 from gossip.lab.probe.cluster_measuring import Measured
@@ -83,7 +75,7 @@ def test_table_says_what_was_not_reached() -> None:
 
 
 def test_figure_has_one_line_and_one_band_per_method(tmp_path: Path) -> None:
-    loss_figure([result_of(CURVES)], tmp_path / "loss.svg")
+    time_to_loss.loss_figure([result_of(CURVES)], tmp_path / "loss.svg")
     drawing = (tmp_path / "loss.svg").read_text()
     assert drawing.count('id="FillBetweenPolyCollection') == 4  # over seconds and over bytes
     for text in ("median and range of 2 seeds", "way to the target loss", "ddp", "gossip"):
