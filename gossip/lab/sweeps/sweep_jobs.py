@@ -40,6 +40,7 @@ _TOLD_APART = (
 )  # fmt: skip
 """The axes for which a row has fields of its own."""
 
+Axes = Mapping[str, Sequence[str]]
 Compose = Callable[[Sequence[str]], tuple[Mapping[str, Any], Mapping[str, str]]]
 
 
@@ -53,9 +54,7 @@ class Run(NamedTuple):
     reference: tuple[str, ...]
 
 
-def expand(
-    axes: Mapping[str, Sequence[str]], method: str = "gossip", variants: Sequence[Sequence[str]] = ((),)
-) -> list[Run]:
+def expand(axes: Axes, method: str = "gossip", variants: Sequence[Sequence[str]] = ((),)) -> list[Run]:
     """Expand the axes of a sweep into its runs.
 
     Every combination of the axes, which have the overrides ``key=value`` of each key, is a run, of this method unless
@@ -269,7 +268,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    axes: Mapping[str, Sequence[str]],
+    axes: Axes,
     compose: Compose,
     variants: Sequence[Sequence[str]] = ((),),
     choose: Callable[[Run], Choice | None] = lambda _: None,
@@ -306,7 +305,7 @@ def make_plan(
     return Plan(list(jobs.values()), list(left_out), chosen.get("experiment", "none"))
 
 
-def read_variants(config: Mapping[str, Any], axes: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
+def read_variants(config: Mapping[str, Any], axes: Axes) -> list[tuple[str, ...]]:
     """Read ``sweep.variants``; if it is empty, return one variant without overrides."""
     texts = value_of(config, "sweep.variants")
     check_type("sweep.variants", list[str], texts)

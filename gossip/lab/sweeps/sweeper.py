@@ -21,14 +21,13 @@ from gossip.lab.experiments.validated_models import ConfigurationError, Model, r
 from gossip.lab.report.report_document import Choice, Document, Metric, Number, Trial
 from gossip.lab.report.report_page import DOCUMENT_FILE, LEGEND, MARKDOWN_FILE, PAGE_FILE, texts, verdict, write_report
 from gossip.lab.sweeps.sweep_document import check_described, make_document, make_metric
-from gossip.lab.sweeps.sweep_jobs import Job, Plan, Run, is_gossip_only, make_plan, read_variants
+from gossip.lab.sweeps.sweep_jobs import Axes, Job, Plan, Run, is_gossip_only, make_plan, read_variants
 
 if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-Axes = Mapping[str, Sequence[str]]
 SWEEP_FILE = "sweep.csv"
 _COLUMNS = (
     "job", "overrides", "status", "reason", "method", "engine", "topology", "algorithm", "compression", "clipping",
