@@ -15,10 +15,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 
 from gossip.lab.benchmarks.bench_methods import MethodSpecification, expand
 from gossip.lab.benchmarks.network.shaped_hosts import MAX_HOSTS, Lab, bits_per_second
+from gossip.lab.experiments.records import Record as Record
 from gossip.lab.experiments.validated_models import Model
 
-Record = dict[str, Any]
-"""What a rank has written about one measurement, as plain JSON types."""
 Records = Sequence[Sequence[Mapping[str, Any]]]
 """The records of each rank."""
 Write = Callable[[Record], None]

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+Record = dict[str, Any]
+"""What a rank has written about one step or measurement, as plain JSON types."""
+
 TOGETHER_FILE = "workers.jsonl"
 """The record file of a run whose ranks all share one process; its records are means over the ranks."""
 
@@ -49,7 +52,7 @@ class JsonlWriter:
         self._file.close()
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> list[Record]:
     """Read the records of a file that :class:`JsonlWriter` wrote, in order.
 
     A last line without a newline is ignored: the run is still writing it, or was killed while writing it. A ValueError
@@ -96,7 +99,7 @@ def leaves(content: Mapping[str, Any], above: str = "", *, separator: str = ".")
             yield name, value
 
 
-def _record(line: bytes, path: str | Path, number: int) -> dict[str, Any]:
+def _record(line: bytes, path: str | Path, number: int) -> Record:
     try:
         record = json.loads(line)
     except ValueError as error:

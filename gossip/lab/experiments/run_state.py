@@ -17,6 +17,7 @@ import gossip
 from gossip import CheckpointError
 from gossip.lab.experiments.experiment_build import Experiment
 from gossip.lab.experiments.partition import Shards
+from gossip.lab.experiments.records import Record
 from gossip.lab.experiments.resuming import CHECKPOINT_FOLDER
 from gossip.lab.experiments.training_methods import Method
 from gossip.lab.experiments.validated_models import ConfigurationError
@@ -49,7 +50,7 @@ class RunState:
         self.elastic_shards = ElasticShards(experiment, method) if method.world.changes else None
         self.step = 0
         self.position = 0
-        self.record: dict[str, Any] | None = None
+        self.record: Record | None = None
         self._started_at = time.perf_counter()
         self.earlier_wall_time_s = 0.0
 

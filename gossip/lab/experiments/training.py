@@ -24,7 +24,7 @@ from gossip.checkpoints.exporting import write_module
 from gossip.lab.experiments.evaluation import Evaluation, cross_entropy, evaluate
 from gossip.lab.experiments.experiment_build import Experiment, build
 from gossip.lab.experiments.graceful_stop import SIGNALS, GracefulStop
-from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter
+from gossip.lab.experiments.records import TOGETHER_FILE, JsonlWriter, Record
 from gossip.lab.experiments.run_settings import every, own_device
 from gossip.lab.experiments.run_state import RunState
 from gossip.lab.experiments.terminal import configure_logging, progress_bar
@@ -90,7 +90,7 @@ def train_experiment(
         if settings.profile:
             profiler = stack.enter_context(tracer(folder / f"rank{rank}.trace.json", experiment.total_steps))
         show = stack.enter_context(progress_bar(state.total_steps, first_step=state.step, visible=world.rank == 0))
-        last: dict[str, Any] = {}
+        last: Record = {}
         store = world.keys("stopping") if saves else None
 
         def save_and_end() -> NoReturn:
@@ -142,9 +142,7 @@ def train_experiment(
     return summary
 
 
-def _steps(
-    experiment: Experiment, method: Method, profiler: profile | None, state: RunState
-) -> Iterator[dict[str, Any]]:
+def _steps(experiment: Experiment, method: Method, profiler: profile | None, state: RunState) -> Iterator[Record]:
     """Make all remaining steps and yield the record of each; that of the last step lacks its evaluation."""
     settings, shards, data = experiment.settings, experiment.shards, experiment.data
     while state.step < state.total_steps:
@@ -216,9 +214,7 @@ def tracer(path: Path, total_steps: int) -> profile:
     )
 
 
-def _finish(
-    experiment: Experiment, method: Method, state: RunState, last: dict[str, Any], folder: Path
-) -> dict[str, Any]:
+def _finish(experiment: Experiment, method: Method, state: RunState, last: Record, folder: Path) -> dict[str, Any]:
     """Evaluate the replicas, replace them by their average, evaluate it and complete the last record.
 
     Returns the summary of the run.

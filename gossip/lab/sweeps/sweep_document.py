@@ -39,6 +39,10 @@ _IN_PLACE_OF = {"training.epochs": "training.steps", "training.batch_size": "tra
 """The options that mean nothing where another one has a value."""
 
 
+Summary = Mapping[str, Any]
+"""The summary of a run, as in ``summary.json``."""
+
+
 def make_document(plan: Plan, folder: Path) -> Document:
     """Build the document of a report from the files of the runs, of which there is at least one."""
     config = plan.jobs[0].config
@@ -132,9 +136,7 @@ def read_curve(folder: Path) -> list[Point]:
     sent = 0.0
     for step, records in sorted(by_step.items()):
         sent += statistics.fmean(record.get("bytes_sent", 0) for record in records)
-        measured = {
-            name: record[key] for record in reversed(records) for name, key in _MEASURED.items() if key in record
-        }
+        measured = {name: each[key] for each in reversed(records) for name, key in _MEASURED.items() if key in each}
         if "loss" in measured or "consensus" in measured:
             points.append({"step": step + 1, "bytes": sent, **dict.fromkeys(_MEASURED), **measured})
     return points
@@ -194,9 +196,7 @@ def make_rows(jobs: Sequence[Job], folder: Path, metric: Metric) -> tuple[Row, .
     return tuple(_row(of_setting, summaries, folder, metric) for of_setting in by_setting.values())
 
 
-def _row(
-    jobs: Sequence[Job], summaries: Mapping[tuple[str, ...], Mapping[str, Any]], folder: Path, metric: Metric
-) -> Row:
+def _row(jobs: Sequence[Job], summaries: Mapping[tuple[str, ...], Summary], folder: Path, metric: Metric) -> Row:
     own = [(job, summaries[job.run.overrides]) for job in jobs]
     completed = [(job, summary) for job, summary in own if summary["status"] == "completed"]
     reasons = tuple(f"seed {job.seed}: {each['reason']}" for job, each in own if each["status"] != "completed")
@@ -223,9 +223,7 @@ def _row(
     )
 
 
-def _values(
-    summary: Mapping[str, Any], curve: Sequence[Point], metric: Metric, step_time_s: float
-) -> dict[str, float | None]:
+def _values(summary: Summary, curve: Sequence[Point], metric: Metric, step_time_s: float) -> dict[str, float | None]:
     """Return the values that one run contributes to its row."""
     reached = steps_to_target(curve, metric)
     return {
@@ -238,7 +236,7 @@ def _values(
     }
 
 
-def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], metric: str) -> dict[str, Value | None]:
+def differences(pairs: Sequence[tuple[Summary, Summary]], metric: str) -> dict[str, Value | None]:
     """Compare a setting with the final model of all-reduce on the test split.
 
     The pairs are the summaries of completed runs: one of the setting, and one of all-reduce with the same seed, ranks
@@ -274,7 +272,7 @@ def aggregate(values: Sequence[float | None], *, with_interval: bool = False) ->
     return Value(mean=mean, spread=spread, count=count, interval=(mean - reach, mean + reach))
 
 
-def _compared(key: str, run: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
+def _compared(key: str, run: Summary, reference: Summary) -> float | None:
     is_loss = "loss" in key
     value: float | None = run[key]
     other: float | None = reference["averaged_test_loss" if is_loss else "averaged_test_accuracy"]
@@ -309,7 +307,7 @@ def make_cluster(config: Mapping[str, Any], world_size: int) -> gossip.Cluster:
         return gossip.Cluster(world_size // local_size, local_size, **described)
 
 
-def predict_step_time_s(config: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
+def predict_step_time_s(config: Mapping[str, Any], summary: Summary) -> float:
     """Predict the mean time per step in seconds of a completed run, from its configuration and its summary."""
     settings = read(Settings, config)
     topology, algorithm = make_topology(config), make_algorithm(config)
