@@ -74,9 +74,7 @@ def digits(test_fraction: Share = 0.2, split_seed: int = 0) -> Data:
     train_images, test_images, train_targets, test_targets = train_test_split(
         bunch.images, bunch.target, test_size=test_fraction, random_state=split_seed, stratify=bunch.target
     )
-    inputs, test_inputs = (
-        torch.from_numpy(images[:, None].astype(np.float32)) for images in (train_images, test_images)
-    )
+    inputs, test_inputs = (torch.from_numpy(each[:, None].astype(np.float32)) for each in (train_images, test_images))
     std, mean = torch.std_mean(inputs, dim=(0, 2, 3), keepdim=True)
     for images in (inputs, test_inputs):
         images.sub_(mean).div_(std.clamp_min(1e-6))

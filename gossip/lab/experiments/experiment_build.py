@@ -145,9 +145,8 @@ def make_topology(config: Mapping[str, Any]) -> Topology | None:
             topology = topologies.build(name, settings.num_groups, **options).every(settings.topology.every)
             if settings.topology.order is not None:
                 topology = topology.permuted(settings.topology.order)
-        topology = topologies.build("complete", settings.num_groups).then(
-            topology, after=settings.topology.warmup_rounds
-        )
+        complete = topologies.build("complete", settings.num_groups)
+        topology = complete.then(topology, after=settings.topology.warmup_rounds)
     except FAULTS as error:
         text = " ".join(str(error).split())
         cause = f"topology.name={name}"

@@ -71,9 +71,7 @@ class Quantity(NamedTuple):
 
 
 FRACTION = Quantity((Unit(" %", 0.01),), decimals=2, best=1.0)
-BYTES = Quantity(
-    tuple(Unit(f" {prefix}B", 2.0 ** (10 * power)) for power, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti")))
-)
+BYTES = Quantity(tuple(Unit(f" {prefix}B", 1024.0**power) for power, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti"))))
 SECONDS = Quantity((
     Unit(" µs", 1e-6), Unit(" ms", 1e-3), Unit(" s", 1.0), Unit(" min", 60.0), Unit(" h", 3600.0), Unit(" d", 86400.0),
 ))  # fmt: skip
