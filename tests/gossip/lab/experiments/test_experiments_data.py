@@ -58,9 +58,7 @@ def test_stdlib_text_replaces_what_is_not_in_the_vocabulary(monkeypatch: pytest.
     assert text_of(data.train_inputs[0]) == "x\t\ufffd\n\ufffd\ufffd\ufffd~ \ufffd"
 
 
-def test_stdlib_text_reads_packages_but_neither_tests_nor_installed_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_stdlib_text_leaves_out_tests_and_installed_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = {"a.py": "a", "package/b.py": "b", "package/deep/c.py": "c"}
     left_out = {"test/d.py": "d", "package/test/e.py": "e", "site-packages/f.py": "f", "_sysconfigdata_x.py": "g"}
     for name, letter in {**kept, **left_out, "config-3.11-x/h.py": "h", "notes.txt": "i"}.items():

@@ -22,9 +22,7 @@ def test_lock_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
         pass
 
 
-def test_lock_of_a_file_that_its_owner_removes_meanwhile_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_a_file_that_its_owner_removes_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, calls = fcntl.flock, []
 
     def flock_when_the_first_has_ended(file: int, operation: int) -> None:

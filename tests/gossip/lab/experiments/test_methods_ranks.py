@@ -47,9 +47,7 @@ def run_two(folder: Path, *overrides: str) -> tuple[dict[str, Any], Records]:
     return summary, read_jsonl(folder / "rank1.jsonl")
 
 
-def trained_alone(
-    config: dict[str, Any], ranks: tuple[int, ...], max_norm: float = math.inf
-) -> dict[str, torch.Tensor]:
+def trained_alone(config: dict[str, Any], ranks: tuple[int, ...], norm: float = math.inf) -> dict[str, torch.Tensor]:
     """One model in this process on the joined batches of ``ranks``: what all-reduce and no exchange amount to."""
     experiment = build(config)
     torch.manual_seed(experiment.settings.seed)
@@ -62,7 +60,7 @@ def trained_alone(
         inputs, targets = data.train_inputs[samples], data.train_targets[samples]
         optimizer.zero_grad()
         cross_entropy(module(inputs), targets).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
         optimizer.step()
         scheduler.step()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}

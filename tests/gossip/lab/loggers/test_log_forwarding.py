@@ -100,9 +100,7 @@ def test_forwarding_of_a_run_that_goes_on_has_each_step_once(tmp_path: Path, kep
     assert kept.beginnings[0].step == 3
 
 
-def test_forwarding_goes_on_after_an_outage_with_one_warning(
-    tmp_path: Path, kept: type[Kept], warnings_told: list[str]
-) -> None:
+def test_forwarding_warns_once_of_an_outage(tmp_path: Path, kept: type[Kept], warnings_told: list[str]) -> None:
     failures: list[int] = []
 
     def fault(step: int) -> None:
@@ -235,9 +233,7 @@ def test_mean_takes_what_there_is_once_the_run_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [3, 500])
-def test_streams_begin_at_a_step_and_keep_little_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_streams_begin_at_a_step_and_hold_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     monkeypatch.setattr(log_forwarding, "AHEAD", 4)
     train(tmp_path, range(100))
     stream = RecordStream(Beginning(tmp_path, 2), first)

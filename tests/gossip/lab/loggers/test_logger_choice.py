@@ -64,14 +64,12 @@ def test_choice_of_wandb_online_needs_a_login_and_asks_nobody(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("began_with", "asked", "goes_on_with"),
+    ("began", "asked", "chosen"),
     [
         ("logger=[jsonl,tensorboard,wandb,mlflow]", (), {"tensorboard", "wandb", "mlflow"}),
         ("logger=jsonl", ("logger=[tensorboard,mlflow]",), {"tensorboard", "mlflow"}),
     ],
 )
-def test_choice_of_a_run_that_goes_on(
-    tmp_path: Path, began_with: str, asked: tuple[str, ...], goes_on_with: set[str]
-) -> None:
-    claim(tmp_path / "run", composed(began_with))
-    assert make_loggers(continued(tmp_path / "run", *asked)).keys() == goes_on_with
+def test_choice_of_a_run_that_goes_on(tmp_path: Path, began: str, asked: tuple[str, ...], chosen: set[str]) -> None:
+    claim(tmp_path / "run", composed(began))
+    assert make_loggers(continued(tmp_path / "run", *asked)).keys() == chosen

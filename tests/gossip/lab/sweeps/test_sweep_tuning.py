@@ -59,9 +59,7 @@ def test_trials_take_every_value_with_one_seed_and_the_compared_runs_the_other_s
     ],
     ids=["most accurate", "lowest loss", "equally accurate", "diverged or failed"],
 )
-def test_choice_is_the_best_trial(
-    tmp_path: Path, metric: Metric, trials: list[Any], value: float, is_at_end: bool
-) -> None:
+def test_choice_is_the_best(tmp_path: Path, metric: Metric, trials: list[Any], value: float, is_at_end: bool) -> None:
     choice = chosen(tmp_path, metric, *trials)
     assert (choice.value, choice.is_at_end) == (value, is_at_end)
     job = Job(Run(("topology=ring", "seed=1"), ()), {}, SETTING, choice)
