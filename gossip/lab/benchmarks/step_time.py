@@ -143,11 +143,9 @@ class StepTime(Benchmark[StepTimeSettings, StepTimeResult]):
         write({"goodput_bytes_per_s": statistics.median(speeds) if speeds and not differ else None})
         if case.predicts:
             workload = WORKLOADS[case.model]
-            module, batches = workload.initial_module(case.seed), workload.batches(case.seed, place.rank)
-            optimizer = sgd(workload.learning_rate)
-            probe = measure(
-                module, lambda k: loss_of(module, batches[k % len(batches)]), optimizer, bucket_cap_mb=BUCKET_CAP_MB
-            )
+            batches = itertools.cycle(workload.batches(case.seed, place.rank))
+            module, optimizer = workload.initial_module(case.seed), sgd(workload.learning_rate)
+            probe = measure(module, lambda _: loss_of(module, next(batches)), optimizer, bucket_cap_mb=BUCKET_CAP_MB)
             write({"probe": asdict(probe)})
         measurement = Measurement(case, place)
         for repetition in range(case.repetitions):
