@@ -94,9 +94,8 @@ def test_refusals_of_the_folder_of_another_sweep(command: CommandLine, tmp_path:
     taken = tmp_path / "taken" / "0"
     taken.mkdir(parents=True)
     (taken / "config.yaml").write_text("of another run")
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^2$"):
         command("-m", "seed=0,1", "hydra.sweep.dir=taken")
-    assert caught.value.code == 2
     assert [path.name for path in taken.iterdir()] == ["config.yaml"]
 
 
@@ -143,9 +142,8 @@ def test_refusals_to_resume_what_has_ended_or_is_in_use(command: CommandLine, tm
 
 def test_refusals_to_resume_in_a_sweep(command: CommandLine, tmp_path: Path) -> None:
     claim(tmp_path / "run", composed())
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^1$"):
         command("-m", "resume=run", "hydra.sweep.dir=sweep")
-    assert caught.value.code == 1
     assert "goes on with one run; leave out -m" in (tmp_path / "sweep" / "sweep.csv").read_text()
 
 
