@@ -398,8 +398,7 @@ def draw_scaled(probe: Measured, methods: Sequence[MethodSpecification], link: s
             for number, method in enumerate(each for each in methods if each.kind != "local"):
                 on_nodes = (replace(larger, cluster=replace(probe.cluster, num_nodes=nodes)) for nodes in _NODES)
                 found = [predicted_s(each, method, _NUM_STEPS) for each in on_nodes]
-                steps = [step_s / alone_s for step_s in found if step_s is not None]
-                if steps:
+                if steps := [step_s / alone_s for step_s in found if step_s is not None]:
                     axes.plot(_NODES, steps, marker=".", label=method.label, **look(number))
             axes.set(xscale="log", yscale="log", xlabel="nodes", title=f"{num_parameters / 1e9:.3g} billion parameters")
             axes.set_xticks(_NODES[::2], [f"{nodes:,}" for nodes in _NODES[::2]])

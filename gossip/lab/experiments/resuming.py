@@ -91,8 +91,7 @@ def find(output_root: Path, asked: Mapping[str, Any], environment: Mapping[str, 
         except (OSError, ConfigurationError):  # it is damaged, or was removed in the meantime
             continue
     newest_first = [folder for _, folder in sorted(begun, reverse=True)]
-    who = restarter(environment)
-    if who is not None:
+    if (who := restarter(environment)) is not None:
         own = [folder for folder in newest_first if _is_of(folder, who, environment)]
         if own or asked.get("resume") != AUTO:
             return own[0] if own else None
@@ -145,8 +144,7 @@ def continued_configuration(
         or (key in now and now[key] != without.get(key, _NOT_SET))  # an experiment file can set keys of any section
     }
     different = sorted(key for key in wanted - {"resume"} if saved.get(key, _NOT_SET) != now.get(key, _NOT_SET))
-    refused = [key for key in different if key.partition(".")[0] not in MAY_CHANGE]
-    if refused:
+    if refused := [key for key in different if key.partition(".")[0] not in MAY_CHANGE]:
         texts = [f"{key} is {_text(saved, key)} there and {_text(now, key)} here" for key in refused]
         raise ConfigurationError(
             f"resume={asked['resume']} goes on as that run was configured, but {', '.join(texts)}; leave that out, or "

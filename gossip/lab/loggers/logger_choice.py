@@ -62,8 +62,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Logger:
         kind = LOGGERS.get(name)
     except ValueError as error:
         raise ConfigurationError(f"logger.{name}: {error}") from error
-    missing = [library for library in kind.libraries if importlib.util.find_spec(library) is None]
-    if missing:
+    if missing := [library for library in kind.libraries if importlib.util.find_spec(library) is None]:
         raise ConfigurationError(
             f"logger={name} needs {' and '.join(missing)}, which cannot be imported; install it, pip install "
             f"'gossip-training[{name}]' (in a clone of the repository: pip install '.[{name}]'), or leave {name} out"

@@ -75,8 +75,7 @@ def make_ends(chart: Chart, every: Sequence[Series], x: Scale, y: Scale) -> list
     """Return the end point of each row, in the units of the axes and in words."""
     ends = []
     for series in every:
-        end = chart.end(series.row)
-        if end is None:
+        if (end := chart.end(series.row)) is None:
             continue
         ends.append({
             "index": series.index, "name": series.name, "is_level": end.is_level,

@@ -190,8 +190,7 @@ def _named(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     series = []
     for index, row in enumerate(rows):
         name = ", ".join(filter(None, (row.label, *(told(row, each) for each in names))))
-        style = _BASELINES.get(row.method)
-        if style is None:
+        if (style := _BASELINES.get(row.method)) is None:
             number = numbers.setdefault(name, len(numbers))
             dash = DASHES[number // NUM_COLOURS % len(DASHES)]
             style = Style(f"var(--c{number % NUM_COLOURS})", dash, SHAPES[number % len(SHAPES)])

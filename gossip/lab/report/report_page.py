@@ -389,8 +389,7 @@ def verdict(document: Document) -> Iterator[str]:
 
 
 def _result(row: Row, metric: Metric) -> str | None:
-    mean = row.mean(f"averaged_{metric.name}")
-    if mean is None:
+    if (mean := row.mean(f"averaged_{metric.name}")) is None:
         return None
     return f"{100 * mean:.1f} %" if metric.name == "accuracy" else f"loss {RESULTS[metric.name].text(mean)}"
 

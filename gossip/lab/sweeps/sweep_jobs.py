@@ -296,8 +296,7 @@ def make_plan(
         if reasons[key] is not None:
             left_out[f"{job.setting.label} on {job.setting.world_size} ranks is left out: {reasons[key]}"] = None
             continue
-        same = jobs.setdefault(fingerprint(config), job)
-        if same is not job:
+        if (same := jobs.setdefault(fingerprint(config), job)) is not job:
             raise ConfigurationError(
                 f"two runs of the sweep are the same: {' '.join(same.overrides)} and {' '.join(job.overrides)}; leave "
                 "out one of the values"
@@ -329,8 +328,7 @@ def why_not_served(config: Mapping[str, Any]) -> str | None:
     """Return why the topology does not support the ranks, or the compression the topology; None if both do."""
     read(Settings, config)  # a setting out of range is no combination to leave out
     try:
-        topology = make_topology(config)
-        if topology is not None:
+        if (topology := make_topology(config)) is not None:
             make_compression(config).check(topology)
     except (ValueError, TypeError) as error:
         return " ".join(str(error).split())

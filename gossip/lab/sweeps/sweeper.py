@@ -98,8 +98,7 @@ def _best(trials: Sequence[Trial], metric: Metric) -> float | None:
 
 def read_tuning(config: Mapping[str, Any], axes: Axes) -> Tuning | None:
     """Read and check ``sweep.tune``; None if nothing is tuned."""
-    tune = value_of(config, "sweep.tune")
-    if tune is None:
+    if (tune := value_of(config, "sweep.tune")) is None:
         return None
     tuning = read(Tuning, tune, "sweep.tune")
     said = f"sweep.tune.parameter={tuning.parameter}"
