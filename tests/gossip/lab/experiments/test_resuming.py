@@ -87,7 +87,6 @@ def test_resumed_run_takes_another_number_of_ranks(tmp_path: Path, world_size: i
         first, last = LAST_CHECKPOINT if rank >= 3 else 0, total if rank < world_size else LAST_CHECKPOINT
         assert steps == list(range(first, last))
     # The learning rate is where the schedule of a run of so many ranks has it at that place of the data.
-    (tmp_path / "other").mkdir()
     other = composed(*SMALL, f"launch.world_size={world_size}", "model.step=-1", "training.consensus_every_steps=0")
     run_job(other, tmp_path / "other")
     rates = [record["learning_rate"] for record in read_jsonl(tmp_path / "other" / "rank0.jsonl")]

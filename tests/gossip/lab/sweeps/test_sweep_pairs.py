@@ -47,10 +47,6 @@ def test_aggregate_is_mean_spread_and_interval(
     assert aggregate(values) == found.model_copy(update={"interval": None})
 
 
-def test_aggregate_without_a_value_of_every_run_is_none() -> None:
-    assert aggregate([]) is aggregate([1.0, None]) is None
-
-
 def test_differences_are_from_the_averaged_model_of_all_reduce() -> None:
     found = differences(pairs(), "accuracy")
     assert list(found) == ["average_difference", "worst_difference", "loss_ratio", "worst_loss_ratio"]
