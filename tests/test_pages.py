@@ -19,14 +19,8 @@ import gossip
 from gossip.exchange.recording import Ended, Members, Recorder
 from gossip.launching.rendezvous import Rendezvous, find_rendezvous
 
-SESSIONS = (
-    "docs/goodput.md",
-    "docs/modes.md",
-    "docs/module_state.md",
-    "docs/performance.md",
-    "docs/schedules.md",
-    "docs/simulation.md",
-)
+NAMES = "goodput", "modes", "module_state", "performance", "schedules", "simulation"
+SESSIONS = [f"docs/{name}.md" for name in NAMES]
 """Pages whose examples are one session."""
 
 CHECKPOINTS = "trained from step 60 to 100\nequal bit for bit: True"

@@ -81,14 +81,14 @@ ROWS: dict[str, Row] = {
         ),
     ),
     **in_both_forms(
-        "factored_gossip(rounds)",
+        "factored_gossip(rounds, kappa)",
         "atc",
-        Row(outer_recursions.FactoredGossipInRounds, CHANGING, keeps_mean=False, options={**EVERY_3, "rounds": PERIOD}),
-    ),
-    **in_both_forms(
-        "factored_gossip(kappa)",
-        "atc",
-        Row(outer_recursions.CorrectedFactoredGossip, CHANGING, keeps_mean=False, options={**EVERY_3, "kappa": 0.4}),
+        Row(
+            outer_recursions.CorrectedFactoredGossip,
+            CHANGING,
+            keeps_mean=False,
+            options={**EVERY_3, "rounds": PERIOD, "kappa": 0.4},
+        ),
     ),
     "factored_gossip(overlap)": Row(
         outer_recursions.LateFactoredGossip, CHANGING, keeps_mean=False, options={**EVERY_3, "overlap": 2}

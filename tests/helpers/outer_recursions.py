@@ -179,10 +179,6 @@ class FactoredGossip(Anchored):
             self.x, self.anchor = self.x + pull, self.anchor + pull
 
 
-class FactoredGossipInRounds(FactoredGossip):
-    rounds = PERIOD
-
-
 class LateFactoredGossip(FactoredGossip):
     overlap = 2
 
@@ -190,9 +186,11 @@ class LateFactoredGossip(FactoredGossip):
 class CorrectedFactoredGossip(FactoredGossip):
     """What mixing moves an anchor is added up, and a part of each local step; the gain is another test's matter."""
 
+    rounds = PERIOD
+
     def begin(self) -> None:
         super().begin()
-        self.gain = gossip.FactoredGossip(PERIOD, kappa=0.4).on(self.topology).gain
+        self.gain = gossip.FactoredGossip(PERIOD, rounds=PERIOD, kappa=0.4).on(self.topology).gain
         self.correction = self.zeros
 
     def update(self, step: int, gradients: Array, updated: Array) -> None:

@@ -40,8 +40,8 @@ EXACT = {  # an algorithm that serves several kinds of topologies with one of ea
     "gradient_tracking": ("exponential", "equi_dyn"),
     "gradient_tracking(atc)": ("ring", "base"),
     "momentum_tracking(atc)": ("torus",),
-    "factored_gossip(kappa)": ("one_peer_exponential", "base", "complete"),
-    "factored_gossip(kappa)(atc)": ("ring", "random_matching"),
+    "factored_gossip(rounds, kappa)": ("one_peer_exponential", "base", "complete"),
+    "factored_gossip(rounds, kappa)(atc)": ("ring", "random_matching"),
     "quasi_global_integral": ("ring", "base"),
     "quasi_global_integral(atc)": ("torus",),
 }

