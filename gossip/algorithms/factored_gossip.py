@@ -51,10 +51,10 @@ class FactoredGossip(OuterSteps):
         c_i \leftarrow c_i + \frac{\kappa}{\tau}\, d_i \quad \text{on arrival}, \qquad
         c_i \leftarrow \frac{\eta(t)}{\eta(t-1)}\, c_i, \quad x_i \leftarrow x_i + c_i / H \quad \text{in local step } t
 
-    Here :math:`\tau` is the number of outer steps in which the topology mixes, at least 1.
-    :math:`\sum_i c_i = 0`, and where replicas agree and no step of SGD moves them, the gradients of all ranks cancel:
-    unlike DiLoCo's, that point is the optimum of the average objective. Begin with 0.3 to 0.5; the noise of gradients
-    enters the correction in proportion to it.
+    Here :math:`\tau` is the number of outer steps in which the topology mixes, at least 1. As :math:`\sum_i c_i = 0`,
+    where replicas agree and no step of SGD moves them, the gradients of all ranks cancel: unlike DiLoCo's, that point
+    is the optimum of the average objective. Begin with 0.3 to 0.5; the noise of gradients enters the correction in
+    proportion to it.
 
     Sends R messages every H steps, and keeps two tensors per bucket, three with a correction. Works with any doubly
     stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
@@ -81,7 +81,8 @@ class FactoredGossip(OuterSteps):
 
     References
     ----------
-    Hewa Koneputugodage et al., 2026, arXiv 2606.22768.
+    Hewa Koneputugodage et al., 2026, arXiv 2606.22768. The correction is this project's own; one within local steps,
+    from gradients that a server averages, is that of Karimireddy et al., "SCAFFOLD", ICML 2020.
     """
 
     _constants: tuple[str, ...] = ("period", "rounds", "overlap", "outer_lr", "outer_momentum")
