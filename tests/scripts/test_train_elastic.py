@@ -69,7 +69,7 @@ def test_a_rank_that_is_wrong_comes_back_within_its_loop(tmp_path: Path) -> None
 def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     once = tmp_path / "once"
     scheduler = ("scheduler._target_=faulty_models.RateOfItsTime", f"+scheduler.once={once}")
-    dies = ("+model.rank=1", "+model.step=5", f"+model.once={once}", "training.steps=4000")
+    dies = ("+model.rank=1", "+model.step=5", f"+model.once={once}", "training.steps=1500")
     options = (*MORTAL, *dies, *scheduler, "launch.restart=1", "training.evaluate_every_epochs=0")
     run = train(tmp_path, *options).succeeded()
     assert "it is restarted (1 of 1 restarts)" in run.stderr
@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
         rank: {record["step"]: record["learning_rate"] for record in read_jsonl(folder / f"rank{rank}.jsonl")}
         for rank in (0, 3)
     }
-    assert list(rates[3]) == list(range(joined_at, 4000))
+    assert list(rates[3]) == list(range(joined_at, 1500))
     assert rates[3] == {step: rates[0][step] for step in rates[3]}
     assert len(set(rates[3].values())) > 1
 
@@ -89,7 +89,7 @@ def test_a_rank_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_shard_group_of_which_a_rank_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     groups = ("launch.world_size=6", "launch.local_size=2", "shard=optimizer", "launch.restart=1")
-    options = ("+model.rank=3", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=2000")
+    options = ("+model.rank=3", "+model.step=5", f"+model.once={tmp_path / 'once'}", "training.steps=800")
     run = train(tmp_path, *MORTAL, *groups, *options, "training.evaluate_every_epochs=0").succeeded()
     assert "its shard group, ranks 2 to 3, is restarted (1 of 1 restarts)" in run.stderr
     summary = summary_of(tmp_path)
@@ -98,4 +98,4 @@ def test_a_shard_group_of_which_a_rank_is_killed_is_started_again_and_joins(tmp_
     (folder,) = run_folders(tmp_path)
     joined_at = summary["changes_of_ranks"][-1]["step"]
     for rank in (6, 7):
-        assert [record["step"] for record in read_jsonl(folder / f"rank{rank}.jsonl")] == list(range(joined_at, 2000))
+        assert [record["step"] for record in read_jsonl(folder / f"rank{rank}.jsonl")] == list(range(joined_at, 800))
