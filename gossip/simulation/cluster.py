@@ -32,8 +32,8 @@ class Cluster:
         The latency between two nodes in microseconds, from the moment at which both ends of a small message are posted.
     bandwidth_gbps : float or matrix of float, [num_nodes, num_nodes]
         The bandwidth of a node's link in gigabits per second, each way; ``math.inf`` for a network without cost. A
-        matrix has the bandwidth from the node of the row to that of the column, and a node's link is as fast as that to
-        its fastest peer; the diagonal does not matter.
+        matrix has the bandwidth from the node of the row to that of the column, and a node's link is as fast, each way,
+        as to and from its fastest peer; the diagonal does not matter.
     local_latency_us, local_bandwidth_gbps : float
         The same between two ranks of one node; each rank has this bandwidth to itself.
     shares_memory : bool
@@ -106,10 +106,11 @@ class Cluster:
 
     @functools.cached_property
     def seconds_per_byte(self) -> FloatArray:
-        """The time per byte on each node's link, one way, in seconds, ``[num_nodes]``."""
+        """The time per byte out of each node and into it, in seconds, ``[2, num_nodes]``."""
         if (pairs := self.pair_seconds_per_byte) is None:
-            return np.full(self.num_nodes, 8e-9) / np.asarray(self.bandwidth_gbps, dtype=np.float64)
-        fastest = np.where(np.eye(self.num_nodes), np.inf, np.minimum(pairs, pairs.T)).min(1)
+            return np.full((2, self.num_nodes), 8e-9) / np.asarray(self.bandwidth_gbps, dtype=np.float64)
+        fastest = np.where(np.eye(self.num_nodes), np.inf, pairs)
+        fastest = np.array([fastest.min(1), fastest.min(0)])
         return np.where(np.isfinite(fastest), fastest, 0.0)  # a single node has no peer
 
     @property

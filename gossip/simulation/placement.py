@@ -13,7 +13,7 @@ _MOST_ROUNDS = 64
 """Of a topology whose rounds do not repeat, or not sooner."""
 _MOST_TRIED = 7
 """The number of nodes up to which all orders are tried."""
-_NUM_STARTS = 4
+_STARTS_TIMES_NODES = 512
 
 
 def placement(topology: Topology, cluster: Cluster) -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def placement(topology: Topology, cluster: Cluster) -> tuple[int, ...]:
     It is for :meth:`topologies.Topology.permuted`. Nodes change places as wholes: the ranks of a node stay neighbours.
     The criterion is the sum, over the rounds of a period, of the time that the slowest node of a round takes for its
     messages; among equals it is that of all nodes. Up to 7 nodes all orders are compared, with more those that are
-    found by exchanging two nodes as long as that helps, from this order and three that a seed draws. The order of the
+    found by exchanging two nodes as long as that helps, from this order and others that a seed draws. The order of the
     ranks as they are is returned if none is better, as it is where ``bandwidth_gbps`` is a number.
 
     Raises
@@ -65,16 +65,15 @@ def _sent(topology: Topology, cluster: Cluster) -> FloatArray:
 
 def _cost(sent: FloatArray, order: IntArray, pair_s: FloatArray, link_s: FloatArray) -> tuple[float, float]:
     """Return the time per byte of all rounds by their slowest node, and that summed over nodes, in seconds."""
-    links = np.maximum(sent.sum(1), sent.sum(2)) * link_s[order]
-    pairs = sent * pair_s[np.ix_(order, order)]
-    nodes = np.maximum(links, np.maximum(pairs.max(1, initial=0.0), pairs.max(2, initial=0.0)))
+    links = np.maximum(sent.sum(2) * link_s[0, order], sent.sum(1) * link_s[1, order])
+    nodes = np.maximum(links, (sent * pair_s[np.ix_(order, order)]).max(2, initial=0.0))
     return round(float(nodes.max(1, initial=0.0).sum()), 15), round(float(nodes.sum()), 15)
 
 
 def _local_minima(sent: FloatArray, pair_s: FloatArray, cluster: Cluster) -> Iterator[IntArray]:
     rng, n = np.random.default_rng(0), cluster.num_nodes
     yield np.arange(n)
-    for start in range(_NUM_STARTS):
+    for start in range(max(1, _STARTS_TIMES_NODES // n)):
         order = rng.permutation(n) if start else np.arange(n)
         cost, is_better = _cost(sent, order, pair_s, cluster.seconds_per_byte), True
         while is_better:

@@ -196,11 +196,12 @@ def _plan(coupling: Groups | Neighbourhoods, traffic: Traffic, cluster: Cluster)
     for ranks in ends:
         takes_part[ranks] = True
         uses_link[ranks[crosses]] = True
-    link = np.maximum(*by_node) * cluster.seconds_per_byte
+    out_s, into_s = cluster.seconds_per_byte
+    link = np.maximum(by_node[0] * out_s, by_node[1] * into_s)
     if (pair_s := cluster.pair_seconds_per_byte) is not None:
         pairs = from_node[crosses] * cluster.num_nodes + to_node[crosses]
         carried = np.bincount(pairs, weights=traffic.messages[crosses], minlength=pair_s.size).reshape(pair_s.shape)
-        link = np.maximum(link, np.maximum((carried * pair_s).max(0), (carried * pair_s).max(1)))
+        link = np.maximum(link, (carried * pair_s).max(1))  # who receives waits for the sender
     link = np.repeat(link, cluster.local_size)
     own = np.maximum(np.where(uses_link, link, 0.0), np.maximum(*inside) * cluster.local_seconds_per_byte)
     latency_s = np.where(uses_link, cluster.latency_us, cluster.local_latency_us) * 1e-6

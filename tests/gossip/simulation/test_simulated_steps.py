@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,14 @@ def test_messages_are_as_fast_as_the_slowest_of_unequal_links(method: str, step_
     assert (ends_s[-1] - ends_s[0]) / 40 == pytest.approx(step_s)
 
 
-def test_messages_to_several_fast_peers_share_the_link_of_the_fastest() -> None:
-    cluster = Cluster(4, **{**FREE, "bandwidth_gbps": [[9, 1, 1, 0.5], [1, 9, 1, 1], [1, 1, 9, 1], [0.5, 1, 1, 9]]})
-    run = simulate_time(_method("exponential", 4), cluster, Workload(0.0, 0.0, (12_500_000,)), 9)
-    np.testing.assert_allclose(np.diff(run.step_ends_s), 2 * 0.1)  # two messages; none of them from 0 to 3 or back
+def test_a_link_is_as_fast_each_way_as_with_the_fastest_peer() -> None:
+    """Two messages at once leave and enter each rank."""
+    fast = [[0, 1, 0.1, 1], [1, 0, 1, 0.1], [0.1, 1, 0, 1], [1, 0.1, 1, 0]]
+    slow = [[0, 0.1, 0.1, 0.1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]]
+    for gbps, step_s in ((fast, 0.2), (slow, 2.0), (np.transpose(slow), 2.0)):
+        cluster = Cluster(4, **{**FREE, "bandwidth_gbps": gbps})
+        run = simulate_time(_method("ring", 4), cluster, Workload(0.0, 0.0, (12_500_000,)), 9)
+        np.testing.assert_allclose(np.diff(run.step_ends_s[1:]), step_s)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,18 @@ def test_ranks_stay_where_they_are_if_no_order_is_better() -> None:
     assert placement(_method("one_peer_exponential", 4), Cluster(4)) == (0, 1, 2, 3)
     for n, name in itertools.product((4, 9), ("complete", "ring")):
         assert placement(_method(name, n), racks(n)) == tuple(range(n))
+    slow, star = Cluster(3, bandwidth_gbps=[[0, 0.1, 0.1], [0.1, 0, 1], [0.1, 1, 0]]), topologies.build("star", 3)
+    assert placement(star, slow) == placement(topologies.build("complete", 3).then(star, after=9), slow) == (1, 0, 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_orders_found_by_exchanging_two_nodes_are_the_best_of_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(7, bandwidth_gbps=np.exp(np.random.default_rng(seed).normal(size=(7, 7))))
+    base = topologies.build("base", 7)
+    best = placement(base, cluster)
+    monkeypatch.setattr(sys.modules["gossip.simulation.placement"], "_MOST_TRIED", 6)
+    runs = (simulate_time(base.permuted(order), cluster, PLAIN, 60) for order in (best, placement(base, cluster)))
+    assert len({run.total_time_s for run in runs}) == 1
 
 
 def test_compressed_messages_are_smaller_and_not_summed_on_the_wire() -> None:

@@ -148,12 +148,7 @@ FAULTS = (
     PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, True, (1000150,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
     PutBack(
-        _CONSENSUS + "_may_be_cut_off",
-        "thawed + self._timeout.total_seconds()",
-        "thawed + 0.3",
-        True,
-        True,
-        (889208,),
+        _CONSENSUS + "_may_be_cut_off", "thawed + self._timeout.total_seconds()", "thawed + 0.3", True, True, (889208,)
     ),
     PutBack(
         _CONSENSUS + "_may_be_cut_off",
@@ -204,21 +199,11 @@ FAULTS = (
         is_common=True,
     ),
     PutBack(_PEER + "_take_in", "self._await_header()", "pass", is_common=True),
-    PutBack(
-        _MESH + "give_back",
-        "self.on_given_back(payload)",
-        "kept.append(payload)",
-        is_common=True,
-    ),
+    PutBack(_MESH + "give_back", "self.on_given_back(payload)", "kept.append(payload)", is_common=True),
     PutBack(_MESH + "_lose", "self.on_lost(member, self.lost[member])", "pass", is_common=True),
     # ------------------------------------------------------------------ state transfer
     PutBack(
-        _SOURCE + "asked_by",
-        "_SECOND if member in self._mesh.lost else _FIRST",
-        "_SECOND",
-        True,
-        True,
-        (1411364,),
+        _SOURCE + "asked_by", "_SECOND if member in self._mesh.lost else _FIRST", "_SECOND", True, True, (1411364,)
     ),
     PutBack(_SOURCE + "begun", "is returning", "is not returning", is_common=True),
     PutBack(_SOURCE + "give", "self._begun[member] = asked[1]", "pass", is_common=True, seeds=_of_two_kinds(59)),

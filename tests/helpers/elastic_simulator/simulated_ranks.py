@@ -307,11 +307,7 @@ class Engine:
         self.says = self.told = ""  # what this rank says to its shard group in each step, and what its ranks have said
         topology = schedule(settings.topology, settings.num_groups)[0]
         parts = SimpleNamespace(
-            topology=topology,
-            engine=self,
-            manifest={},
-            optimizers=[],
-            compression=SimpleNamespace(follows_up=False),
+            topology=topology, engine=self, manifest={}, optimizers=[], compression=SimpleNamespace(follows_up=False)
         )
         arguments = SimpleNamespace(
             soft_deadline_s=settings.soft_deadline_s,
