@@ -11,16 +11,7 @@ from torch import nn
 import gossip
 import topologies
 from gossip import Algorithm, Compression, VirtualWorkers
-from gossip.algorithms import (
-    AdaptThenCombine,
-    AdaptWhileCommunicating,
-    Arrived,
-    BucketView,
-    ExactDiffusion,
-    IntegralCorrection,
-    MomentumTracking,
-    QuasiGlobalIntegral,
-)
+from gossip.algorithms import Arrived, BucketView, ExactDiffusion, IntegralCorrection
 from gossip.algorithms.base import Form
 from topologies import Round, Topology
 
@@ -41,7 +32,7 @@ def test_gains_on_schedules_that_change_follow_the_steps_to_mix(world_size: int,
 def test_gains_follow_the_rate_without_a_period_and_beside_quasi_global_momentum() -> None:
     for schedule, algorithm in (
         (topologies.build("random_matching", 16), IntegralCorrection("atc")),
-        (topologies.build("ring", 8), QuasiGlobalIntegral(form="atc")),
+        (topologies.build("ring", 8), gossip.QuasiGlobalIntegral(form="atc")),
     ):
         gamma, kappa = algorithm.on(schedule).gains(0)
         rate = topologies.analysis.consensus_rate(schedule)
@@ -75,8 +66,16 @@ def test_given_gains_are_taken() -> None:
 
 def test_topology_that_never_brings_all_ranks_together_is_refused() -> None:
     halves = Topology.from_rounds([Round.from_groups(4, [[0, 1], [2, 3]])])
-    with pytest.raises(ValueError, match="never brings all ranks together"):
-        IntegralCorrection().on(halves)
+    for algorithm in (IntegralCorrection(), gossip.FactoredGossip(kappa=0.4)):
+        with pytest.raises(ValueError, match="never brings all ranks together"):
+            algorithm.on(halves)
+
+
+def test_gain_of_local_steps_is_shared_by_the_outer_steps_in_which_a_schedule_mixes() -> None:
+    algorithms = [gossip.FactoredGossip(rounds=rounds, kappa=0.4) for rounds in (1, 2, 4, 8)]
+    schedule = topologies.build("one_peer_exponential", 16)
+    assert [each.on(schedule).gain for each in algorithms] == pytest.approx([0.1, 0.2, 0.4, 0.4])
+    assert algorithms[2].on(schedule, delivers=0.5).gain == pytest.approx(0.2)
 
 
 EIGENVALUES = torch.linspace(-0.98, 0.98, 50, dtype=torch.float64)
@@ -104,7 +103,9 @@ def what_is_left_of_modes(algorithm: Algorithm, steps: torch.Tensor, num_steps: 
 
 
 @pytest.mark.parametrize("topology", rest_is_slow(["ring", "one_peer_hypercube", "random_matching"]))
-@pytest.mark.parametrize(("form", "gossip"), [("awc", AdaptWhileCommunicating()), ("atc", AdaptThenCombine())])
+@pytest.mark.parametrize(
+    ("form", "gossip"), [("awc", gossip.AdaptWhileCommunicating()), ("atc", gossip.AdaptThenCombine())]
+)
 def test_default_gains_are_stable_wherever_gossip_is(form: Form, gossip: Algorithm, topology: str) -> None:
     of_gossip = 1 + EIGENVALUES if form == "awc" else 1 + 1 / EIGENVALUES.abs()
     limits = torch.minimum(of_gossip, torch.tensor(2.0))  # the mean over ranks is gradient descent
@@ -120,10 +121,10 @@ STATEFUL: list[Algorithm] = [
     IntegralCorrection("awc"),
     IntegralCorrection("atc"),
     ExactDiffusion(),
-    MomentumTracking("awc"),
-    MomentumTracking("atc"),
-    QuasiGlobalIntegral(form="awc"),
-    QuasiGlobalIntegral(form="atc"),
+    gossip.MomentumTracking("awc"),
+    gossip.MomentumTracking("atc"),
+    gossip.QuasiGlobalIntegral(form="awc"),
+    gossip.QuasiGlobalIntegral(form="atc"),
 ]
 
 

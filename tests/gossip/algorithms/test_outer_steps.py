@@ -62,6 +62,16 @@ def step(workers: VirtualWorkers, number: int) -> None:
     workers(inputs).square().mean().backward()
 
 
+def test_a_step_whose_learning_rate_is_0_applies_no_correction() -> None:
+    workers = small(algorithm=gossip.FactoredGossip(period=4, kappa=0.4))
+    for number in range(7):
+        step(workers, number)
+        workers.optimizer.param_groups[0]["lr"] = 0.1 * (number < 5)
+        if number == 5:
+            before = [stack.detach().clone() for stack in workers.parameters()]
+    assert all(map(torch.equal, workers.parameters(), before))
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -56,6 +56,8 @@ def test_a_method_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPa
 def test_settings_names_and_topologies_with_options() -> None:
     named = {"method": "gossip", "topology": [{"name": "random_matching", "seed": 3}, "ring"]}
     assert labels({"mine": named}) == ["mine random_matching 3", "mine ring"]
+    placed = bench_methods.gossip_arguments({"topology": {"name": "ring", "order": [0, 2, 1, 3]}}, 4)["topology"]
+    assert placed.round(0).peers(0) == (2, 3)
 
 
 def test_settings_of_a_case_have_one_link() -> None:

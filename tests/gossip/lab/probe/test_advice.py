@@ -142,6 +142,7 @@ def test_advice_where_links_differ_is_of_ranks_in_other_places() -> None:
     assert advice.choice is not None
     assert advice.choice.arguments()["topology"] == {"name": "one_peer_exponential", "every": 1, "order": [0, 2, 1, 3]}
     assert best_of(advice).run.step_time_s == pytest.approx((0.4 + 0.1) / 2, rel=0.1)
+    assert "uncompressed with an exchange in every step 237.5 ms" in advice.sentence
     assert "take one_peer_exponential, order [0, 2, 1, 3], algorithm" in advice.sentence
     assert "1 to 10 Gbit/s of a node each way" in str(advice)
 
