@@ -27,8 +27,8 @@ def placement(topology: Topology, cluster: Cluster) -> tuple[int, ...]:
 
     Raises
     ------
-    ValueError
-        The topology is for another number of ranks.
+    ValueError, TypeError
+        The topology is for another number of ranks, or an argument is of another type.
 
     Examples
     --------
@@ -40,6 +40,9 @@ def placement(topology: Topology, cluster: Cluster) -> tuple[int, ...]:
     >>> placement(topology, cluster)
     (0, 2, 1, 3)
     """
+    for name, given, kind in (("topology", topology, Topology), ("cluster", cluster, Cluster)):
+        if not isinstance(given, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {given!r} ({type(given).__name__}); make one")
     cluster.check_topology("topology", topology)
     n, pair_s = cluster.num_nodes, cluster.pair_seconds_per_byte
     best = np.arange(n)

@@ -269,6 +269,7 @@ def test_a_late_rank_holds_up_those_that_its_messages_reach(num_pieces: int) -> 
         (lambda: Cluster(2, bandwidth_gbps=[[0, 1], [0, 0]]), ValueError, r"bandwidth_gbps\[1\]\[0\] must be above 0"),
         (lambda: Cluster(2, bandwidth_gbps=[[1, 2], [3]]), ValueError, "for each of the 2 nodes, got .*1, 2"),
         (lambda: Cluster(3, bandwidth_gbps=[[1, 1], [1, 1]]), ValueError, "for each of the 3 nodes"),
+        (lambda: placement("ring", Cluster(4)), TypeError, "topology must be a Topology, got 'ring' .str.; make one"),
         (lambda: placement(topologies.build("ring", 5), Cluster(4)), ValueError, "topology is a topology for 5 ranks"),
         (lambda: Cluster(2, latency_us=-1.0), ValueError, "latency_us must be at least 0"),
         (lambda: Workload(0.0, 0.0, ()), ValueError, "bucket_bytes is empty"),
